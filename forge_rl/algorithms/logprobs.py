@@ -1,0 +1,105 @@
+"""Logprobs of chosen tokens from logits, in float32 and without a float32 copy of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from forge_rl.errors import ConfigError
+
+
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, chunk_tokens: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob of each target, and entropy of the distribution it is drawn from: softmax(logits / temperature).
+
+    Logits at position t score token t+1. The packed rows already hold that token as targets[t], so nothing is shifted
+    here: entry t of both results is about targets[t].
+
+    The arithmetic is float32 whatever the dtype of the logits. It goes chunk by chunk, forward and backward, and keeps
+    only the logits and one float32 a row for the backward pass.
+
+    Args:
+        logits: [N, V], any float dtype.
+        targets: [N] int64. Where there is no target, any id in the vocabulary.
+        temperature: the engine's sampling temperature, so that logprobs compare with behaviour logprobs.
+        chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V].
+
+    Returns:
+        logprobs [N] float32 with gradient, entropy [N] float32 in nats without gradient.
+
+    Raises:
+        ConfigError: the temperature or chunk_tokens is not above 0.
+    """
+    if not 0 < temperature < float("inf"):
+        raise ConfigError(
+            f"the sampling temperature is {temperature}",
+            mend="train on episodes sampled at a temperature above 0: greedy decoding has no logprobs to correct by",
+        )
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens is {chunk_tokens}", mend="set it to 1 or more")
+    assert logits.ndim == 2, f"logits have shape {list(logits.shape)}, not [N, V]"
+    assert targets.shape == logits.shape[:1], f"targets {list(targets.shape)}, logits {list(logits.shape)}"
+    logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature, chunk_tokens)
+    return logprobs, entropy
+
+
+def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """How far the trainer's logprobs are from the engine's, on the same tokens.
+
+    Args:
+        trainer: the trainer's logprobs, any shape, float32; entry t is about the same token in all three.
+        behaviour: the engine's, same shape, float32.
+        mask: bool, same shape: tokens to compare.
+
+    Returns:
+        Detached float32 scalars: "abs_sum" and "max" of the absolute differences, and "count" of the tokens. Sums and
+        counts add over rows and ranks, and the max takes the max.
+    """
+    gap = torch.where(mask, trainer.detach() - behaviour, 0.0).abs().to(torch.float32)
+    largest = gap.max() if gap.numel() else gap.new_zeros(())
+    return {"abs_sum": gap.sum(), "max": largest, "count": mask.sum().to(torch.float32)}
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Gradient by hand, so that no [N, V] softmax is saved: d logprob / d logits = (onehot - p) / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy, logsumexp = (
+            torch.empty(len(targets), dtype=torch.float32, device=logits.device) for _ in range(3)
+        )
+        for rows in _chunks(len(targets), chunk_tokens):
+            scaled = logits[rows].to(torch.float32).div(temperature)
+            logsumexp[rows] = scaled.logsumexp(dim=1)
+            scaled -= logsumexp[rows, None]
+            logprobs[rows] = scaled.gather(1, targets[rows, None]).squeeze(1)
+            entropy[rows] = torch.special.entr(scaled.exp_()).sum(dim=1)
+        ctx.save_for_backward(logits, targets, logsumexp)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None, None]:
+        logits, targets, logsumexp = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for rows in _chunks(len(targets), ctx.chunk_tokens):
+            grad = logits[rows].to(torch.float32).div(ctx.temperature)
+            grad.sub_(logsumexp[rows, None]).exp_().neg_()
+            grad.scatter_add_(1, targets[rows, None], torch.ones_like(logsumexp[rows, None]))
+            grad.mul_(grad_logprobs[rows, None] / ctx.temperature)
+            grad_logits[rows] = grad
+        return grad_logits, None, None, None
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

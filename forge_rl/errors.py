@@ -1,0 +1,89 @@
+"""What can go wrong, each with the value seen and the mend; recipes print these as one clear message."""
+
+from __future__ import annotations
+
+
+class ForgeError(Exception):
+    """Base of every error that a user can meet.
+
+    Args:
+        message: what went wrong, with the value that was seen.
+        mend: what to do about it; printed on a line of its own.
+    """
+
+    def __init__(self, message: str, *, mend: str = "") -> None:
+        super().__init__(message, mend)
+        self.message = message
+        self.mend = mend
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  mend: {self.mend}" if self.mend else self.message
+
+
+def _rebuild(kind: type[ForgeError], fields: dict[str, object]) -> ForgeError:
+    """Unpickle an error: errors cross process boundaries and must keep their class and fields."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, fields["message"], fields["mend"])
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigError(ForgeError):
+    """A flag or a combination of flags that cannot work."""
+
+
+class ModelError(ForgeError):
+    """A model that cannot be found, read, or built."""
+
+
+class TaskError(ForgeError):
+    """A task source that does not exist or cannot give tasks."""
+
+
+class CheckpointError(ForgeError):
+    """A checkpoint or run folder that cannot be written or read."""
+
+
+class WeightsError(ForgeError):
+    """A version of the weights that is missing, incomplete, stale or not what the trainer published."""
+
+
+class AttestationError(WeightsError):
+    """The weights that an engine holds are not those that the trainer published."""
+
+
+class ServiceError(ForgeError):
+    """A service that failed: says which service, replica, call and phase, and the cause.
+
+    Args:
+        message: what happened.
+        service: name of the service, such as "generator".
+        replica: index of the replica, or None if the whole service failed.
+        call: the remote call in flight, or "" when none was.
+        mend: what to do about it.
+    """
+
+    def __init__(
+        self, message: str, *, service: str, replica: int | None = None, call: str = "", mend: str = ""
+    ) -> None:
+        super().__init__(message, mend=mend)
+        self.service = service
+        self.replica = replica
+        self.call = call
+        self.phase = ""
+
+    def __str__(self) -> str:
+        where = self.service if self.replica is None else f"{self.service} replica {self.replica}"
+        parts = [where]
+        if self.call:
+            parts.append(f"call {self.call}")
+        if self.phase:
+            parts.append(f"phase {self.phase}")
+        return f"{', '.join(parts)}: {super().__str__()}"
+
+
+class DeadlineError(ServiceError):
+    """A phase or a remote call that did not end within its deadline."""

@@ -1,0 +1,116 @@
+"""Sinks that draw curves: TensorBoard and W&B, each imported only when it is used."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_rl.errors import ConfigError
+from forge_rl.metrics.sinks import Level, RunInfo, writing
+
+if TYPE_CHECKING:
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardSink:
+    """A scalar for each metric; a resumed run hides what was logged beyond the step that it resumed from.
+
+    Args:
+        folder: where the event files go, such as `<run folder>/tensorboard`.
+
+    Raises:
+        CheckpointError: there is no space, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        self._step = 0
+
+    def start(self, info: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with writing(self._folder):
+            self._writer = SummaryWriter(str(self._folder), purge_step=info.step + 1, flush_secs=10)
+        self._step = info.step
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._writer is not None, "the sink was not started"
+        self._step = step
+        with writing(self._folder):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def event(self, text: str, level: Level) -> None:
+        assert self._writer is not None, "the sink was not started"
+        with writing(self._folder):
+            self._writer.add_text(f"events/{level}", text, self._step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            with writing(self._folder):
+                writer.close()
+
+
+class WandbSink:
+    """Logs to Weights & Biases, where a resumed run goes on as the same run.
+
+    W&B cannot go back: of the steps that a resumed run repeats, it keeps the values that it got first.
+
+    Args:
+        project: the W&B project.
+        name: what W&B calls the run; its own choice when empty.
+        config: logged as the run's config, in place of the one in RunInfo.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
+
+    def __init__(self, project: str, name: str = "", config: Mapping[str, object] | None = None) -> None:
+        # Imported here and not in start, so that what is missing is told before any service starts.
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"wandb is not installed, and the run logs to the W&B project {project!r}",
+                mend="pip install 'forge_rl[wandb]'",
+            ) from error
+        self._wandb = wandb
+        self._project, self._name, self._config = project, name, config
+        self._run: wandb.Run | None = None
+
+    def start(self, info: RunInfo) -> None:
+        self._run = self._wandb.init(
+            project=self._project,
+            name=self._name or None,
+            config=dict(self._config if self._config is not None else info.config),
+            dir=str(info.folder),
+            id=_run_id(info),
+            resume="allow",
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._run is not None, "the sink was not started"
+        self._run.log(dict(values), step=step)
+
+    def event(self, text: str, level: Level) -> None:
+        """W&B keeps the console's output itself."""
+
+    def close(self) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.finish()
+
+
+def _run_id(info: RunInfo) -> str:
+    """The id of this run folder's W&B run: a new one for a run that starts, the same one when it resumes."""
+    path = info.folder / "wandb_run_id"
+    with writing(path):
+        if info.step == 0 or not path.is_file():
+            info.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(secrets.token_hex(4))
+        return path.read_text().strip()

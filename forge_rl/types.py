@@ -1,0 +1,170 @@
+"""The data that flows through a run, all of it frozen.
+
+Shape legend, used in every docstring and as dim names:
+    P  groups in a batch (one task each)
+    G  episodes in a group
+    T  tokens of an episode
+    R  rows of a packed batch
+    L  tokens in a row
+    V  vocabulary
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Message = Mapping[str, str]
+"""One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}."""
+
+
+class Outcome(enum.StrEnum):
+    """How an episode ended."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One problem: what the model is shown, and what is needed to verify its answer."""
+
+    id: str
+    """Unique within its source and the same in every run."""
+    source: str
+    """Name of the source that it came from."""
+    messages: tuple[Message, ...]
+    """The conversation that the model continues."""
+    truth: Mapping[str, object] = field(default_factory=dict)
+    """What the verifier needs; never shown to the model. Must pickle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One model answer with exactly what it was shown. All ids are the engine's own; text is never tokenised again."""
+
+    prompt_ids: tuple[int, ...]
+    """Everything the model saw before this answer."""
+    token_ids: tuple[int, ...]
+    """The answer, with its end-of-sequence token when the model produced one."""
+    logprobs: tuple[float, ...]
+    """Behaviour log-probability of each answer token, from the engine, under the distribution it sampled from."""
+    versions: tuple[int, ...]
+    """Version of the weights that produced each answer token."""
+    text: str
+    """The answer, decoded, without special tokens."""
+    truncated: bool = False
+    """Whether the answer was cut by a token limit."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
+        assert len(lengths) == 1, f"ids, logprobs and versions of a turn differ in length: {lengths}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One training sequence: a longest run of turns in which each prompt extends what came before.
+
+    All fields have length T. Entry t describes token t itself (not t+1); logprobs and versions are 0 and -1 where
+    trained is False.
+    """
+
+    token_ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """All turns of one attempt at one task, scored."""
+
+    task: Task
+    turns: tuple[Turn, ...]
+    reward: float
+    outcome: Outcome = Outcome.COMPLETED
+    seconds: float = 0.0
+    """Wall time from the first request to the score."""
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Turns joined by exact token prefix; a rewritten history starts a new segment, which shares the reward."""
+        joined: list[list[Turn]] = []
+        context: tuple[int, ...] = ()
+        for turn in self.turns:
+            if joined and turn.prompt_ids[: len(context)] == context:
+                joined[-1].append(turn)
+            else:
+                joined.append([turn])
+            context = turn.prompt_ids + turn.token_ids
+        return tuple(_segment(turns) for turns in joined)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens that the model produced, over all turns."""
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def text(self) -> str:
+        """The model's last answer."""
+        return self.turns[-1].text if self.turns else ""
+
+
+def _segment(turns: list[Turn]) -> Segment:
+    ids: list[int] = []
+    trained: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for turn in turns:
+        shown = turn.prompt_ids[len(ids) :]
+        ids += [*shown, *turn.token_ids]
+        trained += [False] * len(shown) + [True] * len(turn.token_ids)
+        logprobs += [0.0] * len(shown) + list(turn.logprobs)
+        versions += [-1] * len(shown) + list(turn.versions)
+    return Segment(token_ids=tuple(ids), trained=tuple(trained), logprobs=tuple(logprobs), versions=tuple(versions))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The G episodes of one task."""
+
+    task: Task
+    episodes: tuple[Episode, ...]
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(episode.reward for episode in self.episodes)
+
+    @property
+    def is_uniform(self) -> bool:
+        """All rewards equal, so that no episode is better than another and there is nothing to learn.
+
+        Compares max with min: the standard deviation of equal floats need not be 0.
+        """
+        return max(self.rewards) == min(self.rewards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The P groups of one optimizer step, all of the same size G."""
+
+    groups: tuple[Group, ...]
+    version: int
+    """Version of the trainer's weights when the batch was delivered; a token's lag is this minus its own."""
+
+    @property
+    def episodes(self) -> tuple[Episode, ...]:
+        return tuple(episode for group in self.groups for episode in group.episodes)
+
+    @property
+    def rewards(self) -> torch.Tensor:
+        """[P, G] float32."""
+        import torch
+
+        return torch.tensor([group.rewards for group in self.groups], dtype=torch.float32)

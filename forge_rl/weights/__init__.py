@@ -1,0 +1,1 @@
+"""Immutable versions of the policy, from the trainer to the engines."""

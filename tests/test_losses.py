@@ -1,0 +1,261 @@
+"""The clipped surrogate and the KL penalty, against hand-worked numbers, TRL's formulas and exact expectations."""
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from forge_rl.algorithms import ClippedSurrogate, kl_estimate, kl_penalty
+from forge_rl.errors import ConfigError
+
+
+def example(tokens: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    logprobs = -3 * torch.rand(tokens, generator=generator)
+    behaviour = logprobs + 0.5 * torch.randn(tokens, generator=generator)
+    advantages = torch.randn(tokens, generator=generator)
+    mask = torch.rand(tokens, generator=generator) < 0.7
+    reference = logprobs + 0.3 * torch.randn(tokens, generator=generator)
+    return logprobs.requires_grad_(), behaviour, advantages, mask, reference
+
+
+def trl_loss(
+    per_token_logps: torch.Tensor,
+    old_per_token_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    ref_per_token_logps: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> torch.Tensor:
+    """TRL's GRPO loss without its KL term, per token and masked, as a reference."""
+    coef_1 = torch.exp(per_token_logps - old_per_token_logps)
+    coef_2 = torch.clamp(coef_1, 1 - eps_low, 1 + eps_high)
+    return -torch.min(coef_1 * advantages, coef_2 * advantages) * mask.float()
+
+
+def gradient(of: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    (result,) = torch.autograd.grad(of, by)
+    return result
+
+
+def test_hand_worked_tokens_on_both_sides_of_the_clip():
+    ratio = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5])
+    advantages = torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0])
+    logprobs = ratio.log().requires_grad_()
+    loss, sums = ClippedSurrogate()(logprobs, torch.zeros(5), advantages, torch.ones(5, dtype=torch.bool))
+    # -2, -1.28 (clipped high), +1.5, -0.5, +0.8 (clipped low)
+    assert loss.item() == pytest.approx(-2 - 1.28 + 1.5 - 0.5 + 0.8)
+    # gradient -r * A where the clip is not in force
+    torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([-2.0, 0.0, 1.5, -0.5, 0.0]))
+    assert sums["tokens"].item() == 5
+    assert sums["clipped"].item() == 2
+    assert sums["ratio"].item() == pytest.approx(5.0)
+    assert sums["surrogate"].item() == pytest.approx(loss.item())
+
+
+def test_on_policy_the_gradient_is_that_of_reinforce():
+    logprobs, _, advantages, mask, _ = example()
+    loss, _ = ClippedSurrogate()(logprobs, logprobs.detach(), advantages, mask)
+    torch.testing.assert_close(gradient(loss, logprobs), -advantages * mask)
+
+
+def test_value_and_gradient_match_trl_with_global_token_normalisation():
+    logprobs, behaviour, advantages, mask, reference = example()
+    loss, sums = ClippedSurrogate(clip_low=0.15, clip_high=0.25)(logprobs, behaviour, advantages, mask)
+    per_token = trl_loss(logprobs, behaviour, advantages, mask, reference, eps_low=0.15, eps_high=0.25)
+    expected = per_token.sum() / mask.sum()
+    assert 0 < sums["clipped"] < sums["tokens"]
+    torch.testing.assert_close(loss / mask.sum(), expected)
+    torch.testing.assert_close(gradient(loss / mask.sum(), logprobs), gradient(expected, logprobs))
+
+
+def test_k3_penalty_matches_trl_with_bias_correction():
+    logprobs, behaviour, advantages, mask, reference = example()
+    config = ClippedSurrogate(clip_low=0.2, clip_high=0.2, kl_coef=0.1, kl_kind="k3")
+    loss, _ = config(logprobs, behaviour, advantages, mask, reference)
+    per_token = trl_loss(logprobs, behaviour, advantages, mask, reference, eps_low=0.2, eps_high=0.2)
+    per_token_kl = torch.exp(reference - logprobs) - (reference - logprobs) - 1
+    expected = (per_token + 0.1 * mask * per_token_kl * torch.exp(logprobs - behaviour)).sum()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient(loss, logprobs), gradient(expected, logprobs))
+
+
+def test_k2_penalty_adds_the_log_ratio_to_the_gradient():
+    logprobs, behaviour, advantages, mask, reference = example()
+    plain, _ = ClippedSurrogate()(logprobs, behaviour, advantages, mask)
+    loss, sums = ClippedSurrogate(kl_coef=0.1)(logprobs, behaviour, advantages, mask, reference)
+    added = gradient(loss, logprobs) - gradient(plain, logprobs)
+    torch.testing.assert_close(added, 0.1 * mask * (logprobs.detach() - reference))
+    assert sums["kl"] > 0
+    assert sums["surrogate"].item() == plain.item()
+
+
+def test_a_reference_without_a_coefficient_is_only_measured():
+    logprobs, behaviour, advantages, mask, reference = example()
+    plain, _ = ClippedSurrogate()(logprobs, behaviour, advantages, mask)
+    measured, sums = ClippedSurrogate()(logprobs, behaviour, advantages, mask, reference)
+    assert measured.item() == plain.item()
+    difference = (logprobs.detach() - reference)[mask]
+    expected = (torch.exp(-difference) + difference - 1).sum()
+    torch.testing.assert_close(sums["kl"], expected)
+
+
+@pytest.mark.parametrize("kl_kind", ["k2", "k3"])
+@pytest.mark.parametrize("cuts", [[32, 32], [1, 60, 3], [16, 16, 16, 16]])
+def test_microbatches_give_the_gradient_of_the_whole_batch(kl_kind, cuts):
+    logprobs, behaviour, advantages, mask, reference = example()
+    config = ClippedSurrogate(kl_coef=0.05, kl_kind=kl_kind)
+    tokens = mask.sum()
+    whole, sums = config(logprobs, behaviour, advantages, mask, reference)
+    expected = gradient(whole / tokens, logprobs)
+
+    parts = zip(*(x.split(cuts) for x in (logprobs, behaviour, advantages, mask, reference)), strict=True)
+    counted = torch.zeros(())
+    for part in parts:
+        loss, part_sums = config(*part)
+        (loss / tokens).backward()
+        counted += part_sums["clipped"]
+    torch.testing.assert_close(logprobs.grad, expected)
+    assert counted == sums["clipped"]
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kl_kind", ["k2", "k3"])
+def test_masked_garbage_reaches_neither_loss_nor_gradient(garbage, kl_kind):
+    logprobs, behaviour, advantages, mask, reference = example()
+    config = ClippedSurrogate(kl_coef=0.1, kl_kind=kl_kind)
+    clean, clean_sums = config(logprobs, behaviour, advantages, mask, reference)
+    clean_gradient = gradient(clean, logprobs)
+    dirty = [torch.where(mask, x.detach(), garbage) for x in (logprobs, behaviour, advantages, reference)]
+    dirty[0].requires_grad_()
+    loss, sums = config(dirty[0], dirty[1], dirty[2], mask, dirty[3])
+    assert loss.item() == clean.item()
+    assert torch.equal(gradient(loss, dirty[0]), clean_gradient)
+    assert sums == clean_sums
+
+
+def test_nothing_trained_gives_zero_loss_and_zero_gradient():
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    zeros = torch.zeros(2, 3)
+    loss, sums = ClippedSurrogate(kl_coef=0.1)(logprobs, zeros, zeros, torch.zeros(2, 3, dtype=torch.bool), zeros)
+    assert loss.item() == 0
+    assert torch.equal(gradient(loss, logprobs), zeros)
+    assert sums["tokens"] == sums["ratio"] == 0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("kl_kind", ["k2", "k3"])
+@pytest.mark.parametrize(("logprob", "behaviour"), [(-0.1, -200.0), (-200.0, -0.1)])
+def test_ratios_that_would_overflow_stay_finite(advantage, kl_kind, logprob, behaviour):
+    logprobs = torch.tensor([logprob], requires_grad=True)
+    mask = torch.tensor([True])
+    loss, _ = ClippedSurrogate(kl_coef=0.1, kl_kind=kl_kind)(
+        logprobs, torch.tensor([behaviour]), torch.tensor([advantage]), mask, torch.tensor([behaviour])
+    )
+    assert math.isfinite(loss.item())
+    assert math.isfinite(gradient(loss, logprobs).item())
+
+
+def test_metrics_carry_no_gradient():
+    _, sums = ClippedSurrogate(kl_coef=0.1)(*example())
+    assert set(sums) == {"tokens", "surrogate", "ratio", "clipped", "kl"}
+    assert all(not value.requires_grad and value.dtype == torch.float32 and value.ndim == 0 for value in sums.values())
+
+
+def test_the_loss_survives_pickling():
+    loss = ClippedSurrogate(clip_high=0.3, kl_coef=0.01)
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("clip_low", -0.1),
+        ("clip_low", 1.1),
+        ("clip_high", -0.1),
+        ("clip_high", float("nan")),
+        ("kl_coef", -1.0),
+        ("kl_coef", float("inf")),
+        ("kl_kind", "k1"),
+    ],
+)
+def test_a_bad_field_is_refused_with_its_flag_and_value(field, value):
+    with pytest.raises(ConfigError) as error:
+        ClippedSurrogate(**{field: value})
+    assert "--loss." + field.replace("_", "-") in str(error.value)
+    assert str(value) in str(error.value)
+
+
+def test_a_penalty_without_a_reference_is_refused():
+    logprobs, behaviour, advantages, mask, _ = example()
+    with pytest.raises(ConfigError, match=r"--loss\.kl-coef 0"):
+        ClippedSurrogate(kl_coef=0.1)(logprobs, behaviour, advantages, mask)
+
+
+def test_kl_estimates_of_a_hand_worked_token():
+    # d = ln 2 - 0 = 0.6931
+    d = math.log(2)
+    for kind, expected in {"k1": d, "k2": d * d / 2, "k3": 0.5 + d - 1}.items():
+        assert kl_estimate(torch.tensor(d), torch.tensor(0.0), kind).item() == pytest.approx(expected)
+
+
+def test_an_unknown_kl_kind_is_refused():
+    with pytest.raises(ConfigError, match="k4"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+    with pytest.raises(ConfigError, match="k1"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), torch.ones(1), "k1")
+
+
+def categorical() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a policy, the logprobs of a reference and of a behaviour policy, and the exact gradient of the KL."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    behaviour = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    exact = gradient((logprobs.exp() * (logprobs - reference)).sum(), logits)
+    return logits, reference, behaviour, exact
+
+
+def expected_gradient(logits: torch.Tensor, sampled_from: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Expectation, over every token of the vocabulary, of the gradient of its penalty."""
+    return gradient((sampled_from.detach().exp() * penalty).sum(), logits)
+
+
+def test_expected_gradient_of_k2_on_policy_is_that_of_the_kl():
+    logits, reference, _, exact = categorical()
+    logprobs = logits.log_softmax(0)
+    penalty = kl_penalty(logprobs, reference, (logprobs - logprobs.detach()).exp(), "k2")
+    torch.testing.assert_close(expected_gradient(logits, logprobs, penalty), exact)
+
+
+def test_expected_gradient_of_ratio_times_k3_is_that_of_the_kl_on_and_off_policy():
+    logits, reference, other, exact = categorical()
+    for behaviour in (logits.detach().log_softmax(0), other):
+        logprobs = logits.log_softmax(0)
+        penalty = kl_penalty(logprobs, reference, (logprobs - behaviour).exp(), "k3")
+        torch.testing.assert_close(expected_gradient(logits, behaviour, penalty), exact)
+
+
+def test_expected_gradient_of_plain_k3_is_not_that_of_the_kl():
+    logits, reference, _, exact = categorical()
+    logprobs = logits.log_softmax(0)
+    wrong = expected_gradient(logits, logprobs, kl_estimate(logprobs, reference, "k3"))
+    assert (wrong - exact).norm() > 0.1 * exact.norm()
+
+
+def test_a_detached_ratio_spoils_k3():
+    logits, reference, _, exact = categorical()
+    logprobs = logits.log_softmax(0)
+    penalty = kl_penalty(logprobs, reference, torch.ones(6, dtype=torch.float64), "k3")
+    assert (expected_gradient(logits, logprobs, penalty) - exact).norm() > 0.1 * exact.norm()
+
+
+def test_expected_gradient_of_k1_is_zero():
+    logits, reference, _, _ = categorical()
+    logprobs = logits.log_softmax(0)
+    found = expected_gradient(logits, logprobs, kl_estimate(logprobs, reference, "k1"))
+    torch.testing.assert_close(found, torch.zeros(6, dtype=torch.float64))

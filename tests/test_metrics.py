@@ -1,0 +1,170 @@
+"""Merging of metric values, and the phase clock."""
+
+import math
+import pickle
+
+import pytest
+
+from forge_rl.errors import ForgeError, ServiceError
+from forge_rl.metrics import Max, Mean, Min, PhaseClock, Sum, Value, merge, merge_all, reduce
+
+
+class FakeClock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_means_of_unequal_parts_merge_to_the_mean_of_the_whole() -> None:
+    whole = Mean.of([1.0, 2.0, 6.0, 7.0])
+    assert merge(Mean.of([1.0]), Mean.of([2.0, 6.0, 7.0])) == whole
+    assert reduce({"loss": whole}) == {"loss": 4.0}
+
+
+def test_every_grouping_of_parts_merges_to_the_same() -> None:
+    parts: list[dict[str, Value]] = [
+        {"loss": Mean(3.0, 2), "tokens": Sum(10), "worst": Max(0.5), "best": Min(0.5)},
+        {"loss": Mean(-8.0, 4), "tokens": Sum(30), "worst": Max(2.0), "best": Min(-1.0)},
+        {"loss": Mean(1.0, 1), "tokens": Sum(2), "worst": Max(1.0), "best": Min(0.0)},
+    ]
+    flat = merge_all(parts)
+    assert merge_all([merge_all(parts[:2]), parts[2]]) == flat
+    assert merge_all([parts[0], merge_all(parts[1:])]) == flat
+    assert reduce(flat) == {"loss": pytest.approx(-4 / 7), "tokens": 42.0, "worst": 2.0, "best": -1.0}
+
+
+def test_a_name_that_only_some_parts_have_is_merged_from_those() -> None:
+    merged = merge_all([{"a": Sum(1)}, {"b": Sum(2)}, {"a": Sum(4)}])
+    assert reduce(merged) == {"a": 5.0, "b": 2.0}
+
+
+def test_a_merge_does_not_hide_nan_in_either_order() -> None:
+    for kind in (Max, Min):
+        for pair in ((1.0, math.nan), (math.nan, 1.0)):
+            assert math.isnan(reduce({"x": merge(kind(pair[0]), kind(pair[1]))})["x"])
+
+
+def test_a_mean_over_nothing_is_nan_and_leaves_others_unchanged() -> None:
+    assert math.isnan(reduce({"x": Mean.of([])})["x"])
+    assert merge(Mean.of([]), Mean(3.0, 2)) == Mean(3.0, 2)
+
+
+def test_two_kinds_under_one_name_are_refused_and_the_name_is_told() -> None:
+    with pytest.raises(AssertionError, match="two kinds") as caught:
+        merge_all([{"loss": Sum(1)}, {"loss": Mean(1, 1)}])
+    assert "'loss'" in caught.value.__notes__[0]
+
+
+def test_values_pickle() -> None:
+    values = [Sum(1), Mean(1, 2), Max(3), Min(4)]
+    assert pickle.loads(pickle.dumps(values)) == values
+
+
+def test_a_step_reports_seconds_tokens_and_busy_shares() -> None:
+    time = FakeClock()
+    clock = PhaseClock(time)
+    with clock.phase("rollout"):
+        time.seconds += 2.0
+        clock.tokens("rollout", 1024)
+    with clock.phase("train"):
+        time.seconds += 6.0
+        clock.tokens("train", 1200)
+        clock.tokens("train", 600)
+    with clock.phase("rollout"):
+        time.seconds += 2.0
+    clock.busy("trainer", 5.0)
+    clock.busy("trainer", 2.5)
+    clock.busy("generator/0", 4.0)
+    time.seconds += 2.5
+    assert clock.finish_step() == {
+        "seconds/rollout": 4.0,
+        "seconds/train": 6.0,
+        "seconds/step": 12.5,
+        "tokens/rollout": 1024.0,
+        "tokens/train": 1800.0,
+        "tokens_per_s/rollout": 256.0,
+        "tokens_per_s/train": 300.0,
+        "busy/trainer": 0.6,
+        "busy/generator/0": 0.32,
+    }
+
+
+def test_the_next_step_begins_where_the_last_ended() -> None:
+    time = FakeClock()
+    clock = PhaseClock(time)
+    with clock.phase("rollout"):
+        time.seconds += 2.0
+    clock.tokens("rollout", 9)
+    clock.busy("trainer", 1.0)
+    clock.finish_step()
+    time.seconds += 1.0
+    with clock.phase("train"):
+        time.seconds += 3.0
+    assert clock.finish_step() == {"seconds/train": 3.0, "seconds/step": 4.0}
+
+
+def test_tokens_of_a_phase_that_took_no_time_have_no_rate() -> None:
+    clock = PhaseClock(FakeClock())
+    clock.tokens("rollout", 7)
+    assert clock.finish_step() == {"tokens/rollout": 7.0, "seconds/step": 0.0}
+
+
+def test_the_clock_tells_the_phase_and_how_long_it_has_lasted() -> None:
+    time = FakeClock()
+    clock = PhaseClock(time)
+    assert (clock.current, clock.used) == ("", False)
+    time.seconds += 1.0
+    with clock.phase("rollout"):
+        time.seconds += 2.0
+        assert (clock.current, clock.since, clock.used) == ("rollout", 101.0, True)
+        assert clock.now() == ("rollout", 2.0, 3.0)
+    time.seconds += 4.0
+    assert clock.now() == ("", 4.0, 7.0)
+
+
+def test_phases_do_not_nest() -> None:
+    clock = PhaseClock(FakeClock())
+    with clock.phase("rollout"):
+        with pytest.raises(ForgeError, match="'train' was entered inside phase 'rollout'"), clock.phase("train"):
+            pass
+        assert clock.current == "rollout"
+
+
+def test_a_step_does_not_end_inside_a_phase() -> None:
+    clock = PhaseClock(FakeClock())
+    with clock.phase("rollout"), pytest.raises(ForgeError, match="inside phase 'rollout'"):
+        clock.finish_step()
+
+
+def test_a_phase_that_fails_is_timed_and_ended() -> None:
+    time = FakeClock()
+    clock = PhaseClock(time)
+
+    def fail() -> None:
+        time.seconds += 2.0
+        raise KeyError
+
+    with pytest.raises(KeyError), clock.phase("rollout"):
+        fail()
+    assert clock.current == ""
+    assert clock.finish_step()["seconds/rollout"] == 2.0
+
+
+def test_a_service_error_learns_the_phase_that_it_broke() -> None:
+    clock = PhaseClock(FakeClock())
+    error = ServiceError("gone", service="generator", replica=1)
+    with pytest.raises(ServiceError, match="generator replica 1, phase rollout: gone"), clock.phase("rollout"):
+        raise error
+
+
+def test_service_errors_in_a_group_learn_the_phase_and_keep_one_that_they_have() -> None:
+    clock = PhaseClock(FakeClock())
+    new, old = ServiceError("gone", service="generator"), ServiceError("late", service="reward")
+    old.phase = "evaluate"
+    with pytest.raises(ExceptionGroup), clock.phase("rollout"):
+        raise ExceptionGroup("rollouts", [ExceptionGroup("inner", [new]), old, ValueError()])
+    assert (new.phase, old.phase) == ("rollout", "evaluate")

@@ -1,0 +1,458 @@
+"""Packing: hand-worked rows, properties of random batches, a small attention model that cannot tell the difference."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_rl.data.packing import Layout, Packed, Row, attends, dense_mask, pack, unpack
+from forge_rl.errors import ConfigError
+from forge_rl.types import Batch, Episode, Group, Task, Turn
+
+TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
+EOS = 2
+
+
+def turn(prompt: list[int], answer: list[int], *, version: int = 0, logprob: float = -0.5) -> Turn:
+    """An answer whose tokens have logprobs logprob, logprob - 1, ..."""
+    return Turn(
+        prompt_ids=tuple(prompt),
+        token_ids=tuple(answer),
+        logprobs=tuple(logprob - i for i in range(len(answer))),
+        versions=(version,) * len(answer),
+        text="",
+    )
+
+
+def batch_of(*groups: list[tuple[float, list[Turn]]], version: int = 5) -> Batch:
+    """Groups of (reward, turns)."""
+    return Batch(
+        groups=tuple(
+            Group(task=TASK, episodes=tuple(Episode(task=TASK, turns=tuple(t), reward=r) for r, t in group))
+            for group in groups
+        ),
+        version=version,
+    )
+
+
+def centered(batch: Batch) -> torch.Tensor:
+    return batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
+
+
+def packed(batch: Batch, layout: Layout | None = None, *, drop_uniform: bool = False) -> Packed:
+    return pack(batch, centered(batch), layout or Layout(), drop_uniform=drop_uniform)
+
+
+def simple(answers: list[list[int]], prompt: list[int]) -> list[tuple[float, list[Turn]]]:
+    """One group, with rewards 0, 1, 2, ..."""
+    return [(float(i), [turn(prompt, answer)]) for i, answer in enumerate(answers)]
+
+
+def test_every_field_of_a_hand_worked_row():
+    prompt = [10, 11, 12]
+    batch = batch_of(
+        [
+            (0.0, [turn(prompt, [20, 21, EOS], version=4, logprob=-0.25)]),
+            (1.0, [turn(prompt, [30, EOS], version=5, logprob=-0.75)]),
+        ]
+    )
+    result = packed(batch, Layout(pad_multiple=4))
+    (row,) = result.rows
+    # prefix 10 11 | branch 12 20 21 (EOS is only a target) | branch 12 30 | one token of padding
+    assert row.token_ids.tolist() == [10, 11, 12, 20, 21, 12, 30, 0]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 2, 3, 0]
+    assert row.trees.tolist() == [0, 0, 0, 0, 0, 0, 0, -1]
+    assert row.branches.tolist() == [0, 0, 1, 1, 1, 2, 2, 0]
+    assert row.targets.tolist() == [11, 0, 20, 21, EOS, 30, EOS, 0]
+    assert row.mask.tolist() == [False, False, True, True, True, True, True, False]
+    assert row.behaviour.tolist() == [0, 0, -0.25, -1.25, -2.25, -0.75, -1.75, 0]
+    assert row.advantages.tolist() == [0, 0, -0.5, -0.5, -0.5, 0.5, 0.5, 0]
+    assert row.versions.tolist() == [-1, -1, 4, 4, 4, 5, 5, -1]
+    assert row.episodes.tolist() == [-1, -1, 0, 0, 0, 1, 1, -1]
+    assert row.segments.tolist() == [-1, -1, 0, 0, 0, 0, 0, -1]
+    assert (result.trained_tokens, result.sequence_tokens, result.packed_tokens) == (5, 9, 8)
+    assert (result.unscored_tokens, result.version) == (0, 5)
+
+
+def test_the_dtypes_of_a_row():
+    (row,) = packed(batch_of(simple([[20], [30]], [10, 11]))).rows
+    for name in ("token_ids", "positions", "targets"):
+        assert getattr(row, name).dtype == torch.int64
+    for name in ("trees", "branches", "episodes", "versions", "segments"):
+        assert getattr(row, name).dtype == torch.int32
+    for name in ("behaviour", "advantages"):
+        assert getattr(row, name).dtype == torch.float32
+    assert row.mask.dtype == torch.bool
+
+
+def test_the_dense_mask_of_a_hand_worked_row():
+    (row,) = packed(batch_of(simple([[20, 21], [30, 31]], [10, 11])), Layout(pad_multiple=8)).rows
+    assert row.token_ids.tolist() == [10, 11, 20, 11, 30, 0, 0, 0]
+    assert dense_mask(row).int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0, 0, 0],
+        [1, 0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1, 1],
+    ]
+
+
+def test_attends_answers_for_single_positions():
+    (row,) = packed(batch_of(simple([[20, 21], [30, 31]], [10, 11]))).rows
+    assert attends(row.trees, row.branches, torch.tensor(4), torch.tensor(3))
+    assert not attends(row.trees, row.branches, torch.tensor(4), torch.tensor(2))
+
+
+def test_without_sharing_every_segment_is_a_tree():
+    prompt = [10, 11, 12]
+    batch = batch_of(simple([[20, 21, EOS], [30, EOS]], prompt))
+    (row,) = packed(batch, Layout(share_prefixes=False)).rows
+    assert row.token_ids.tolist() == [10, 11, 12, 20, 21, 10, 11, 12, 30]
+    assert row.trees.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert row.branches.tolist() == [1] * 9
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert row.targets.tolist() == [11, 12, 20, 21, EOS, 11, 12, 30, EOS]
+
+
+def test_a_prompt_of_one_token_shares_nothing():
+    (row,) = packed(batch_of(simple([[20], [30]], [10]))).rows
+    assert row.token_ids.tolist() == [10, 10]
+    assert row.trees.tolist() == [0, 1]
+    assert row.targets.tolist() == [20, 30]
+
+
+def test_groups_never_share_a_tree():
+    group = simple([[20], [30]], [10, 11])
+    (row,) = packed(batch_of(group, group)).rows
+    assert row.trees.tolist() == [0, 0, 0, 1, 1, 1]
+    assert row.episodes.tolist() == [-1, 0, 1, -1, 2, 3]
+
+
+def test_tool_answers_are_context_and_not_targets():
+    turns = [turn([10, 11], [20, 21], logprob=-1.0), turn([10, 11, 20, 21, 90, 91], [22], logprob=-7.0)]
+    (row,) = packed(batch_of([(0.0, turns), (1.0, [turn([10, 11], [30])])])).rows
+    assert row.token_ids.tolist() == [10, 11, 20, 21, 90, 91, 11]
+    assert row.targets.tolist() == [0, 20, 21, 90, 91, 22, 30]
+    assert row.mask.tolist() == [False, True, True, False, False, True, True]
+    assert row.behaviour.tolist() == [0, -1, -2, 0, 0, -7, -0.5]
+
+
+def test_a_rewritten_history_is_a_branch_of_the_same_episode():
+    turns = [turn([10, 11, 12], [20, 21]), turn([10, 11, 13], [22])]
+    (row,) = packed(batch_of([(0.0, turns), (1.0, [turn([10, 11, 12], [30])])])).rows
+    assert row.token_ids.tolist() == [10, 11, 12, 20, 13, 12]
+    assert row.branches.tolist() == [0, 0, 1, 1, 2, 3]
+    assert row.episodes.tolist() == [-1, -1, 0, 0, 0, 1]
+    assert row.segments.tolist() == [-1, -1, 0, 0, 1, 0]
+    assert row.advantages.tolist() == [0, 0, -0.5, -0.5, -0.5, 0.5]
+
+
+def test_segments_of_little_in_common_do_not_shorten_the_prefix_of_the_others():
+    long, other = [*range(10, 40)], [10, *range(50, 80)]
+    batch = batch_of([(0.0, [turn(long, [1])]), (1.0, [turn(other, [1])]), (2.0, [turn(long, [3])])])
+    (row,) = packed(batch).rows
+    # long: 29 shared and two branches of 1; other: alone with 31
+    assert len(row) == 29 + 1 + 1 + 31
+    assert row.branches[row.trees == 0].tolist() == [0] * 29 + [1, 2]
+
+
+def test_uniform_groups_are_left_out_and_the_others_keep_their_index():
+    prompt = [10, 11]
+    uniform = [(0.1, [turn(prompt, [20])]), (0.1, [turn(prompt, [21])])]
+    batch = batch_of(uniform, simple([[22], [23]], prompt))
+    result = packed(batch, drop_uniform=True)
+    assert result.trained_tokens == 2
+    assert set(unpack(result, [row.targets for row in result.rows])) == {2, 3}
+    assert packed(batch).trained_tokens == 4
+
+
+def test_nothing_to_learn_gives_no_rows():
+    uniform = [(1.0, [turn([10, 11], [20])])] * 2
+    result = packed(batch_of(uniform, version=9), Layout(ranks=4), drop_uniform=True)
+    assert (result.rows, result.trained_tokens, result.sequence_tokens, result.version) == ((), 0, 0, 9)
+    assert unpack(result, []) == {}
+
+
+def test_tokens_without_a_finite_logprob_are_context_only_and_counted():
+    broken = Turn(
+        prompt_ids=(10, 11),
+        token_ids=(20, 21, 22, 23),
+        logprobs=(float("nan"), -1.0, float("-inf"), float("nan")),
+        versions=(0,) * 4,
+        text="",
+    )
+    result = packed(batch_of([(0.0, [broken]), (1.0, [turn([10, 11], [30])])]))
+    (row,) = result.rows
+    # 20 is no target, so it may lead the branch; what follows 21 is not needed
+    assert row.token_ids.tolist() == [10, 11, 20, 11]
+    assert row.targets[row.mask].tolist() == [21, 30]
+    assert torch.isfinite(row.behaviour).all()
+    assert (result.trained_tokens, result.unscored_tokens) == (2, 3)
+
+
+def test_a_tree_longer_than_a_row_is_split_and_its_prefix_copied():
+    prompt = [*range(10, 20)]
+    result = packed(batch_of(simple([[20, 21, 22, 23]] * 4, prompt)), Layout(row_tokens=18))
+    # prefix 9, branches of 4: two fit into 18
+    assert [len(row) for row in result.rows] == [17, 17]
+    assert all(row.token_ids[:9].tolist() == prompt[:9] for row in result.rows)
+    assert result.trained_tokens == 16
+
+
+def test_a_segment_longer_than_a_row_is_refused_with_the_flag_and_what_is_needed():
+    with pytest.raises(ConfigError) as error:
+        packed(batch_of(simple([[20] * 8, [30]], [10, 11, 12])), Layout(row_tokens=8, pad_multiple=4))
+    assert "10 tokens" in error.value.message
+    assert "row_tokens is 8" in error.value.message
+    assert "--trainer.row-tokens to at least 12" in error.value.mend
+
+
+def test_a_segment_that_just_fits_is_packed():
+    result = packed(batch_of(simple([[20] * 6, [30]], [10, 11, 12])), Layout(row_tokens=8, pad_multiple=4))
+    assert result.trained_tokens == 7
+
+
+def test_rows_are_shared_out_evenly_by_splitting_trees():
+    result = packed(batch_of(simple([[20] * 10] * 8, [10, 11])), Layout(ranks=4))
+    assert [len(row) for row in result.rows] == [21] * 4
+
+
+def test_ranks_without_work_get_a_row_of_padding():
+    result = packed(batch_of(simple([[20] * 3, [30] * 3], [10, 11])), Layout(ranks=4, pad_multiple=2))
+    assert sorted(len(row) for row in result.rows) == [2, 2, 4, 4]
+    empty = [row for row in result.rows if not row.mask.any()]
+    assert len(empty) == 2
+    assert all(row.trees.tolist() == [-1, -1] for row in empty)
+    assert all(dense_mask(row).diagonal().all() for row in empty)
+
+
+def test_ranks_run_rows_of_about_equal_length_side_by_side():
+    groups = [simple([[20] * (5 + 7 * p), [30] * (9 + 5 * p)], [10] * 9) for p in range(12)]
+    result = packed(batch_of(*groups), Layout(ranks=2, row_tokens=180))
+    loads = [sum(len(row) for row in result.rows[rank::2]) for rank in range(2)]
+    assert max(loads) <= 1.1 * min(loads)
+
+
+def test_packing_twice_gives_the_same_rows():
+    batch = batch_of(*[simple([[20] * (1 + (p * g) % 5) for g in range(4)], [10, 11, p]) for p in range(5)])
+    first, second = (packed(batch, Layout(ranks=2, row_tokens=32)) for _ in range(2))
+    assert len(first.rows) == len(second.rows)
+    for a, b in zip(first.rows, second.rows, strict=True):
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in Row.__dataclass_fields__)
+
+
+def test_unpack_returns_each_episode_in_token_order():
+    prompt = [10, 11, 12]
+    turns = [turn(prompt, [20, 21]), turn([10, 13, 13, 13, 13], [22, 23, 24])]
+    batch = batch_of([(0.0, turns), (1.0, [turn(prompt, [30])])], simple([[40, 41], [50]], prompt))
+    result = packed(batch, Layout(ranks=3, row_tokens=16))
+    back = unpack(result, [row.targets for row in result.rows])
+    assert {e: values.tolist() for e, values in back.items()} == {
+        0: [20, 21, 22, 23, 24],
+        1: [30],
+        2: [40, 41],
+        3: [50],
+    }
+
+
+def test_unpack_refuses_the_wrong_number_of_rows():
+    result = packed(batch_of(simple([[20], [30]], [10, 11])))
+    with pytest.raises(ConfigError, match="0 tensors for 1 rows"):
+        unpack(result, [])
+
+
+def test_advantages_of_another_batch_are_refused():
+    with pytest.raises(ConfigError, match=r"\[2, 3\]"):
+        pack(batch_of(simple([[20], [30]], [10, 11])), torch.zeros(2, 3), Layout())
+
+
+@pytest.mark.parametrize("field", ["ranks", "row_tokens", "pad_multiple"])
+def test_a_layout_of_nothing_is_refused_with_its_flag(field):
+    with pytest.raises(ConfigError, match="--trainer." + field.replace("_", "-")):
+        Layout(**{field: 0})
+
+
+def test_rows_that_padding_would_make_too_long_are_refused():
+    with pytest.raises(ConfigError, match=r"--trainer\.row-tokens to 1024"):
+        Layout(row_tokens=1000, pad_multiple=128)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Groups whose episodes have one to three turns that extend or rewrite a history, over a vocabulary of 6."""
+    tokens = st.lists(st.integers(0, 5), min_size=1, max_size=5)
+    size = draw(st.integers(1, 4))
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        prompt = draw(tokens)
+        group = []
+        for _ in range(size):
+            turns, history = [], prompt
+            for _ in range(draw(st.integers(1, 3))):
+                made = turn(history, draw(tokens), version=draw(st.integers(0, 3)), logprob=draw(st.floats(-9, -1)))
+                turns.append(made)
+                told = draw(tokens)
+                extended = [*made.prompt_ids, *made.token_ids, *told]
+                history = draw(st.sampled_from([extended, prompt + told, told]))
+            group.append((draw(st.sampled_from([0.0, 0.5, 1.0])), turns))
+        groups.append(group)
+    return batch_of(*groups)
+
+
+layouts = st.builds(
+    Layout,
+    ranks=st.integers(1, 4),
+    row_tokens=st.sampled_from([48, 64, 256]),
+    pad_multiple=st.sampled_from([1, 4, 16]),
+    share_prefixes=st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=batches(), layout=layouts, drop_uniform=st.booleans())
+def test_each_trained_token_is_a_target_once_and_sees_exactly_what_came_before_it(batch, layout, drop_uniform):
+    advantages = centered(batch)
+    result = pack(batch, advantages, layout, drop_uniform=drop_uniform)
+    size = advantages.shape[1]
+    expected: Counter[tuple[object, ...]] = Counter()
+    for e, episode in enumerate(batch.episodes):
+        if drop_uniform and batch.groups[e // size].is_uniform:
+            continue
+        for s, segment in enumerate(episode.segments):
+            for t, trained in enumerate(segment.trained):
+                if trained:
+                    about = (torch.tensor(segment.logprobs[t]).item(), segment.versions[t])
+                    advantage = advantages[e // size, e % size].item()
+                    expected[(e, s, segment.token_ids[: t + 1], *about, advantage)] += 1
+
+    found: Counter[tuple[object, ...]] = Counter()
+    for row in result.rows:
+        visible = dense_mask(row)
+        for t in row.mask.nonzero().flatten().tolist():
+            seen = visible[t].nonzero().flatten()
+            assert row.positions[seen].tolist() == list(range(len(seen)))
+            context = (*row.token_ids[seen].tolist(), row.targets[t].item())
+            about = (row.behaviour[t].item(), row.versions[t].item(), row.advantages[t].item())
+            found[(row.episodes[t].item(), row.segments[t].item(), context, *about)] += 1
+    assert found == expected
+    assert result.trained_tokens == found.total()
+    assert len(result.rows) % layout.ranks == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=batches(), layout=layouts)
+def test_rows_keep_to_their_layout_and_padding_is_inert(batch, layout):
+    result = pack(batch, centered(batch), layout, drop_uniform=False)
+    lengths = [len(row) for row in result.rows]
+    assert max(lengths) <= layout.row_tokens
+    assert all(length % layout.pad_multiple == 0 for length in lengths)
+    for row in result.rows:
+        visible, padding = dense_mask(row), row.trees == -1
+        assert visible.diagonal().all()
+        assert not visible[~padding][:, padding].any()
+        assert not visible[padding][:, ~padding].any()
+        assert not row.mask[padding].any()
+        for name, blank in {"behaviour": 0, "advantages": 0, "versions": -1, "episodes": -1, "segments": -1}.items():
+            assert (getattr(row, name)[~row.mask] == blank).all()
+
+
+@settings(max_examples=75, deadline=None)
+@given(batch=batches())
+def test_sharing_never_takes_more_tokens(batch):
+    shared, alone = (packed(batch, Layout(share_prefixes=share)).packed_tokens for share in (True, False))
+    assert shared <= alone
+
+
+class TinyModel(torch.nn.Module):
+    """Two layers of attention over learned absolute positions, in plain torch."""
+
+    def __init__(self, vocabulary: int = 64, width: int = 32, longest: int = 64) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(vocabulary, width)
+        self.places = torch.nn.Embedding(longest, width)
+        self.attention = torch.nn.ModuleList(torch.nn.Linear(width, 3 * width) for _ in range(2))
+        self.mlp = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+        self.head = torch.nn.Linear(width, vocabulary)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        """[L] ids and positions and an [L, L] mask to [L, V] logprobs."""
+        x = self.tokens(token_ids) + self.places(positions)
+        for attention, mlp in zip(self.attention, self.mlp, strict=True):
+            q, k, v = (part[None, None] for part in attention(x).chunk(3, dim=-1))
+            x = x + torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)[0, 0]
+            x = x + torch.tanh(mlp(x))
+        return self.head(x).log_softmax(dim=-1)
+
+
+def two_turn_batch() -> Batch:
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 64, (count,), generator=generator).tolist()
+
+    groups = []
+    for p in range(3):
+        prompt = ids(6 + p)
+        group = []
+        for g in range(4):
+            first = turn(prompt, [*ids(3 + g), EOS])
+            extended = [*first.prompt_ids, *first.token_ids, *ids(2)]
+            second = turn(extended if g % 2 else prompt[:-2] + ids(3), [*ids(2), EOS])
+            group.append((float(g), [first, second]))
+        groups.append(group)
+    return batch_of(*groups)
+
+
+def packed_logprobs(model: TinyModel, result: Packed, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    values = []
+    for row, visible in zip(result.rows, masks, strict=True):
+        scored = model(row.token_ids, row.positions, visible)
+        values.append(scored.gather(1, row.targets[:, None]).squeeze(1))
+    return unpack(result, values)
+
+
+def lone_logprobs(model: TinyModel, episode: Episode) -> torch.Tensor:
+    """Each segment by itself under a causal mask, without any packing."""
+    parts = []
+    for segment in episode.segments:
+        ids = torch.tensor(segment.token_ids)
+        causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        scored = model(ids, torch.arange(len(ids)), causal)
+        parts += [scored[t - 1, ids[t]] for t, trained in enumerate(segment.trained) if trained]
+    return torch.stack(parts)
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_a_model_scores_packed_episodes_as_it_scores_each_alone(share_prefixes):
+    torch.manual_seed(5)
+    model, batch = TinyModel(), two_turn_batch()
+    layout = Layout(ranks=2, row_tokens=64, pad_multiple=8, share_prefixes=share_prefixes)
+    result = packed(batch, layout)
+    found = packed_logprobs(model, result, [dense_mask(row) for row in result.rows])
+    alone = [lone_logprobs(model, episode) for episode in batch.episodes]
+    assert sorted(found) == list(range(len(alone)))
+    for e, expected in enumerate(alone):
+        torch.testing.assert_close(found[e], expected, atol=1e-5, rtol=0)
+
+    packed_gradient = torch.autograd.grad(sum(values.sum() for values in found.values()), list(model.parameters()))
+    lone_gradient = torch.autograd.grad(sum(values.sum() for values in alone), list(model.parameters()))
+    for a, b in zip(packed_gradient, lone_gradient, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4)
+
+
+def test_a_model_that_sees_across_branches_scores_differently():
+    torch.manual_seed(5)
+    model, batch = TinyModel(), two_turn_batch()
+    result = packed(batch, Layout(row_tokens=64))
+    same_tree = [
+        torch.ones(len(row), len(row), dtype=torch.bool).tril() & (row.trees[:, None] == row.trees[None, :])
+        for row in result.rows
+    ]
+    found = packed_logprobs(model, result, same_tree)
+    gaps = [(found[e] - lone_logprobs(model, episode)).abs().max().item() for e, episode in enumerate(batch.episodes)]
+    assert max(gaps) > 1e-2

@@ -1,0 +1,341 @@
+"""The files of a run, TensorBoard and W&B, and the fan-out to all of them."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.metrics import (
+    Display,
+    EpisodeSink,
+    EventSink,
+    JSONLSink,
+    Level,
+    PhaseClock,
+    RunInfo,
+    RunLog,
+    TensorBoardSink,
+    WandbSink,
+)
+from forge_rl.types import Batch, Episode, Group, Outcome, Task, Turn
+
+
+def info(folder: Path, step: int = 0) -> RunInfo:
+    return RunInfo(recipe="grpo", model="tiny", folder=folder, steps=20, step=step, config={"seed": 7})
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_steps(path: Path, steps: range, *, resume_from: int = 0, loss: float = 1.0) -> JSONLSink:
+    sink = JSONLSink(path)
+    sink.start(info(path.parent, resume_from))
+    for step in steps:
+        sink.log(step, {"loss": loss})
+    sink.close()
+    return sink
+
+
+def test_each_step_is_one_line_and_there_at_once(tmp_path: Path) -> None:
+    sink = JSONLSink(tmp_path / "new" / "metrics.jsonl")
+    sink.start(info(tmp_path))
+    sink.log(1, {"loss": 0.5, "seconds/step": 2})
+    assert rows(tmp_path / "new" / "metrics.jsonl") == [{"step": 1, "loss": 0.5, "seconds/step": 2.0}]
+    sink.log(2, {"loss": 0.25})
+    assert [row["step"] for row in rows(tmp_path / "new" / "metrics.jsonl")] == [1, 2]
+    sink.close()
+
+
+def test_what_is_not_finite_is_null_in_the_file_and_nan_in_the_history(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JSONLSink(path)
+    sink.start(info(tmp_path))
+    sink.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
+    assert rows(path) == [{"step": 1, "a": None, "b": None, "c": None, "d": 1.0}]
+    sink.close()
+    again = write_steps(path, range(0), resume_from=1)
+    (step, values) = again.history[0]
+    assert (step, values["d"], math.isnan(values["a"])) == (1, 1.0, True)
+
+
+def test_a_step_that_is_logged_in_parts_stays_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 3))
+    sink = JSONLSink(path)
+    sink.start(info(tmp_path, step=2))
+    sink.log(2, {"held_out": 0.9})
+    sink.log(2, {"loss": 3.0})
+    sink.log(3, {"loss": 0.1})
+    sink.close()
+    assert rows(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 3.0, "held_out": 0.9}, {"step": 3, "loss": 0.1}]
+
+
+def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(6), loss=1.0)
+    sink = write_steps(path, range(4, 7), resume_from=3, loss=2.0)
+    assert [(row["step"], row["loss"]) for row in rows(path)] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 2),
+        (5, 2),
+        (6, 2),
+    ]
+    assert [step for step, _ in sink.history] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3, "loss": 1.0}', b"\0\0\0\0", b'{"step": 3,\n'])
+def test_a_last_line_that_a_crash_tore_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 3))
+    path.write_bytes(path.read_bytes() + torn)
+    write_steps(path, range(3, 5), resume_from=3)
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
+
+
+def test_a_broken_line_among_whole_ones_is_told_and_the_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(CheckpointError, match=r"line 2 of .*nonsense") as caught:
+        write_steps(path, range(0), resume_from=3)
+    assert caught.value.mend
+    assert path.read_text() == '{"step": 1}\nnonsense\n{"step": 3}\n'
+
+
+def test_a_step_that_goes_back_is_a_bug(tmp_path: Path) -> None:
+    sink = JSONLSink(tmp_path / "metrics.jsonl")
+    sink.start(info(tmp_path))
+    sink.log(3, {})
+    with pytest.raises(AssertionError, match="step 2 was logged after step 3"):
+        sink.log(2, {})
+    sink.close()
+
+
+def test_a_full_disk_is_told_with_the_mend(tmp_path: Path) -> None:
+    sink = JSONLSink(Path("/dev/full"))
+    sink.start(info(tmp_path))
+    with pytest.raises(CheckpointError, match=r"cannot write /dev/full: no space left") as caught:
+        sink.log(1, {"loss": 1.0})
+    assert "free some space" in caught.value.mend
+    sink.close()
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_the_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sink = JSONLSink(tmp_path / "file" / "metrics.jsonl")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl") as caught:
+        sink.start(info(tmp_path))
+    assert "another run folder" in caught.value.mend
+
+
+def test_events_are_kept_through_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for step, text in ((0, "generator/1 died"), (3, "resumed")):
+        sink = EventSink(path, clock=lambda: 1234.5678)
+        sink.start(info(tmp_path, step))
+        sink.event(text, "fault" if step == 0 else "info")
+        sink.close()
+    assert rows(path) == [
+        {"time": 1234.568, "level": "fault", "text": "generator/1 died"},
+        {"time": 1234.568, "level": "info", "text": "resumed"},
+    ]
+
+
+def episode(name: str, reward: float, text: str = "four") -> Episode:
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
+    task = Task(id=name, source="arith", messages=messages)
+    turn = Turn(prompt_ids=(1, 2), token_ids=(3, 4, 5), logprobs=(0.0,) * 3, versions=(0,) * 3, text=text)
+    return Episode(task=task, turns=(turn,), reward=reward, outcome=Outcome.TRUNCATED)
+
+
+def batch(groups: int, group_size: int) -> Batch:
+    made = [[episode(f"t{p}", float(g)) for g in range(group_size)] for p in range(groups)]
+    return Batch(groups=tuple(Group(task=group[0].task, episodes=tuple(group)) for group in made), version=0)
+
+
+def test_a_sample_is_readable(tmp_path: Path) -> None:
+    sink = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=1)
+    sink.start(info(tmp_path))
+    sink.log(5, batch(1, 1))
+    sink.close()
+    assert rows(tmp_path / "episodes.jsonl") == [
+        {
+            "step": 5,
+            "task": "t0",
+            "source": "arith",
+            "prompt": "system: Be brief.\n\nuser: 2 + 2?",
+            "answer": "four",
+            "reward": 0.0,
+            "outcome": "truncated",
+            "turns": 1,
+            "tokens": 3,
+        }
+    ]
+
+
+def test_samples_are_spread_over_the_groups_and_resume_drops_repeated_steps(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    for resumed in (0, 1):
+        sink = EpisodeSink(path, episodes_per_step=3)
+        sink.start(info(tmp_path, resumed))
+        for step in range(resumed + 1, 4):
+            sink.log(step, batch(3, 4))
+        sink.close()
+    assert [(row["step"], row["task"]) for row in rows(path)] == [(s, f"t{p}") for s in (1, 2, 3) for p in range(3)]
+
+
+def test_a_batch_smaller_than_the_sample_is_written_whole(tmp_path: Path) -> None:
+    sink = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=8)
+    sink.start(info(tmp_path))
+    sink.log(1, batch(1, 2))
+    sink.close()
+    assert [row["reward"] for row in rows(tmp_path / "episodes.jsonl")] == [0.0, 1.0]
+
+
+def test_any_text_that_a_model_can_write_is_a_line_of_json(tmp_path: Path) -> None:
+    strange = 'a\nb "q" \u2028 \ud800 é \x00'
+    sink = EpisodeSink(tmp_path / "episodes.jsonl")
+    sink.start(info(tmp_path))
+    one = episode("t", math.nan, strange)
+    sink.log(1, Batch(groups=(Group(task=one.task, episodes=(one,)),), version=0))
+    sink.close()
+    data = (tmp_path / "episodes.jsonl").read_bytes()
+    assert data.count(b"\n") == 1
+    row = json.loads(data)
+    assert (row["answer"], row["reward"]) == (strange, None)
+
+
+def test_tensorboard_reads_the_scalars_of_a_resumed_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed, loss in ((0, 1.0), (2, 9.0)):
+        sink = TensorBoardSink(tmp_path)
+        sink.start(info(tmp_path, resumed))
+        for step in range(resumed + 1, 5):
+            sink.log(step, {"loss": loss + step, "busy/trainer": 0.5})
+        sink.event("a replica died", "fault")
+        sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"loss", "busy/trainer"}
+    assert [(point.step, point.value) for point in events.Scalars("loss")] == [(1, 2.0), (2, 3.0), (3, 12.0), (4, 13.0)]
+
+
+def test_wandb_that_is_missing_is_told_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="'papers'") as caught:
+        WandbSink("papers")
+    assert caught.value.mend == "pip install 'forge_rl[wandb]'"
+
+
+class FakeWandb:
+    """Records what wandb is asked."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, object]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, **options: object) -> SimpleNamespace:
+        self.inits.append(options)
+        return SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=self._finish)
+
+    def _finish(self) -> None:
+        self.finished += 1
+
+
+def test_a_resumed_run_is_the_same_run_in_wandb_and_a_new_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for resumed in (0, 3, 0):
+        sink = WandbSink("papers")
+        sink.start(info(tmp_path, resumed))
+        sink.log(resumed + 1, {"loss": 0.5})
+        sink.close()
+        sink.close()
+    first, resumed_run, new = (options["id"] for options in fake.inits)
+    assert first == resumed_run != new
+    assert fake.inits[0]["project"] == "papers"
+    assert fake.inits[0]["config"] == {"seed": 7}
+    assert fake.logged == [(1, {"loss": 0.5}), (4, {"loss": 0.5}), (1, {"loss": 0.5})]
+    assert fake.finished == 3
+
+
+class Recorder:
+    """A sink that records its calls, and fails in those named."""
+
+    def __init__(self, *failing: str) -> None:
+        self.calls: list[str] = []
+        self._failing = failing
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self._failing:
+            raise CheckpointError(f"{name} failed in {self._failing}")
+
+    def start(self, info: RunInfo) -> None:
+        self._called("start")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._called("log")
+
+    def event(self, text: str, level: Level) -> None:
+        self._called("event")
+
+    def close(self) -> None:
+        self._called("close")
+
+
+def quiet() -> Display:
+    return Display("none", phase_clock=PhaseClock())
+
+
+def test_every_sink_gets_every_call_and_the_first_error_is_raised(tmp_path: Path) -> None:
+    bad, worse, good = Recorder("log", "close"), Recorder("close"), Recorder()
+    log = RunLog(quiet(), bad, worse, good)
+    log.start(info(tmp_path))
+    with pytest.raises(CheckpointError, match="log failed"):
+        log.log(1, {"loss": 1.0})
+    log.event("hello")
+    with pytest.raises(CheckpointError, match=r"close failed in \('log', 'close'\)") as caught:
+        log.close()
+    assert "close failed in ('close',)" in caught.value.__notes__[0]
+    assert bad.calls == worse.calls == good.calls == ["start", "log", "event", "close"]
+
+
+def test_the_run_log_writes_steps_and_samples_and_gives_a_resumed_display_its_past(tmp_path: Path) -> None:
+    def log() -> RunLog:
+        episodes = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=1)
+        return RunLog(quiet(), JSONLSink(tmp_path / "metrics.jsonl"), episodes=episodes)
+
+    first = log()
+    first.start(info(tmp_path))
+    first.log(0, {"held_out": 0.5})
+    first.log(1, {"reward/mean": 0.25}, batch(1, 1))
+    first.log(2, {"reward/mean": 0.75}, batch(1, 1))
+    first.close()
+    again = log()
+    again.start(info(tmp_path, step=1))
+    again.log(2, {"reward/mean": 0.5}, batch(1, 1))
+    again.close()
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [row["step"] for row in rows(tmp_path / "episodes.jsonl")] == [1, 2]
+    assert again.display.state.rewards == (0.25, 0.5)
+    assert again.display.state.held_out == {"": (0.5,)}
+
+
+def test_importing_metrics_imports_no_heavy_library() -> None:
+    code = "import sys, forge_rl.metrics; print(sorted({'torch', 'tensorboard', 'wandb', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

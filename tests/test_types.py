@@ -1,0 +1,93 @@
+"""Turns become segments by exact token prefix; groups know when they are uniform; batches give their rewards."""
+
+import pytest
+import torch
+
+from forge_rl.types import Batch, Episode, Group, Task, Turn
+
+TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
+
+
+def turn(prompt: list[int], answer: list[int], version: int = 0) -> Turn:
+    return Turn(
+        prompt_ids=tuple(prompt),
+        token_ids=tuple(answer),
+        logprobs=tuple(-0.5 for _ in answer),
+        versions=tuple(version for _ in answer),
+        text="",
+    )
+
+
+def episode(*turns: Turn, reward: float = 0.0) -> Episode:
+    return Episode(task=TASK, turns=turns, reward=reward)
+
+
+def group(*rewards: float) -> Group:
+    return Group(task=TASK, episodes=tuple(episode(turn([1], [2]), reward=reward) for reward in rewards))
+
+
+def test_one_turn_is_one_segment_that_trains_only_the_answer():
+    (segment,) = episode(turn([1, 2, 3], [4, 5], version=7)).segments
+    assert segment.token_ids == (1, 2, 3, 4, 5)
+    assert segment.trained == (False, False, False, True, True)
+    assert segment.logprobs == (0.0, 0.0, 0.0, -0.5, -0.5)
+    assert segment.versions == (-1, -1, -1, 7, 7)
+
+
+def test_a_turn_that_extends_the_history_joins_its_segment():
+    first = turn([1, 2], [3, 4], version=0)
+    second = turn([1, 2, 3, 4, 9, 9], [5], version=1)
+    (segment,) = episode(first, second).segments
+    assert segment.token_ids == (1, 2, 3, 4, 9, 9, 5)
+    assert segment.trained == (False, False, True, True, False, False, True)
+    assert segment.versions == (-1, -1, 0, 0, -1, -1, 1)
+
+
+def test_a_rewritten_history_starts_a_new_segment():
+    first = turn([1, 2], [3, 4])
+    rewritten = turn([1, 2, 8], [5])
+    extended = turn([1, 2, 8, 5, 9], [6])
+    segments = episode(first, rewritten, extended).segments
+    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 8, 5, 9, 6)]
+    assert segments[1].trained == (False, False, False, True, False, True)
+
+
+def test_a_prompt_shorter_than_the_history_starts_a_new_segment():
+    segments = episode(turn([1, 2], [3, 4]), turn([1, 2, 3], [4])).segments
+    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 3, 4)]
+    assert segments[1].trained == (False, False, False, True)
+
+
+def test_an_episode_without_turns_has_no_segments_and_no_text():
+    assert episode().segments == ()
+    assert episode().text == ""
+    assert episode().response_tokens == 0
+
+
+def test_response_tokens_counts_the_answers_of_all_turns():
+    assert episode(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [5])).response_tokens == 3
+
+
+def test_a_turn_refuses_misaligned_logprobs():
+    with pytest.raises(AssertionError, match="differ in length"):
+        Turn(prompt_ids=(1,), token_ids=(2, 3), logprobs=(-0.1,), versions=(0, 0), text="")
+
+
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_equal_rewards_of_a_tenth_are_uniform_although_they_round_off_their_mean(size):
+    assert group(*[0.1] * size).is_uniform
+
+
+def test_rewards_that_differ_are_not_uniform():
+    assert not group(0.1, 0.1, 0.2).is_uniform
+
+
+def test_batch_rewards_have_one_row_for_each_group():
+    batch = Batch(groups=(group(0.0, 1.0), group(0.5, 0.25), group(1.0, 1.0)), version=3)
+    assert batch.rewards.dtype == torch.float32
+    assert batch.rewards.tolist() == [[0.0, 1.0], [0.5, 0.25], [1.0, 1.0]]
+
+
+def test_batch_episodes_come_group_by_group():
+    batch = Batch(groups=(group(0.0, 1.0), group(0.5, 0.25)), version=3)
+    assert [episode.reward for episode in batch.episodes] == [0.0, 1.0, 0.5, 0.25]
