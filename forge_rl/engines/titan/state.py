@@ -1,0 +1,153 @@
+"""The state of a torchtitan model: read from and written to Hugging Face folders, checkpointed, cut into shards."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from forge_rl.errors import CheckpointError, ModelError
+from forge_rl.weights.buckets import LocalShard
+from forge_rl.weights.names import to_hf
+
+
+def local_shards(model: nn.Module) -> Iterator[LocalShard]:
+    """What this rank holds of every weight, under Hugging Face names; a tied weight once, as the embedding."""
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if isinstance(parameter, DTensor):
+            local, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            values = parameter.to_local() if math.prod(local) else parameter.new_empty(0).to_local()
+            first_row = offsets[0] if math.prod(local) else 0
+        else:
+            values, first_row = parameter, 0
+        yield LocalShard(
+            name=to_hf(name), shape=shape, start=first_row * math.prod(shape[1:]), values=values.detach()
+        )
+
+
+def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
+    """Read this rank's rows of every weight from a Hugging Face folder.
+
+    Raises:
+        ModelError: a weight is missing or has another shape.
+    """
+    index = _tensor_files(folder)
+    with torch.no_grad():
+        for shard, parameter in zip(local_shards(model), model.parameters(), strict=True):
+            name = shard.name
+            if name == "lm_head.weight" and tied and name not in index:
+                name = "model.embed_tokens.weight"
+            if name not in index:
+                raise ModelError(f"{folder} lacks the weight {name!r}", mend="download or export the model again")
+            with safe_open(index[name], framework="pt") as file:
+                stored = file.get_slice(name)
+                if tuple(stored.get_shape()) != shard.shape:
+                    raise ModelError(
+                        f"{name!r} in {folder} has shape {tuple(stored.get_shape())}, config.json says {shard.shape}",
+                        mend="download or export the model again",
+                    )
+                row = math.prod(shard.shape[1:])
+                first = shard.start // row
+                target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                if target.numel():
+                    target.copy_(stored[first : first + target.shape[0]])
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Which safetensors file holds each weight."""
+    sharded = folder / "model.safetensors.index.json"
+    if sharded.exists():
+        return {name: folder / file for name, file in json.loads(sharded.read_text())["weight_map"].items()}
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    if not found:
+        raise ModelError(f"{folder} holds no safetensors file", mend="give a Hugging Face model folder")
+    return found
+
+
+def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model as a Hugging Face folder: every rank takes part, rank 0 writes.
+
+    Args:
+        model: the policy.
+        source: folder that the run started from; its config and tokenizer files are copied.
+        folder: where to write; exists.
+        dtype: of the written tensors.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if dist.get_rank() == 0:
+            state[to_hf(name)] = full.detach().to("cpu", dtype, copy=True)
+    if dist.get_rank() == 0:
+        for path in source.iterdir():
+            if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in path.name:
+                shutil.copy(path, folder / path.name)
+        config = json.loads((folder / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        config.pop("torch_dtype", None)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_torch_state_dict(state, folder, metadata={"format": "pt"})
+    dist.barrier()
+
+
+def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int, folder: Path) -> None:
+    """Write float32 weights and optimizer state, each rank its shards; any number of ranks can read them."""
+    dcp.save(_training_state(model, optimizer, version), checkpoint_id=folder)
+
+
+def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Read what save_training_state wrote, into the model and the optimizer.
+
+    Returns:
+        The version of the weights.
+
+    Raises:
+        CheckpointError: it is incomplete, corrupt, or of another model.
+    """
+    state = _training_state(model, optimizer, 0)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except Exception as error:
+        cause = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"the training state in {folder} cannot be read: {cause[-1] if cause else type(error).__name__}",
+            mend="delete that step's folder to continue from the one before it",
+        ) from error
+    for parameter in model.parameters():
+        optimizer.state[parameter]["step"].copy_(state["steps"])
+    return int(state["version"])
+
+
+def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> dict[str, torch.Tensor]:
+    """Flat views of all state by name; AdamW makes its own only at the first step, so it is made here."""
+    state: dict[str, torch.Tensor] = {"version": torch.tensor(version)}
+    steps = torch.tensor(0.0)
+    for name, parameter in model.named_parameters():
+        moments = optimizer.state[parameter]
+        if not moments:
+            moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW wants it
+            moments["exp_avg"] = torch.zeros_like(parameter)
+            moments["exp_avg_sq"] = torch.zeros_like(parameter)
+        steps = moments["step"].detach().clone().cpu()
+        state[f"model.{name}"] = parameter.detach()
+        state[f"exp_avg.{name}"] = moments["exp_avg"]
+        state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+    state["steps"] = steps
+    return state
+

@@ -1,0 +1,237 @@
+"""One rank of the trainer: forward, backward and optimizer step over packed rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.llama3.parallelize import parallelize_llama
+from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+
+from forge_rl.algorithms import Loss, logprob_gap, token_logprobs
+from forge_rl.data.packing import Row
+from forge_rl.engines.platform import device_type, local_device
+from forge_rl.engines.titan.model import Architecture, attention_mask, build_model, read_architecture
+from forge_rl.engines.titan.state import load_weights
+from forge_rl.errors import ForgeError
+from forge_rl.metrics import Max, Mean, Sum, Value, merge
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its schedule, and gradient clipping."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, down to 0 at the last step."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """Learning rate of a step, counted from 0, in a run of total_steps."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.lr
+        left = max(0.0, 1 - (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        return self.lr * (left if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+
+
+class TitanEngine:
+    """One rank's share of the policy, its optimizer, and if asked for a frozen reference.
+
+    Args:
+        folder: Hugging Face model folder that both policy and reference start from.
+        dtype: format of the forward and backward pass. Weights and optimizer state are float32.
+        row_tokens: longest row that will be trained.
+        optimizer: AdamW's settings.
+        recompute: recompute activations in the backward pass instead of keeping them.
+        reference: keep a frozen copy of the starting weights, for a KL penalty.
+
+    The process group must be initialised; every rank of it holds a shard (FSDP2).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        row_tokens: int,
+        optimizer: OptimizerConfig,
+        recompute: bool = False,
+        reference: bool = False,
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.architecture = read_architecture(folder)
+        self.dtype = dtype
+        self.device = local_device(self.rank)
+        self._config = optimizer
+        self._row_tokens = row_tokens
+        self._recompute = recompute
+        self.model = self._build(folder)
+        self._reference = self._build(folder).requires_grad_(False) if reference else None
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self.version = 0
+        """Optimizer steps behind the weights."""
+
+    def train_step(
+        self, rows: Sequence[Row], loss: Loss, *, trained_tokens: int, temperature: float, total_steps: int
+    ) -> dict[str, Value]:
+        """One optimizer step on this rank's rows; every rank calls it with as many rows.
+
+        Args:
+            rows: this rank's, each one microbatch.
+            loss: sums per-token losses.
+            trained_tokens: over all rows of all ranks: the loss is their sum divided by it.
+            temperature: that the episodes were sampled at.
+            total_steps: of the run, for the learning rate's course.
+
+        Returns:
+            Mergeable metrics of this rank.
+
+        Raises:
+            ForgeError: the gradient is not finite; weights and optimizer are left as they were.
+        """
+        metrics: dict[str, Value] = {}
+        for row in rows:
+            row_loss, row_metrics = self._forward(self._to_device(row), loss, temperature=temperature)
+            (row_loss / trained_tokens).backward()
+            for name, value in row_metrics.items():
+                metrics[name] = value if name not in metrics else merge(metrics[name], value)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad()
+            raise ForgeError(
+                f"the gradient norm of step {self.version + 1} is {float(norm)}",
+                mend="lower --trainer.optimizer.lr, or look at episodes.jsonl for what was trained on",
+            )
+        lr = self._config.lr_at(self.version, total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.version += 1
+        metrics |= {"grad_norm": Max(float(norm)), "lr": Max(lr)}
+        return metrics
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
+        """Log-probability of every masked target under the current weights, each row [L] float32, 0 elsewhere."""
+        return [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
+
+    def _forward(
+        self, row: Row, loss: Loss, *, temperature: float
+    ) -> tuple[torch.Tensor, dict[str, Value]]:
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = self._score(self._reference, row, temperature)[0]
+        logprobs, entropy = self._score(self.model, row, temperature)
+        loss_sum, sums = loss(logprobs, row.behaviour, row.advantages, row.mask, reference)
+        gap = logprob_gap(logprobs.detach(), row.behaviour, row.mask)
+        tokens = float(row.mask.sum())
+        metrics: dict[str, Value] = {
+            "loss": Mean(float(loss_sum.detach()), tokens),
+            "entropy": Mean(float(entropy[row.mask].sum()), tokens),
+            "logprob_gap": Mean(float(gap["abs_sum"]), tokens),
+            "logprob_gap/max": Max(float(gap["max"])),
+            "tokens/trained": Sum(tokens),
+        }
+        metrics |= {
+            f"loss/{name}": Mean(float(value), tokens) for name, value in sums.items() if name != "tokens"
+        }
+        return loss_sum, metrics
+
+    def _score(self, model: Decoder, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprob and entropy of each masked target, [L] float32 with 0 elsewhere.
+
+        The output projection, a fifth of a small model's work, runs on masked positions only.
+        """
+        wanted = row.mask.nonzero().squeeze(1)
+        # A row without targets (padding for a rank) must still run every layer, for the collectives.
+        chosen = wanted if len(wanted) else wanted.new_zeros(1)
+        handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, chosen],))
+        try:
+            logits = model(
+                row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row)
+            )
+        finally:
+            handle.remove()
+        picked, entropy = token_logprobs(logits[0], row.targets[chosen], temperature)
+        scatter = torch.zeros(len(row), device=self.device)
+        if not len(wanted):
+            return scatter + 0.0 * picked.sum(), scatter
+        return scatter.index_put((wanted,), picked), scatter.index_put((wanted,), entropy)
+
+    def _to_device(self, row: Row) -> Row:
+        return replace(
+            row, **{name: value.to(self.device) for name, value in vars(row).items() if torch.is_tensor(value)}
+        )
+
+    def _build(self, folder: Path) -> Decoder:
+        world = dist.get_world_size()
+        shard = world > 1 or self.dtype != torch.float32
+        with torch.device("meta" if shard else self.device):
+            model = build_model(self.architecture, max_positions=self._row_tokens)
+        if shard:
+            self._parallelize(model, self.architecture, world)
+            model.to_empty(device=self.device)
+        elif self._recompute:
+            FullAC.Config().build(dump_folder="").apply(model)
+        with torch.no_grad():
+            model.init_states()
+        load_weights(model, folder, tied=self.architecture.tied)
+        return model.to(self.device)
+
+    def _parallelize(self, model: Decoder, architecture: Architecture, world: int) -> None:
+        parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+        parallelize = parallelize_llama if architecture.family == "llama" else parallelize_qwen3
+        parallelize(
+            model,
+            parallel_dims=ParallelDims.from_config(parallelism, world),
+            training=TrainingConfig(
+                seq_len=self._row_tokens,
+                mixed_precision_param=str(self.dtype).removeprefix("torch."),
+                mixed_precision_reduce="float32",
+            ),
+            parallelism=parallelism,
+            compile_config=CompileConfig(enable=False),
+            ac_config=FullAC.Config() if self._recompute else None,
+            dump_folder="",
+        )
+        # The loss is a sum over a global token count: gradients of ranks add up, they are not averaged.
+        disable_fsdp_gradient_division(model)
+        if device_type() == "cpu":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
