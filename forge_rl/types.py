@@ -168,3 +168,16 @@ class Batch:
         import torch
 
         return torch.tensor([group.rewards for group in self.groups], dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How an answer is drawn. Top-p, top-k and penalties are left out on purpose: they would make the behaviour
+    logprobs those of another distribution than the one that is trained."""
+
+    max_tokens: int
+    """Most tokens of an answer."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    seed: int | None = None
+    """Of this answer alone; None draws from the engine's own stream."""

@@ -150,9 +150,7 @@ def _build(source: Path, folder: Path, report: Progress) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{_NAME}-", dir=folder.parent))
     try:
         _convert(source, work, report)
-        files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(work.iterdir())
-        }
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(work.iterdir())}
         record = {"name": _NAME, "format": _FORMAT, "source_sha256": _GGUF_SHA256, "files": files}
         (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
         work.chmod(0o755)

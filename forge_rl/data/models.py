@@ -82,7 +82,10 @@ def _download(hub_id: str) -> Path:
         cause, mend = "access to it is gated", f"ask for access on its page, log in with `hf auth login`, {local}"
         raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", mend=mend) from error
     except RepositoryNotFoundError as error:
-        cause, mend = "there is no such model, or it is private", f"check the name, log in with `hf auth login`, {local}"
+        cause, mend = (
+            "there is no such model, or it is private",
+            f"check the name, log in with `hf auth login`, {local}",
+        )
         raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", mend=mend) from error
     except LocalEntryNotFoundError as error:
         cause, mend = "the hub cannot be reached, and no copy is in its cache", f"check the network, {local}"

@@ -69,9 +69,7 @@ def read_architecture(folder: Path) -> Architecture:
         raise ModelError(f"{path} cannot be read: {error}", mend="give a Hugging Face model folder") from error
     family = config.get("model_type")
     if family not in ("llama", "qwen3"):
-        raise ModelError(
-            f"{path} is of model_type {family!r}", mend='use a model of the "llama" or "qwen3" family'
-        )
+        raise ModelError(f"{path} is of model_type {family!r}", mend='use a model of the "llama" or "qwen3" family')
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))

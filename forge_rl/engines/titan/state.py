@@ -31,9 +31,7 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
             first_row = offsets[0] if math.prod(local) else 0
         else:
             values, first_row = parameter, 0
-        yield LocalShard(
-            name=to_hf(name), shape=shape, start=first_row * math.prod(shape[1:]), values=values.detach()
-        )
+        yield LocalShard(name=to_hf(name), shape=shape, start=first_row * math.prod(shape[1:]), values=values.detach())
 
 
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
@@ -96,7 +94,11 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
             state[to_hf(name)] = full.detach().to("cpu", dtype, copy=True)
     if dist.get_rank() == 0:
         for path in source.iterdir():
-            if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in path.name:
+            if (
+                path.is_file()
+                and path.suffix in (".json", ".jinja", ".model", ".txt")
+                and "safetensors" not in path.name
+            ):
                 shutil.copy(path, folder / path.name)
         config = json.loads((folder / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -150,4 +152,3 @@ def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version:
         state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
     state["steps"] = steps
     return state
-

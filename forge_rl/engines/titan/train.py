@@ -149,9 +149,7 @@ class TitanEngine:
         """Log-probability of every masked target under the current weights, each row [L] float32, 0 elsewhere."""
         return [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
 
-    def _forward(
-        self, row: Row, loss: Loss, *, temperature: float
-    ) -> tuple[torch.Tensor, dict[str, Value]]:
+    def _forward(self, row: Row, loss: Loss, *, temperature: float) -> tuple[torch.Tensor, dict[str, Value]]:
         reference = None
         if self._reference is not None:
             with torch.no_grad():
@@ -167,9 +165,7 @@ class TitanEngine:
             "logprob_gap/max": Max(float(gap["max"])),
             "tokens/trained": Sum(tokens),
         }
-        metrics |= {
-            f"loss/{name}": Mean(float(value), tokens) for name, value in sums.items() if name != "tokens"
-        }
+        metrics |= {f"loss/{name}": Mean(float(value), tokens) for name, value in sums.items() if name != "tokens"}
         return loss_sum, metrics
 
     def _score(self, model: Decoder, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,9 +178,7 @@ class TitanEngine:
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
         handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, chosen],))
         try:
-            logits = model(
-                row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row)
-            )
+            logits = model(row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row))
         finally:
             handle.remove()
         picked, entropy = token_logprobs(logits[0], row.targets[chosen], temperature)

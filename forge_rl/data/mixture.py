@@ -1,0 +1,147 @@
+"""The mixture: a weighted set of sources, whose weights can change while a run is live."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from forge_rl.data.sources import Source
+from forge_rl.errors import TaskError
+from forge_rl.types import Task
+
+
+class Mixture:
+    """Sources and their weights; a source's share of every batch is its weight over the sum of weights.
+
+    Args:
+        sources: by name.
+        weights: by name, from 0 up and not all 0; all equal when not given.
+
+    Raises:
+        TaskError: no sources, unknown names, or weights that cannot be.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float] | None = None) -> None:
+        if not sources:
+            raise TaskError("a mixture needs at least one source", mend="name the tasks to train on")
+        self._sources = dict(sources)
+        given = dict.fromkeys(self._sources, 1.0) if weights is None else dict(weights)
+        if set(given) != set(self._sources):
+            raise TaskError(
+                f"the weights are for {sorted(given)}, the sources are {sorted(self._sources)}",
+                mend="give one weight for each source",
+            )
+        self._weights = self._checked({name: given[name] for name in self._sources})
+        self._owed = dict.fromkeys(self._sources, 0.0)
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        return MappingProxyType(self._sources)
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        return MappingProxyType(self._weights)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Weights scaled so that they add up to 1."""
+        total = math.fsum(self._weights.values())
+        return {name: weight / total for name, weight in self._weights.items()}
+
+    def __getitem__(self, name: str) -> float:
+        return self._weights[self._known(name)]
+
+    def __setitem__(self, name: str, weight: float) -> None:
+        """Change a weight from the next batch on."""
+        self._weights = self._checked(self._weights | {self._known(name): weight})
+        self._owed = dict.fromkeys(self._sources, 0.0)  # what is owed was owed under the old shares
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __repr__(self) -> str:
+        width = max(len(name) for name in ("source", *self._weights))
+        rows = (f"{name:<{width}}  {self._weights[name]:6g}  {share:6.1%}" for name, share in self.shares.items())
+        return "\n".join([f"{'source':<{width}}  weight   share", *rows])
+
+    def quotas(self, groups: int) -> dict[str, int]:
+        """How many of the next batch's P groups each source gives, and take them as given.
+
+        By largest remainder, and what rounding leaves is carried to the next batch: while weights stay, the difference
+        from the exact shares does not grow with the number of batches.
+        """
+        counts = Counter(self._turns(groups))
+        return {name: counts[name] for name in self._sources}
+
+    def draw(self, groups: int) -> list[Task]:
+        """The P tasks of the next batch by its quotas, with the sources mingled."""
+        return [self._sources[name].draw() for name in self._turns(groups)]
+
+    def held_out(self, tasks: int) -> tuple[Task, ...]:
+        """Held-out tasks by the shares as they are now: the same for every seed; fewer where a source has fewer."""
+        counts = Counter(_by_largest(dict.fromkeys(self._sources, 0.0), self.shares, tasks))
+        return tuple(task for name, source in self._sources.items() for task in source.held_out(counts[name]))
+
+    def state(self) -> dict[str, object]:
+        """Weights, what is owed, and where each source stands, as JSON."""
+        return {
+            "weights": dict(self._weights),
+            "owed": dict(self._owed),
+            "sources": {name: source.state() for name, source in self._sources.items()},
+        }
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Go on from where a mixture stood, with the weights that it had then.
+
+        Raises:
+            TaskError: the state is of a mixture of other sources.
+        """
+        weights, owed, sources = state.get("weights"), state.get("owed"), state.get("sources")
+        parts = (weights, owed, sources)
+        if not all(isinstance(part, Mapping) and set(part) == set(self._sources) for part in parts):
+            saved = sorted(sources) if isinstance(sources, Mapping) else sources
+            raise TaskError(
+                f"the saved mixture has the sources {saved}, this one {sorted(self._sources)}",
+                mend="resume with the tasks of the first start, or start a new run",
+            )
+        assert isinstance(weights, Mapping)
+        assert isinstance(owed, Mapping)
+        assert isinstance(sources, Mapping)
+        for name, source in self._sources.items():
+            source.restore(sources[name])
+        self._weights = self._checked({name: weights[name] for name in self._sources})
+        self._owed = {name: float(owed[name]) for name in self._sources}
+
+    def _turns(self, groups: int) -> list[str]:
+        return _by_largest(self._owed, self.shares, groups)
+
+    def _known(self, name: str) -> str:
+        if name not in self._sources:
+            raise TaskError(f"no source named {name!r}", mend=f"the mixture has: {', '.join(self._sources)}")
+        return name
+
+    def _checked(self, weights: dict[str, float]) -> dict[str, float]:
+        for name, weight in weights.items():
+            if not 0 <= weight < math.inf:
+                raise TaskError(f"the weight of {name!r} is {weight}", mend="choose a number from 0 up")
+        if not any(weights.values()):
+            raise TaskError(f"all weights are 0: {weights}", mend="give at least one source a weight above 0")
+        return weights
+
+
+def _by_largest(owed: dict[str, float], shares: Mapping[str, float], groups: int) -> list[str]:
+    """Give each group to the source that is owed most, and keep in `owed` what is left: the largest remainder."""
+    for name, share in shares.items():
+        owed[name] += share * groups
+    turns = []
+    for _ in range(groups):
+        # Rounded, so that sums that differ by float error tie, and the first of the sources wins.
+        name = max((name for name, share in shares.items() if share > 0), key=lambda name: round(owed[name], 9))
+        owed[name] -= 1
+        turns.append(name)
+    return turns

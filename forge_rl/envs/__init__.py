@@ -1,0 +1,1 @@
+"""Environments: what a model meets between its answers."""

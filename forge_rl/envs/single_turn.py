@@ -1,0 +1,19 @@
+"""The simplest environment: the model is shown the task and answers once; the verifier scores the answer."""
+
+from __future__ import annotations
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.types import Task
+
+
+class SingleTurn:
+    """An episode of one turn. The class is its own EnvFactory."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self._task.messages)
+
+    async def step(self, answer: str) -> Step:
+        return Step(done=True)

@@ -1,0 +1,72 @@
+"""Find the final answer in the text of a model."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Extract = Literal["auto", "tagged", "boxed", "last_number", "whole"]
+"""How an answer is found: see `extract`."""
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+# A sign counts where it follows no operand: 10-3 ends with 3, but "= -3" and "3*-2" with a negative number.
+_NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?(?:{_DIGITS})(?:[eE][-+]?\d+\b)?")
+_MINUS = str.maketrans({"\N{MINUS SIGN}": "-"})
+
+
+def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
+    """The final answer in a text, or None when there is none.
+
+    Args:
+        how: "tagged" takes the last <answer>...</answer>, "boxed" the last \\boxed{...}, "last_number" the last
+            number, "whole" all of the text. "auto" takes what is tagged, else what is boxed, else the whole; and
+            of that the last number if the right answer is a number.
+        text: the model's answer.
+        gold: the right answer; only "auto" looks at it, and only whether it is a number.
+    """
+    match how:
+        case "tagged":
+            return tagged(text)
+        case "boxed":
+            return boxed(text)
+        case "last_number":
+            return last_number(text)
+        case "whole":
+            return text.strip()
+        case "auto":
+            marked = tagged(text)
+            marked = boxed(text) if marked is None else marked
+            found = text.strip() if marked is None else marked
+            return last_number(found) if gold is not None and is_number(gold) else found
+
+
+def tagged(text: str) -> str | None:
+    """Inside of the last <answer>...</answer>."""
+    found = _TAGGED.findall(text)
+    return found[-1].strip() if found else None
+
+
+def boxed(text: str) -> str | None:
+    r"""Inside of the last \boxed{...} whose braces close, with any braces within it."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        inside = start + len("\\boxed{")
+        depth = 1
+        for end in range(inside, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[inside:end].strip()
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+def last_number(text: str) -> str | None:
+    """The last integer or decimal number, without the commas between thousands."""
+    found = _NUMBER.findall(text.translate(_MINUS))
+    return found[-1].replace(",", "") if found else None
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is one number and nothing else."""
+    return _NUMBER.fullmatch(text.translate(_MINUS).strip()) is not None

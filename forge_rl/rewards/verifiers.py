@@ -1,0 +1,79 @@
+"""Verifiers: rewards that compare an answer with the truth of its task."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from forge_rl.errors import TaskError
+from forge_rl.rewards.extract import Extract, extract
+from forge_rl.types import Task
+
+_Entry = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGymReward:
+    """Scores an answer by the verifier of the reasoning-gym data set that its task came from."""
+
+    extract: Extract = "auto"
+    """How the final answer is found in the text."""
+    strict: bool = True
+    """Give 1.0 for what the verifier holds fully right, and else 0.0. Many verifiers give a little for any wrong
+    answer, or for a right one inside a longer text; without `strict` that partial credit is kept."""
+
+    def __call__(self, task: Task, text: str) -> float:
+        """From 0 to 1.
+
+        Raises:
+            TaskError: the task is not of reasoning-gym, or its verifier fails for a reason other than the answer.
+        """
+        dataset, params, entry = task.truth.get("dataset"), task.truth.get("params", {}), task.truth.get("entry")
+        if not isinstance(dataset, str) or not isinstance(params, Mapping) or not isinstance(entry, Mapping):
+            raise TaskError(
+                f"task {task.id!r} has no reasoning-gym entry to verify by: its truth has {sorted(task.truth)}",
+                mend="give the tasks of this source a reward of their own",
+            )
+        gold = entry.get("answer")
+        answer = extract(self.extract, text, gold if isinstance(gold, str) else None)
+        if answer is None:
+            return 0.0
+        verify = _verifier(dataset, json.dumps(params, sort_keys=True))
+        try:
+            score = verify(answer, entry)
+        except Exception as error:
+            # A verifier may choke on what a model wrote, which is a wrong answer. But if it cannot verify the right
+            # one either, the verifier or the task is broken.
+            if not _holds_gold_right(verify, entry):
+                raise TaskError(
+                    f"the verifier of {dataset!r} failed on task {task.id!r}: {type(error).__name__}: {error}",
+                    mend="leave this data set out, or report it to reasoning-gym",
+                ) from error
+            return 0.0
+        if not isinstance(score, int | float) or not math.isfinite(score) or not 0 <= score <= 1:
+            raise TaskError(
+                f"the verifier of {dataset!r} scored {score!r}, not 0 to 1, on task {task.id!r}",
+                mend="leave this data set out, or report it to reasoning-gym",
+            )
+        return float(score >= 1) if self.strict else float(score)
+
+
+@functools.lru_cache(maxsize=64)
+def _verifier(dataset: str, params_json: str) -> Callable[[str, _Entry], object]:
+    """The scoring function of a data set. Some look at its parameters, so the default ones would not do."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(dataset, seed=0, size=1, **json.loads(params_json)).score_answer
+
+
+def _holds_gold_right(verify: Callable[[str, _Entry], object], entry: _Entry) -> bool:
+    gold = entry.get("answer")
+    if not isinstance(gold, str):
+        return False
+    try:
+        return verify(gold, entry) == 1
+    except Exception:
+        return False

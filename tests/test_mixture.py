@@ -1,0 +1,147 @@
+"""The mixture: exact quotas, live weights, and resuming. Sources here just count."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_rl.data.mixture import Mixture
+from forge_rl.errors import TaskError
+from forge_rl.types import Task
+
+
+class Counting:
+    def __init__(self, name: str) -> None:
+        self._name, self.index = name, 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def draw(self) -> Task:
+        self.index += 1
+        return Task(id=str(self.index), source=self.name, messages=())
+
+    def held_out(self, tasks: int) -> tuple[Task, ...]:
+        return tuple(Task(id=f"held out {index}", source=self.name, messages=()) for index in range(tasks))
+
+    def state(self) -> dict[str, object]:
+        return {"index": self.index}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        index = state["index"]
+        assert isinstance(index, int)
+        self.index = index
+
+
+def _mixture(**weights: float) -> Mixture:
+    return Mixture({name: Counting(name) for name in weights}, weights)
+
+
+def test_quotas_are_exact_when_shares_divide() -> None:
+    assert _mixture(a=3, b=1).quotas(8) == {"a": 6, "b": 2}
+
+
+def test_the_largest_remainder_gets_the_last_group() -> None:
+    assert _mixture(a=0.6, b=0.4).quotas(4) == {"a": 2, "b": 2}  # 2.4 and 1.6
+
+
+def test_what_rounding_leaves_is_carried_to_the_next_batch() -> None:
+    mixture = _mixture(a=1, b=1, c=1)
+    batches = [mixture.quotas(4) for _ in range(3)]
+    assert [sum(batch.values()) for batch in batches] == [4, 4, 4]
+    assert {name: sum(batch[name] for batch in batches) for name in "abc"} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_a_small_share_gets_its_turn() -> None:
+    mixture = _mixture(a=0.95, b=0.05)
+    assert sum(mixture.quotas(4)["b"] for _ in range(25)) == 5
+
+
+def test_a_weight_of_zero_gives_nothing() -> None:
+    mixture = _mixture(a=1, b=1)
+    mixture.quotas(3)
+    mixture["b"] = 0
+    assert [mixture.quotas(3) for _ in range(4)] == [{"a": 3, "b": 0}] * 4
+
+
+def test_weights_change_while_live() -> None:
+    mixture = _mixture(math=1, words=1)
+    mixture["math"] = 3
+    assert mixture["math"] == 3
+    assert mixture.quotas(8) == {"math": 6, "words": 2}
+
+
+def test_weights_are_equal_when_not_given() -> None:
+    assert Mixture({"a": Counting("a"), "b": Counting("b")}).shares == {"a": 0.5, "b": 0.5}
+
+
+def test_a_draw_keeps_the_quotas_and_mingles_the_sources() -> None:
+    drawn = [task.source for task in _mixture(a=1, b=1).draw(4)]
+    assert drawn == ["a", "b", "a", "b"]
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.lists(st.integers(1, 9), min_size=1, max_size=40))
+def test_every_batch_is_full_and_the_drift_is_bounded(weights: list[float], batches: list[int]) -> None:
+    mixture = _mixture(**{f"s{index}": weight for index, weight in enumerate(weights)})
+    given_out: Counter[str] = Counter()
+    for groups in batches:
+        quotas = mixture.quotas(groups)
+        assert sum(quotas.values()) == groups
+        assert min(quotas.values()) >= 0
+        given_out.update(quotas)
+    for name, share in mixture.shares.items():
+        assert abs(given_out[name] - share * sum(batches)) < len(weights)
+
+
+def test_a_restored_mixture_goes_on_where_it_stood() -> None:
+    mixture = _mixture(a=0.7, b=0.3)
+    mixture["a"] = 0.5
+    mixture.draw(3)
+    state = json.loads(json.dumps(mixture.state()))
+    expected = [mixture.draw(3) for _ in range(4)]
+    resumed = _mixture(a=0.7, b=0.3)
+    resumed.restore(state)
+    assert resumed["a"] == 0.5
+    assert [resumed.draw(3) for _ in range(4)] == expected
+
+
+def test_the_state_of_other_sources_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"\['a', 'b'\], this one \['a'\]"):
+        _mixture(a=1).restore(_mixture(a=1, b=1).state())
+
+
+def test_held_out_tasks_follow_the_shares() -> None:
+    mixture = _mixture(a=3, b=1)
+    mixture.quotas(3)  # leaves a remainder, which evaluation must not see
+    assert Counter(task.source for task in mixture.held_out(8)) == {"a": 6, "b": 2}
+
+
+def test_the_repr_is_a_table() -> None:
+    assert repr(_mixture(math=3, words=1)) == ("source  weight   share\nmath         3   75.0%\nwords        1   25.0%")
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_cannot_be_is_refused(weight: float) -> None:
+    mixture = _mixture(a=1, b=1)
+    with pytest.raises(TaskError, match="the weight of 'a' is"):
+        mixture["a"] = weight
+    assert mixture["a"] == 1
+
+
+def test_not_all_weights_may_be_zero() -> None:
+    with pytest.raises(TaskError, match="all weights are 0"):
+        _mixture(a=1)["a"] = 0
+
+
+def test_an_unknown_source_gets_those_there_are() -> None:
+    with pytest.raises(TaskError, match=r"(?s)no source named 'c'.*a, b"):
+        _mixture(a=1, b=1)["c"] = 1
+
+
+def test_a_mixture_of_nothing_is_refused() -> None:
+    with pytest.raises(TaskError, match="at least one source"):
+        Mixture({}, {})

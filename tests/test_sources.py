@@ -1,0 +1,207 @@
+"""Sources of tasks: what they draw, what they hold out, how they resume, and how they are written."""
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from forge_rl.data.sources import ReasoningGymSource, Source, SourceSpec, make_sources, parse_source
+from forge_rl.errors import TaskError
+from forge_rl.types import Task
+
+EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 200 distinct questions
+
+
+def _source(seed: int = 0, share: float = 0.2, **options: str) -> ReasoningGymSource:
+    return ReasoningGymSource("chain_sum", EASY, seed, share, **options)
+
+
+def _questions(tasks: list[Task] | tuple[Task, ...]) -> list[str]:
+    return [task.messages[-1]["content"] for task in tasks]
+
+
+def test_a_source_fulfils_the_protocol() -> None:
+    source: Source = _source()
+    assert source.name == "chain_sum"
+
+
+def test_a_task_shows_the_question_and_holds_the_truth() -> None:
+    task = _source(instruction=" Answer with a number.", system="Be brief.").draw()
+    entry = task.truth["entry"]
+    assert isinstance(entry, dict)
+    assert task.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": entry["question"] + " Answer with a number."},
+    )
+    assert task.source == "chain_sum"
+    assert pickle.loads(pickle.dumps(task)) == task
+    json.dumps(dict(task.truth))
+
+
+def test_no_held_out_question_is_ever_drawn() -> None:
+    source = _source()
+    held_out = set(_questions(source.held_out(1000)))
+    drawn = {_questions([source.draw()])[0] for _ in range(2000)}
+    assert 20 <= len(held_out) <= 60  # about a fifth of 200
+    assert len(drawn) > 100
+    assert not drawn & held_out
+
+
+def test_held_out_questions_are_distinct_and_the_same_for_every_seed() -> None:
+    held_out = _source(seed=1).held_out(15)
+    assert len(set(_questions(held_out))) == 15
+    assert held_out == _source(seed=2).held_out(15)
+
+
+def test_a_shorter_held_out_set_is_the_beginning_of_a_longer_one() -> None:
+    assert _source().held_out(12)[:5] == _source().held_out(5)
+
+
+def test_the_held_out_part_does_not_depend_on_the_instruction() -> None:
+    plain, asked = _source().held_out(5), _source(instruction=" Think.").held_out(5)
+    assert [task.id for task in plain] == [task.id for task in asked]
+
+
+def test_seeds_give_streams_that_do_not_overlap_by_a_shift() -> None:
+    wide = {"min_terms": 5, "max_terms": 5, "min_digits": 3, "max_digits": 3}
+    streams = [ReasoningGymSource("chain_sum", wide, seed, 0.1) for seed in (0, 1)]
+    first, second = ({stream.draw().id for _ in range(100)} for stream in streams)
+    assert not first & second
+
+
+def test_the_same_seed_gives_the_same_stream_in_another_process() -> None:
+    program = (
+        "from forge_rl.data.sources import ReasoningGymSource as S;"
+        f"s = S('chain_sum', {EASY}, 3, 0.2); print([s.draw().id for _ in range(5)])"
+    )
+    seen = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    source = _source(seed=3)
+    assert seen.stdout.strip() == str([source.draw().id for _ in range(5)])
+
+
+def test_a_restored_source_goes_on_where_it_stood() -> None:
+    source = _source()
+    for _ in range(7):
+        source.draw()
+    state = json.loads(json.dumps(source.state()))
+    expected = [source.draw() for _ in range(5)]
+    resumed = _source()
+    resumed.restore(state)
+    assert [resumed.draw() for _ in range(5)] == expected
+
+
+def test_the_state_of_another_stream_is_refused() -> None:
+    with pytest.raises(TaskError, match="is of another stream"):
+        _source(seed=1).restore(_source(seed=2).state())
+
+
+@pytest.mark.parametrize("dataset", ["gsm_symbolic", "word_ladder", "chain_sum"])
+def test_a_stream_does_not_end_with_a_data_set(dataset: str) -> None:
+    source = ReasoningGymSource(dataset, {}, 0, 0.1)
+    source.restore({**source.state(), "index": 499})
+    ids = [source.draw().id for _ in range(3)]
+    assert len(set(ids)) == 3
+
+
+def test_fewer_questions_than_asked_for_give_what_there_is() -> None:
+    assert 0 < len(_source().held_out(10_000)) < 200
+
+
+def test_questions_too_few_to_hold_any_out_are_an_error() -> None:
+    one = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
+    with pytest.raises(TaskError, match="none is held out"):
+        ReasoningGymSource("chain_sum", one, 0, 0.001).held_out(1)
+    with pytest.raises(TaskError, match="all are held out"):
+        ReasoningGymSource("chain_sum", one, 0, 0.999).draw()
+
+
+def test_nothing_held_out_cannot_be_evaluated() -> None:
+    with pytest.raises(TaskError, match="nothing of"):
+        _source(share=0.0).held_out(1)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_a_share_that_cannot_be_is_refused(share: float) -> None:
+    with pytest.raises(TaskError, match="held_out_share"):
+        _source(share=share)
+
+
+def test_a_spec_reads_name_parameters_and_weight() -> None:
+    assert parse_source("chain_sum:min_terms=2,max_terms=3,min_digits=1,max_digits=1*0.5") == SourceSpec(
+        name="chain_sum", params={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, weight=0.5
+    )
+
+
+def test_a_bare_name_is_a_spec_of_weight_one() -> None:
+    assert parse_source("leg_counting") == SourceSpec(name="leg_counting")
+
+
+def test_lists_flags_and_words_are_read() -> None:
+    for listed in ('["+","*"]', "['+', '*']", "[+,*]"):
+        spec = parse_source(f"basic_arithmetic:operators={listed},allow_negation=false,format_style=natural*2")
+        assert spec.params == {"operators": ["+", "*"], "allow_negation": False, "format_style": "natural"}
+        assert spec.weight == 2
+
+
+def test_a_star_in_a_list_is_not_a_weight() -> None:
+    assert parse_source('basic_arithmetic:operators=["*"]').weight == 1
+
+
+def test_an_unknown_data_set_gets_the_nearest_names() -> None:
+    with pytest.raises(TaskError, match=r"(?s)no data set named 'chainsum'.*chain_sum"):
+        parse_source("chainsum")
+
+
+def test_an_unknown_parameter_gets_those_allowed() -> None:
+    with pytest.raises(TaskError, match=r"(?s)no parameter 'terms'.*min_terms, max_terms, min_digits") as caught:
+        parse_source("chain_sum:terms=2")
+    assert "seed" not in caught.value.mend
+
+
+@pytest.mark.parametrize("params", ["min_terms=3,max_terms=2", "min_terms=many", "min_digits=0"])
+def test_a_value_that_the_data_set_refuses_is_told(params: str) -> None:
+    with pytest.raises(TaskError, match="data set 'chain_sum' refuses"):
+        parse_source(f"chain_sum:{params}")
+
+
+@pytest.mark.parametrize("weight", ["x", "-1", "nan", "inf", ""])
+def test_a_weight_that_is_no_number_is_told(weight: str) -> None:
+    with pytest.raises(TaskError, match="is not a number from 0 up"):
+        parse_source(f"chain_sum*{weight}")
+
+
+def test_a_parameter_without_a_value_is_told() -> None:
+    with pytest.raises(TaskError, match="cannot read 'min_terms'"):
+        parse_source("chain_sum:min_terms")
+
+
+def test_specs_of_one_data_set_get_names_of_their_own() -> None:
+    specs = [parse_source(text) for text in ("chain_sum:max_terms=3", "chain_sum:max_terms=4", "leg_counting")]
+    sources = make_sources(specs, 0, 0.1)
+    assert list(sources) == ["chain_sum:max_terms=3", "chain_sum:max_terms=4", "leg_counting"]
+    assert all(name == source.name == source.draw().source for name, source in sources.items())
+
+
+def test_the_same_spec_twice_is_an_error() -> None:
+    with pytest.raises(TaskError, match="named twice"):
+        make_sources([SourceSpec(name="chain_sum")] * 2, 0, 0.1)
+
+
+def test_a_question_is_held_out_under_all_parameters_or_none() -> None:
+    more = {**EASY, "max_terms": 3}
+    held_out = {task.id for task in ReasoningGymSource("chain_sum", more, 0, 0.2).held_out(50)}
+    source = _source()
+    drawn = itertools.islice(iter(source.draw, None), 1000)
+    assert not {task.id for task in drawn if task is not None} & held_out
+
+
+def test_importing_the_data_modules_loads_no_heavy_library() -> None:
+    program = (
+        "import sys, forge_rl.data.sources, forge_rl.data.models, forge_rl.data.mixture, forge_rl.data.tokenizer,"
+        "forge_rl.rewards.verifiers, forge_rl.envs.single_turn;"
+        "print(sorted({'torch', 'transformers', 'reasoning_gym', 'gguf', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,120 @@
+"""Text to tokens and back, on the bundled model's tokenizer and on small templates."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ModelError
+
+QUESTION = ({"role": "user", "content": "What is 2+3?"},)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return bundled_model(default_cache())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+def _with_template(folder: Path, target: Path, template: str | None) -> Path:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, target / name)
+    if template is not None:
+        (target / "chat_template.jinja").write_text(template)
+    return target
+
+
+def test_a_rendered_question_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.render(QUESTION)
+    assert tokenizer.decode(ids, skip_special=False) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ids[0] == 1
+    assert ids.count(1) == 3
+
+
+def test_without_the_prompt_the_conversation_ends_with_the_user(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.render(QUESTION, add_generation_prompt=False)
+    assert tokenizer.decode(ids, skip_special=False).endswith("What is 2+3?<|im_end|>\n")
+
+
+def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([1, *tokenizer._encode("a , b ."), 2, 2]) == "a , b ."
+
+
+def test_digits_stand_apart_from_blanks_as_in_training(tokenizer: Tokenizer) -> None:
+    pieces = [tokenizer.decode([token]) for token in tokenizer._encode("12  34")]
+    assert pieces == ["1", "2", "  ", "3", "4"]
+
+
+def test_ids_of_the_bundled_model(tokenizer: Tokenizer) -> None:
+    assert tokenizer.stop_ids == (2,)
+    assert tokenizer.pad_id == 2
+    assert tokenizer.vocab_size == 49152
+
+
+def test_stop_ids_join_generation_config_and_config(folder: Path, tmp_path: Path) -> None:
+    _with_template(folder, tmp_path, "{{ messages[0].content }}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
+    assert Tokenizer(tmp_path).stop_ids == (0, 2, 5)
+
+
+def test_extending_a_finished_turn_equals_rendering_it_whole(tokenizer: Tokenizer) -> None:
+    reply = {"role": "user", "content": "And 4+4?"}
+    answer = {"role": "assistant", "content": "It is 5."}
+    turn = (*tokenizer.render(QUESTION), *tokenizer._encode("It is 5."), 2)
+    assert tokenizer.extend(turn, [reply]) == tokenizer.render([*QUESTION, answer, reply])
+
+
+def test_extending_keeps_the_ids_of_the_engine(tokenizer: Tokenizer) -> None:
+    odd = (*tokenizer.render(QUESTION), *tokenizer._encode("I"), *tokenizer._encode("t"), 2)  # "It" is one token
+    extended = tokenizer.extend(odd, [{"role": "tool", "content": "8"}])
+    assert extended[: len(odd)] == odd
+    assert tokenizer.decode(extended[len(odd) :], skip_special=False) == (
+        "\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_extending_a_truncated_turn_ends_it_first(tokenizer: Tokenizer) -> None:
+    cut = (*tokenizer.render(QUESTION), *tokenizer._encode("It is"))
+    extended = tokenizer.extend(cut, [{"role": "user", "content": "Go on."}])
+    assert extended[: len(cut)] == cut
+    assert tokenizer.decode(extended[len(cut) :], skip_special=False) == (
+        "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_model_without_a_chat_template_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no chat template"):
+        Tokenizer(_with_template(folder, tmp_path, None))
+
+
+def test_what_a_template_refuses_is_told_with_the_roles(folder: Path, tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ModelError, match=r"\['user'\]: roles must alternate"):
+        Tokenizer(_with_template(folder, tmp_path, template)).render(QUESTION)
+
+
+def test_a_template_that_drops_answers_cannot_be_extended(folder: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ModelError, match="drops an earlier answer"):
+        Tokenizer(_with_template(folder, tmp_path, template)).extend((1, 2), QUESTION)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot load a tokenizer from"):
+        Tokenizer(tmp_path)
+
+
+def test_tools_are_shown_by_templates_that_know_them(folder: Path, tmp_path: Path) -> None:
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ messages[0].content }}"
+    shown = Tokenizer(_with_template(folder, tmp_path, template))
+    assert shown.decode(shown.render(QUESTION, tools=[{"name": "add"}])) == "[add]What is 2+3?"
