@@ -29,14 +29,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from forge_rl.engines.platform import device_type
 from forge_rl.errors import WeightsError
+from forge_rl.runtime.faults import ENGINE_DIED
 from forge_rl.types import Sampling, Turn
 from forge_rl.weights.fingerprint import fingerprint
 from forge_rl.weights.manifest import Manifest, TensorEntry
 from forge_rl.weights.segment import SegmentRef, read_segment
 
 BACKEND = "forge_rl"
-ENGINE_DIED = 71
-"""Exit status of a replica whose vLLM engine process died under it."""
 
 
 def register() -> None:
@@ -131,7 +130,7 @@ class VLLMEngine:
         prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)}
         async for output in self._llm.generate(prompt, parameters, request_id=uuid.uuid4().hex):
             final = output
-        assert final is not None and final.finished, "vLLM ended a request without an answer"
+        assert final is not None, "vLLM ended a request without an answer"
         answer = final.outputs[0]
         ids = tuple(answer.token_ids)
         if greedy:
@@ -216,7 +215,7 @@ class SegmentUpdateInfo(WeightTransferUpdateInfo):
     dtypes: list[str]
 
 
-class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateInfo]):  # type: ignore[misc]
+class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateInfo]):
     """Loads a version from shared memory into vLLM's model, in the worker's process."""
 
     init_info_cls = SegmentInitInfo

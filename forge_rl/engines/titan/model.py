@@ -173,11 +173,11 @@ def attention_mask(row: Row) -> torch.Tensor | BlockMask:
     return create_block_mask(mask_mod, 1, None, len(row), len(row), device=str(row.trees.device))
 
 
-class DenseMaskAttention(Module):  # type: ignore[misc]
+class DenseMaskAttention(Module):
     """SDPA with a dense mask: FlexAttention has no backward on CPU."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):  # type: ignore[misc]
+    class Config(Module.Config):
         pass
 
     def __init__(self, config: Config) -> None:
@@ -204,11 +204,11 @@ class DenseMaskAttention(Module):  # type: ignore[misc]
         return out.transpose(1, 2)
 
 
-class HalfRoPE(CosSinRoPE):  # type: ignore[misc]
+class HalfRoPE(CosSinRoPE):
     """torchtitan's rotate-half RoPE, with Llama 3's frequency scaling, which it lacks."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):  # type: ignore[misc]
+    class Config(CosSinRoPE.Config):
         pass
 
     def _precompute_cache(self) -> torch.Tensor:

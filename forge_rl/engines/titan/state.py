@@ -27,7 +27,7 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
         shape = tuple(parameter.shape)
         if isinstance(parameter, DTensor):
             local, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-            values = parameter.to_local() if math.prod(local) else parameter.new_empty(0).to_local()
+            values = parameter.to_local()
             first_row = offsets[0] if math.prod(local) else 0
         else:
             values, first_row = parameter, 0

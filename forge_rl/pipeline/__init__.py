@@ -1,0 +1,1 @@
+"""From services to a run: rollouts, phases, and the controller's state."""

@@ -1,0 +1,197 @@
+"""What is in flight and what has failed, so that every error names service, replica, call and phase."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from forge_rl.errors import DeadlineError, ServiceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A remote call in flight."""
+
+    service: str
+    replica: int | None
+    method: str
+    since: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that failed, for the log and the summary."""
+
+    service: str
+    replica: int | None
+    cause: str
+
+
+class Faults:
+    """Collects calls in flight and the faults of processes; one for each controller.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._calls: dict[int, Call] = {}
+        self._next = 0
+        self._meshes: dict[str, tuple[str, int]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failed: asyncio.Event = asyncio.Event()
+        self.seen: list[Fault] = []
+        self.closing = False
+        """While services stop on purpose, a process that ends is no fault."""
+
+    def install(self) -> None:
+        """Take over from Monarch's default, which interrupts the controller and may let it exit 0."""
+        import monarch.actor
+
+        self._loop = asyncio.get_running_loop()
+        monarch.actor.unhandled_fault_hook = self._on_mesh_failure
+
+    def name_mesh(self, actor_name: str, service: str, replica: int) -> None:
+        """Say which replica the actors of this name belong to."""
+        self._meshes[actor_name] = (service, replica)
+
+    @contextlib.contextmanager
+    def calling(self, service: str, replica: int | None, method: str) -> Iterator[None]:
+        """Note a call as in flight."""
+        key, self._next = self._next, self._next + 1
+        self._calls[key] = Call(service=service, replica=replica, method=method, since=self._clock())
+        try:
+            yield
+        finally:
+            del self._calls[key]
+
+    def waiting_for(self) -> tuple[Call, int] | None:
+        """The call that has been in flight for longest, and how many are; None if none is."""
+        if not self._calls:
+            return None
+        return min(self._calls.values(), key=lambda call: call.since), len(self._calls)
+
+    @contextlib.contextmanager
+    def deadline(self, phase: str, seconds: float) -> Iterator[None]:
+        """Bound a phase of the current task.
+
+        Raises:
+            DeadlineError: it took longer; names the service, replica and call that it waited for.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        late = False
+
+        def expire() -> None:
+            nonlocal late
+            late = True
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(seconds, expire)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not late:
+                raise
+            task.uncancel()
+            raise self._late(phase, seconds) from None
+        finally:
+            timer.cancel()
+
+    def _late(self, phase: str, seconds: float) -> DeadlineError:
+        waiting = self.waiting_for()
+        message = f"phase {phase} did not end within its {seconds:g} s"
+        if waiting is None:
+            return DeadlineError(
+                f"{message}; no remote call is in flight", service="controller", mend="raise --phase-deadline-s"
+            )
+        call, count = waiting
+        others = f", and {count - 1} more calls are in flight" if count > 1 else ""
+        return DeadlineError(
+            f"{message}; this call has run for {self._clock() - call.since:.0f} s{others}",
+            service=call.service,
+            replica=call.replica,
+            call=call.method,
+            mend="see the replica's log; raise --phase-deadline-s if the work really takes longer",
+        )
+
+    async def wait(self) -> ServiceError:
+        """Wait for the first fault of a process."""
+        await self._failed.wait()
+        fault = self.seen[0]
+        return ServiceError(fault.cause, service=fault.service, replica=fault.replica)
+
+    def record(self, service: str, replica: int | None, cause: str) -> None:
+        """Note a fault; the same replica's further ones are echoes of the first."""
+        if self.closing or any((fault.service, fault.replica) == (service, replica) for fault in self.seen):
+            return
+        self.seen.append(Fault(service=service, replica=replica, cause=cause))
+        self._failed.set()
+
+    def _on_mesh_failure(self, failure: object) -> None:
+        """Monarch's hook; runs in a thread of Monarch's."""
+        text = str(failure)
+        found = re.search(r"mesh_name=([\w-]+)", text)
+        actor = found[1].rsplit("-", 1)[0] if found else ""
+        if actor in self._meshes and self._loop is not None and not self._loop.is_closed():
+            service, replica = self._meshes[actor]
+            self._loop.call_soon_threadsafe(self.record, service, replica, cause_of(text))
+
+
+ENGINE_DIED = 71
+"""Exit status of a process that ended because the engine below it did."""
+
+
+def cause_of(text: str) -> str:
+    """One line of cause from what Monarch says of a failure."""
+    if re.search(r"Killed\(sig=9\)", text):
+        return describe_exit(-9)
+    if found := re.search(r"exited with non-zero code (\d+)", text):
+        return describe_exit(int(found[1]))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "unknown"
+
+
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h
+_PIDFD_INFO_EXIT = 1 << 3
+_EXIT_CODE_OFFSET = 60
+
+
+def exit_status(pidfd: int) -> int | None:
+    """How the ended child behind a pidfd ended; a negative status is a signal.
+
+    Monarch waits for its children too. Where it came first, Linux 6.15 and later still tell; before that: None.
+    """
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    info = bytearray(64)
+    struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
+            return os.waitstatus_to_exitcode(struct.unpack_from("i", info, _EXIT_CODE_OFFSET)[0])
+    return None
+
+
+def describe_exit(status: int | None) -> str:
+    """How a process ended; a negative status is a signal, None is not known."""
+    if status is None:
+        return "its process ended"
+    if status == -9:
+        return "its process was killed by SIGKILL (by hand, or by the kernel for want of memory)"
+    if status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    if status == ENGINE_DIED:
+        return "its vLLM engine process died"
+    return f"its process exited with status {status}"
