@@ -54,6 +54,8 @@ class Architecture:
     rope: Mapping[str, float | str]
     tied: bool
     """Whether the input embedding is also the output projection."""
+    dtype: torch.dtype
+    """That the folder's weights are in, and that checkpoints are written in."""
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -100,6 +102,7 @@ def read_architecture(folder: Path) -> Architecture:
         max_positions=config["max_position_embeddings"],
         rope=rope,
         tied=bool(config.get("tie_word_embeddings")),
+        dtype=getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )
 
 

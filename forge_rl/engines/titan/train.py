@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,40 +21,14 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
 from forge_rl.algorithms import Loss, logprob_gap, token_logprobs
 from forge_rl.data.packing import Row
+from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_type, local_device
 from forge_rl.engines.titan.model import Architecture, attention_mask, build_model, read_architecture
-from forge_rl.engines.titan.state import load_weights
+from forge_rl.engines.titan.state import (
+    load_weights,
+)
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW, its schedule, and gradient clipping."""
-
-    lr: float = 1e-5
-    """Peak learning rate."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of AdamW."""
-    beta1: float = 0.9
-    """AdamW's decay of the first moment."""
-    beta2: float = 0.95
-    """AdamW's decay of the second moment."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to its peak."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, down to 0 at the last step."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
-
-    def lr_at(self, step: int, total_steps: int) -> float:
-        """Learning rate of a step, counted from 0, in a run of total_steps."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.decay == "constant":
-            return self.lr
-        left = max(0.0, 1 - (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
-        return self.lr * (left if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
 
 
 class TitanEngine:
@@ -148,6 +120,19 @@ class TitanEngine:
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
         """Log-probability of every masked target under the current weights, each row [L] float32, 0 elsewhere."""
         return [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
+
+    def local_shards(self) -> Iterator[LocalShard]:
+        """What this rank holds of every weight."""
+        return local_shards(self.model)
+
+    def save(self, folder: Path, model: Path) -> None:
+        """Write `folder/model` for Hugging Face and `folder/training` to continue from; all ranks take part."""
+        save_training_state(self.model, self.optimizer, self.version, folder / "training")
+        save_hf(self.model, model, folder / "model", self.architecture.dtype)
+
+    def load_training_state(self, folder: Path) -> None:
+        """Continue from what `save` wrote into its folder `training`."""
+        self.version = load_training_state(self.model, self.optimizer, folder)
 
     def _forward(self, row: Row, loss: Loss, *, temperature: float) -> tuple[torch.Tensor, dict[str, Value]]:
         reference = None

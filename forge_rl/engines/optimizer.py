@@ -1,0 +1,50 @@
+"""Settings of AdamW and its schedule; apart from the engine, so that flags need no torchtitan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from forge_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its schedule, and gradient clipping."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, down to 0 at the last step."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    def __post_init__(self) -> None:
+        for flag, value, good in (
+            ("lr", self.lr, self.lr > 0),
+            ("weight-decay", self.weight_decay, self.weight_decay >= 0),
+            ("beta1", self.beta1, 0 <= self.beta1 < 1),
+            ("beta2", self.beta2, 0 <= self.beta2 < 1),
+            ("warmup-steps", self.warmup_steps, self.warmup_steps >= 0),
+            ("max-grad-norm", self.max_grad_norm, self.max_grad_norm > 0),
+        ):
+            if not good:
+                raise ConfigError(f"{value} is out of range", mend=f"set --trainer.optimizer.{flag} to a usual value")
+
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """Learning rate of a step, counted from 0, in a run of total_steps."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.lr
+        left = max(0.0, 1 - (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        return self.lr * (left if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
