@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +25,17 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_type, local_device
 from forge_rl.engines.titan.model import Architecture, attention_mask, build_model, read_architecture
 from forge_rl.engines.titan.state import (
+    load_training_state,
+    load_weights,
+    local_shards,
+    save_hf,
+    save_training_state,
+)
     load_weights,
 )
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge
+from forge_rl.weights.buckets import LocalShard
 
 
 class TitanEngine:
