@@ -31,8 +31,6 @@ from forge_rl.engines.titan.state import (
     save_hf,
     save_training_state,
 )
-    load_weights,
-)
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge
 from forge_rl.weights.buckets import LocalShard

@@ -1,0 +1,141 @@
+"""Checkpoints of a run: written whole or not at all, the newest found again, old ones removed.
+
+A checkpoint is `checkpoints/step-000012/` with `model/` (Hugging Face safetensors, tokenizer), `training/` (weights and
+optimizer state in float32) and `controller.json`. It is written beside and renamed, so a folder of that name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_rl.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A whole one."""
+
+    step: int
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        """Hugging Face folder, for transformers and vLLM."""
+        return self.folder / "model"
+
+    @property
+    def training(self) -> Path:
+        """Weights and optimizer state to continue from."""
+        return self.folder / "training"
+
+    def controller_state(self) -> dict[str, object]:
+        """What the controller saved.
+
+        Raises:
+            CheckpointError: the file is missing or broken.
+        """
+        path = self.folder / "controller.json"
+        try:
+            state: dict[str, object] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}",
+                mend=f"delete {self.folder} to continue from the checkpoint before it",
+            ) from error
+        return state
+
+
+class Checkpoints:
+    """All checkpoints of a run.
+
+    Args:
+        folder: that holds them; made when the first is written.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def all(self) -> list[Checkpoint]:
+        """The whole ones, oldest first."""
+        found = []
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if match := _NAME.fullmatch(path.name):
+                found.append(Checkpoint(step=int(match[1]), folder=path))
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole one."""
+        return max(self.all(), key=lambda checkpoint: checkpoint.step, default=None)
+
+    @contextlib.asynccontextmanager
+    async def writing(
+        self, step: int, controller_state: dict[str, object], *, bytes_needed: int
+    ) -> AsyncIterator[Path]:
+        """Write a checkpoint: the body fills the yielded folder's empty `model` and `training`.
+
+        Args:
+            step: optimizer steps behind it.
+            controller_state: JSON, written beside.
+            bytes_needed: about how much the body writes; checked before anything is written.
+
+        Raises:
+            CheckpointError: no space, or the folder cannot be written.
+        """
+        final = self._folder / f"step-{step:06d}"
+        partial = self._folder / f".step-{step:06d}.partial"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self._folder.glob(".step-*"):
+                shutil.rmtree(leftover)
+            free = shutil.disk_usage(self._folder).free
+            if free < bytes_needed:
+                raise CheckpointError(
+                    f"a checkpoint takes {bytes_needed / 1e9:.2f} GB and {self._folder} has {free / 1e9:.2f} GB free",
+                    mend="free space, choose another --out, or lower --keep-checkpoints",
+                )
+            for part in ("model", "training"):
+                (partial / part).mkdir(parents=True)
+            yield partial
+            (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
+            _sync(partial)
+            if final.exists():
+                # Rename does not replace a full folder; between the two renames the older checkpoint still stands.
+                final.rename(self._folder / f".step-{step:06d}.replaced")
+            partial.rename(final)
+            _sync_folder(self._folder)
+            for old in [*self.all()[: -self._keep]]:
+                shutil.rmtree(old.folder)
+            for leftover in self._folder.glob(".step-*"):
+                shutil.rmtree(leftover)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {self._folder}: {error.strerror or error}",
+                mend="free space, or choose another --out; earlier checkpoints are as they were",
+            ) from error
+
+
+def _sync(folder: Path) -> None:
+    """Bring every file below a folder to the disk, so that the rename never outruns the data."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
