@@ -1,0 +1,57 @@
+"""Reinforcement learning for language models that think long and call tools. Importing this starts nothing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forge_rl.algorithms import ClippedSurrogate, group_advantages
+    from forge_rl.data.packing import pack
+    from forge_rl.errors import ForgeError
+    from forge_rl.pipeline.config import RunConfig
+    from forge_rl.pipeline.launch import launch
+    from forge_rl.pipeline.run import Run
+    from forge_rl.pipeline.start import start
+    from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
+
+__all__ = [
+    "Batch",
+    "ClippedSurrogate",
+    "Episode",
+    "ForgeError",
+    "Group",
+    "Run",
+    "RunConfig",
+    "Sampling",
+    "Task",
+    "Turn",
+    "group_advantages",
+    "launch",
+    "pack",
+    "start",
+]
+
+_HOMES = {
+    "Batch": "types",
+    "ClippedSurrogate": "algorithms",
+    "Episode": "types",
+    "ForgeError": "errors",
+    "Group": "types",
+    "Run": "pipeline.run",
+    "RunConfig": "pipeline.config",
+    "Sampling": "types",
+    "Task": "types",
+    "Turn": "types",
+    "group_advantages": "algorithms",
+    "launch": "pipeline.launch",
+    "pack": "data.packing",
+    "start": "pipeline.start",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: torch and Monarch take seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'forge_rl' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)

@@ -32,7 +32,7 @@ from forge_rl.errors import WeightsError
 from forge_rl.runtime.faults import ENGINE_DIED
 from forge_rl.types import Sampling, Turn
 from forge_rl.weights.fingerprint import fingerprint
-from forge_rl.weights.manifest import Manifest, TensorEntry
+from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
 from forge_rl.weights.segment import SegmentRef, read_segment
 
 BACKEND = "forge_rl"
@@ -42,18 +42,6 @@ def register() -> None:
     """vLLM's plugin hook (see pyproject.toml): makes our weight-transfer engine known in each of vLLM's processes."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SegmentTransferEngine")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What an engine holds after a load, as the engine itself says."""
-
-    version: int
-    fingerprints: dict[str, int]
-    """By Hugging Face name, of what the engine read."""
-    in_place: int
-    """How many of them were computed over the live parameters. The rest are over what went into the loader: vLLM
-    repacks those layers for the CPU, and the bytes as such exist no more."""
 
 
 class VLLMEngine:

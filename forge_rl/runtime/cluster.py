@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,13 +33,17 @@ class Cluster:
         """Where the processes of a mesh print to."""
         return self._logs / f"{name}.log"
 
-    def spawn(self, name: str, *, ranks: int = 1, env: Mapping[str, str] | None = None) -> ProcMesh:
+    def spawn(
+        self, name: str, *, ranks: int = 1, env: Mapping[str, str] | None = None, imports: Sequence[str] = ()
+    ) -> ProcMesh:
         """A mesh of processes with one axis, `ranks`.
 
         Args:
             name: unique among the living meshes.
             ranks: how many processes.
             env: added to the environment of each.
+            imports: modules that each imports first. Actors that share a process unpickle side by side, and would
+                otherwise find modules half imported.
         """
         with _quiet_stderr():  # Monarch announces its log file there, in the middle of the display
             from monarch.actor import default_bootstrap_cmd, this_host
@@ -46,7 +51,7 @@ class Cluster:
             command = default_bootstrap_cmd().with_env({**os.environ, **(env or {})})
             mesh = this_host().spawn_procs(
                 per_host={"ranks": ranks},
-                bootstrap=functools.partial(_start_child, str(self.log_file(name))),
+                bootstrap=functools.partial(_start_child, str(self.log_file(name)), tuple(imports)),
                 bootstrap_command=lambda _: command,
                 name=name.replace("/", "_"),
             )
@@ -67,7 +72,7 @@ class Cluster:
                 group.create_task(self.stop(name))
 
 
-def _start_child(log_file: str) -> None:
+def _start_child(log_file: str, imports: Sequence[str]) -> None:
     """First thing in every process: its output, and that of its own children, goes to its log file."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -75,6 +80,8 @@ def _start_child(log_file: str) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    for module in imports:
+        importlib.import_module(module)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +46,8 @@ class Replica:
     busy_since: float = 0.0
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done, with the cause, as soon as one of its processes has ended."""
+    pids: list[int] = field(default_factory=list)
+    """Its processes, each the leader of a process group of its own."""
     watched: list[int] = field(default_factory=list)
     """File descriptors of its processes."""
 
@@ -71,7 +75,14 @@ class Service:
         self._faults = faults
         self._clock = clock
 
-    def spawn(self, actor: type, *args: object, ranks: int = 1, env: Mapping[str, str] | None = None) -> Replica:
+    def spawn(
+        self,
+        actor: type,
+        *args: object,
+        ranks: int = 1,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+    ) -> Replica:
         """Spawn the next replica: `ranks` processes with one actor in each.
 
         Args:
@@ -79,10 +90,11 @@ class Service:
             args: of its constructor, which should only keep them: Monarch calls it lazily.
             ranks: processes of the replica.
             env: added to their environment.
+            imports: modules that they import first; see Cluster.spawn.
         """
         index = len(self.replicas)
         mesh_name = f"{self.name}-{index}"
-        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env=env)
+        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env=env, imports=imports)
         actor_name = f"{self.name}_{index}"
         self._faults.name_mesh(actor_name, self.name, index)
         replica = Replica(
@@ -143,6 +155,7 @@ class Service:
             except ProcessLookupError:
                 self._on_death(replica, describe_exit(None))
                 return
+            replica.pids.append(pid)
             replica.watched.append(fd)
             asyncio.get_running_loop().add_reader(fd, self._on_process_end, replica, fd)
 
@@ -181,13 +194,18 @@ class Service:
 
     async def stop(self) -> None:
         """End all replicas' processes."""
-        for replica in self.replicas:
-            for fd in replica.watched:
-                self._unwatch(replica, fd)
         async with asyncio.TaskGroup() as group:
             for replica in self.replicas:
-                group.create_task(self._cluster.stop(f"{self.name}-{replica.index}"))
+                group.create_task(self._stop(replica))
         self.replicas.clear()
+
+    async def _stop(self, replica: Replica) -> None:
+        for fd in list(replica.watched):
+            self._unwatch(replica, fd)
+        await self._cluster.stop(f"{self.name}-{replica.index}")
+        for pid in replica.pids:
+            with contextlib.suppress(ProcessLookupError):  # it ended, and its group with it, as it should
+                os.killpg(pid, signal.SIGKILL)
 
     def _translate(self, error: Exception, replica: Replica, method: str) -> ForgeError:
         """What an exception of Monarch's means to the caller."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +12,19 @@ from monarch.actor import concurrent_endpoint
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.platform import Dtype, cpu_cores, device_type, resolve_dtype
-from forge_rl.errors import AttestationError, ConfigError, ModelError, WeightsError
+from forge_rl.errors import AttestationError, ConfigError, ForgeError, ModelError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.runtime.tasks import task_group
 from forge_rl.services.weights import WeightStore
 from forge_rl.types import Message, Sampling, Turn
 from forge_rl.weights.buckets import Transport, read_version
-from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.segment import Segment
 
 if TYPE_CHECKING:
-    from forge_rl.engines.vllm import LoadReport, VLLMEngine
+    from forge_rl.engines.vllm import VLLMEngine
 
 
 class Generator:
@@ -95,7 +96,7 @@ class Generator:
             await service.watch(replica, deadline_s=deadline_s)
             await service.call(replica, "setup", deadline_s=deadline_s)
 
-        async with asyncio.TaskGroup() as group:
+        async with task_group() as group:
             for index in range(config.replicas):
                 group.create_task(start_one(index))
         return cls(config, service, Tokenizer(model))
@@ -154,7 +155,7 @@ class Generator:
             WeightsError: the engines read different versions.
         """
         async with store.lease(version) as manifest:
-            async with asyncio.TaskGroup() as group:
+            async with task_group() as group:
                 loads = [
                     group.create_task(
                         self._service.call(replica, "load", manifest, store.transport, deadline_s=self._load_deadline_s)
@@ -176,7 +177,11 @@ class Generator:
         return self._service.take_busy_s()
 
     async def stop(self) -> None:
-        """End the engines."""
+        """End the engines: first vLLM's own processes, then ours."""
+        for replica in self._service.replicas:
+            if replica.alive:
+                with contextlib.suppress(ForgeError):  # what does not close in time is killed by Service.stop
+                    await self._service.call(replica, "close", deadline_s=5.0)
         await self._service.stop()
 
     def __repr__(self) -> str:
@@ -232,6 +237,12 @@ class GeneratorActor(ServiceActor):
                 f"vLLM does not start with {self._model}: {lines[-1] if lines else type(error).__name__}",
                 mend="see logs/generator-*.log in the run folder for vLLM's own report",
             ) from error
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """End vLLM's processes."""
+        if self._engine is not None:
+            self._engine.close()
 
     @concurrent_endpoint
     async def generate(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Turn:

@@ -108,7 +108,9 @@ class Trainer:
         await service.watch(replica, deadline_s=deadline_s)
         trainer = cls(config, service, total_steps=total_steps)
         address, port = await service.call(replica, "meeting_point", deadline_s=deadline_s, rank=0)
-        started = await trainer._all("setup", address, port, resume, deadline_s=deadline_s)
+        started = await service.call_ranks(
+            replica, "setup", lambda rank: (rank, address, port, resume), deadline_s=deadline_s
+        )
         trainer.version, trainer.parameters = started[0]
         return trainer
 
@@ -174,6 +176,12 @@ class Trainer:
             await publication.commit([reports for reports, _ in parts])
         return self.version
 
+    async def settle(self) -> int:
+        """Wait until the ranks are idle, and take over their version: for a step whose answer was not waited for."""
+        versions = await self._all("settle", deadline_s=self._deadline_s)
+        self.version = versions[0]
+        return self.version
+
     async def save(self, folder: Path, *, model: Path) -> None:
         """Write a checkpoint: `folder/model` for Hugging Face, and `folder/training`. Both folders exist, empty.
 
@@ -226,12 +234,9 @@ class TrainerActor(ServiceActor):
             return address, probe.getsockname()[1]
 
     @concurrent_endpoint
-    async def setup(self, address: str, port: int, resume: Path | None) -> tuple[int, int]:
+    async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int]:
         """Load the policy. Returns its version and its number of parameters."""
-        from monarch.actor import current_rank
-
         async with self._turn:
-            rank = current_rank()["ranks"]
             init_distributed(rank, self._config.ranks, address, port)
             from forge_rl.engines.titan.train import TitanEngine
 
@@ -280,6 +285,12 @@ class TrainerActor(ServiceActor):
                 dtype=getattr(torch, dtype),
             )
             return reports, time.monotonic() - began
+
+    @concurrent_endpoint
+    async def settle(self) -> int:
+        """The version, once what runs has ended."""
+        async with self._turn:
+            return self.engine.version
 
     @concurrent_endpoint
     async def save(self, folder: Path, model: Path) -> None:

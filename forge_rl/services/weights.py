@@ -51,7 +51,7 @@ class WeightStore:
     async def start(cls, config: Config, cluster: Cluster, faults: Faults, *, deadline_s: float) -> WeightStore:
         """Spawn the store's process."""
         service = Service("weights", cluster, faults)
-        replica = service.spawn(WeightStoreActor, config)
+        replica = service.spawn(WeightStoreActor, config, imports=TorchStoreTransport.imports)
         await service.watch(replica, deadline_s=deadline_s)
         return cls(service, await TorchStoreTransport.open(replica.mesh))
 

@@ -78,6 +78,18 @@ class Manifest:
         return tuple(dict.fromkeys(shard.bucket for entry in self.tensors for shard in entry.shards))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What an engine holds after a load, as the engine itself says."""
+
+    version: int
+    fingerprints: dict[str, int]
+    """By Hugging Face name, of what the engine read."""
+    in_place: int
+    """How many of them were computed over the live parameters. The rest are over what went into the loader: vLLM
+    repacks those layers for the CPU, and the bytes as such exist no more."""
+
+
 def merge_reports(version: int, ranks: Sequence[Sequence[ShardReport]]) -> Manifest:
     """The manifest of a version from what every rank wrote.
 

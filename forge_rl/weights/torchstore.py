@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class TorchStoreTransport:
     """A client of one torchstore, as `Transport` says. Pickles: it holds actor handles only."""
 
+    imports = ("torchstore",)
+    """What the store's process must import first: several actors share it."""
+
     def __init__(self, controller: object, strategy: object) -> None:
         self._controller = controller
         self._strategy = strategy

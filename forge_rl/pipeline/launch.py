@@ -1,0 +1,70 @@
+"""From the command line to a recipe's main: flags, signals, one clear message for an error, and the exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from forge_rl.errors import ForgeError
+
+C = TypeVar("C")
+
+
+def launch(config_class: type[C], main: Callable[[C], Awaitable[None]]) -> None:
+    """Parse flags and run a recipe; never returns.
+
+    Exit status: 0 after a complete run, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Args:
+        config_class: a frozen dataclass; its fields become flags, and its docstrings their help.
+        main: the recipe.
+    """
+    try:
+        config = tyro.cli(config_class, prog=f"python -m {_module_of(main)}", description=config_class.__doc__)
+        status = asyncio.run(_run(main, config))
+    except KeyboardInterrupt:
+        status = 130
+    except ForgeError as error:
+        _report(error)
+        status = 1
+    sys.exit(status)
+
+
+async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        task.cancel()
+
+    with contextlib.suppress(NotImplementedError):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        await main(config)
+    except asyncio.CancelledError:
+        if not terminated:
+            raise
+        return 143
+    return 0
+
+
+def _report(error: ForgeError) -> None:
+    message = Text("error: ", style="bold red").append(str(error), style="default")
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+
+
+def _module_of(main: Callable[..., object]) -> str:
+    """Dotted name of the module that is run with -m; inside it, it is only called __main__."""
+    spec = getattr(sys.modules[main.__module__], "__spec__", None)
+    return spec.name if spec is not None else main.__module__

@@ -1,0 +1,242 @@
+"""A run: what a recipe works with."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from forge_rl.checkpoint import Checkpoint, Checkpoints
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.packing import Packed
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import CheckpointError
+from forge_rl.metrics import PhaseClock, RunLog
+from forge_rl.pipeline.config import RunConfig
+from forge_rl.pipeline.rollouts import Rollouts
+from forge_rl.runtime.faults import Faults
+from forge_rl.services.environment import Environment
+from forge_rl.services.generator import Generator
+from forge_rl.services.reward import Reward
+from forge_rl.services.trainer import Trainer
+from forge_rl.services.weights import WeightStore
+from forge_rl.types import Batch, Task
+
+_GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Mean gap between the trainer's and the engines' logprobs past which a step warns, by the engines' format."""
+
+
+C = TypeVar("C", bound=RunConfig)
+
+
+class Run(Generic[C]):
+    """What a recipe works with. Made by `start`."""
+
+    def __init__(self, config: C, folder: Path, clock: PhaseClock, faults: Faults, log: RunLog) -> None:
+        self.config = config
+        self.folder = folder
+        self.last_batch: Batch | None = None
+        """The batch of the last step, to look at."""
+        self.scores: dict[int, float] = {}
+        """Held-out score by step."""
+        self.trainer: Trainer
+        self.generator: Generator
+        self.weights: WeightStore
+        self.reward: Reward
+        self.environment: Environment
+        self.mixture: Mixture
+        self.rollouts: Rollouts
+        self.tokenizer: Tokenizer
+        self.held_out: tuple[Task, ...] = ()
+        self.seconds_before = 0.0
+        """Wall time of earlier sittings of this run."""
+        self._clock = clock
+        self._faults = faults
+        self._log = log
+        self._began = time.monotonic()
+        self._model: Path
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
+        self._resume_state: dict[str, object] = {}
+        self._resume_step = 0
+        self._saved_step: int | None = None
+        self._close: Callable[[], Awaitable[object]] | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.trainer.version
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, over all sittings."""
+        return self.seconds_before + time.monotonic() - self._began
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase and bound it.
+
+        Raises:
+            DeadlineError: it takes longer than phase_deadline_s.
+        """
+        with self._clock.phase(name), self._faults.deadline(name, self.config.phase_deadline_s):
+            yield
+
+    def log(
+        self, stats: Mapping[str, float], batch: Batch | None = None, packed: Packed | None = None
+    ) -> dict[str, float]:
+        """End a step: its metrics go to the display and to every sink.
+
+        Args:
+            stats: of the method, such as what Trainer.step returns.
+            batch: that was trained on.
+            packed: how it was packed.
+
+        Returns:
+            All metrics of the step.
+        """
+        values = dict(stats)
+        if batch is not None:
+            self.last_batch = batch
+            values |= batch_stats(batch)
+            self._clock.tokens("rollout", sum(episode.response_tokens for episode in batch.episodes))
+        if packed is not None:
+            values |= {
+                "tokens/packed": float(packed.packed_tokens),
+                "tokens/sequences": float(packed.sequence_tokens),
+                "tokens/unscored": float(packed.unscored_tokens),
+            }
+            self._clock.tokens("train", packed.sequence_tokens)
+        values |= self._finish_step()
+        bound = _GAP_BOUND[self.generator.dtype]
+        if values.get("logprob_gap", 0.0) > bound:
+            self._log.event(
+                f"step {self.step}: trainer's and engines' logprobs differ by {values['logprob_gap']:.2g} on average, "
+                f"more than {bound:g}",
+                "warning",
+            )
+        self._log.log(self.step, values, batch)
+        self._note_progress()
+        return values
+
+    def due(self, every: int) -> bool:
+        """Whether something that is done every so many steps, and after the last one, is due now."""
+        return every > 0 and (self.step % every == 0 or self.step >= self.config.steps)
+
+    async def evaluate(self) -> float | None:
+        """Answer the held-out tasks greedily; returns the mean score, or None where there are no such tasks."""
+        if not self.held_out or self.config.eval_every == 0:
+            return None
+        with self.phase("evaluate"):
+            episodes = await self.rollouts.evaluate(self.held_out)
+            self._clock.tokens("evaluate", sum(episode.response_tokens for episode in episodes))
+        score = sum(episode.reward for episode in episodes) / len(episodes)
+        by_source: dict[str, list[float]] = {}
+        for episode in episodes:
+            by_source.setdefault(episode.task.source, []).append(episode.reward)
+        values = {"held_out": score}
+        if len(by_source) > 1:
+            values |= {f"held_out/{name}": sum(rewards) / len(rewards) for name, rewards in by_source.items()}
+        self.scores[self.step] = score
+        self._log.log(self.step, values | self._finish_step())
+        return score
+
+    async def checkpoint(self) -> Checkpoint:
+        """Write a checkpoint of the last finished step."""
+        with self.phase("checkpoint"):
+            await self._save()
+        latest = self._checkpoints.latest()
+        assert latest is not None, "a checkpoint was just written"
+        return latest
+
+    async def close(self) -> None:
+        """End a run that was opened with `open`: stop the services, write what is held back."""
+        if self._close is not None:
+            close, self._close = self._close, None
+            await close()
+
+    def event(self, text: str) -> None:
+        """Tell the user something."""
+        self._log.event(text)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Run  step {self.step} of {self.config.steps}  {self.folder}",
+            *(f"  {part!r}" for part in (self.trainer, self.generator, self.reward, self.environment)),
+        ]
+        return "\n".join(lines)
+
+    def _finish_step(self) -> dict[str, float]:
+        self._clock.busy("trainer", self.trainer.busy_s)
+        self.trainer.busy_s = 0.0
+        for index, seconds in enumerate(self.generator.take_busy_s()):
+            self._clock.busy(f"generator/{index}", seconds)
+        return self._clock.finish_step()
+
+    def _note_progress(self) -> None:
+        """What a checkpoint of the current step must hold of the controller."""
+        self._resume_step = self.step
+        self._resume_state = {
+            "step": self.step,
+            "rollouts": self.rollouts.state(),
+            "scores": {str(step): score for step, score in self.scores.items()},
+            "seconds": self.seconds,
+        }
+
+    async def _save(self) -> None:
+        # Between steps nothing is in flight, so the trainer's state and the controller's are of the same step.
+        self._resume_state["scores"] = {str(step): score for step, score in self.scores.items()}
+        self._resume_state["seconds"] = self.seconds
+        if self.step != self._resume_step:
+            self._resume_state = {**self._resume_state, "step": self.step, "rollouts": self.rollouts.state()}
+        bytes_needed = self.trainer.parameters * 16
+        async with self._checkpoints.writing(self.step, self._resume_state, bytes_needed=bytes_needed) as folder:
+            await self.trainer.save(folder, model=self._model)
+        self._saved_step = self.step
+
+    def _restore(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None:
+            self._note_progress()
+            return
+        state = checkpoint.controller_state()
+        rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
+        if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
+            raise CheckpointError(
+                f"{checkpoint.folder}/controller.json lacks what a run continues from",
+                mend=f"delete {checkpoint.folder} to continue from the checkpoint before it",
+            )
+        if self.step != checkpoint.step:
+            raise CheckpointError(
+                f"{checkpoint.folder} holds the training state of step {self.step}",
+                mend=f"delete {checkpoint.folder} to continue from the checkpoint before it",
+            )
+        self.rollouts.restore(rollouts)
+        self.scores = {int(step): float(score) for step, score in scores.items()}
+        self.seconds_before = float(seconds)
+        self._note_progress()
+
+
+def batch_stats(batch: Batch) -> dict[str, float]:
+    """Metrics of a batch: rewards, lengths, outcomes, lag."""
+    episodes = batch.episodes
+    rewards = [episode.reward for episode in episodes]
+    lengths = [episode.response_tokens for episode in episodes]
+    lags = [batch.version - version for episode in episodes for turn in episode.turns for version in turn.versions]
+    by_source: dict[str, list[float]] = {}
+    for episode in episodes:
+        by_source.setdefault(episode.task.source, []).append(episode.reward)
+    values = {
+        "reward/mean": sum(rewards) / len(rewards),
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "groups/uniform": sum(group.is_uniform for group in batch.groups) / len(batch.groups),
+        "tokens/answer_mean": sum(lengths) / len(lengths),
+        "tokens/answer_max": float(max(lengths)),
+        "episodes/truncated": sum(episode.outcome == "truncated" for episode in episodes) / len(episodes),
+        "lag/mean": sum(lags) / max(1, len(lags)),
+        "lag/max": float(max(lags, default=0)),
+    }
+    if len(by_source) > 1:
+        values |= {f"reward/{name}": sum(found) / len(found) for name, found in by_source.items()}
+    return values

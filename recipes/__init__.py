@@ -1,0 +1,1 @@
+"""One file a method: copy one and edit it."""

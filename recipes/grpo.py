@@ -1,0 +1,50 @@
+"""GRPO: group-relative policy optimisation, as one file to copy and edit.
+
+python -m recipes.grpo --help
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from forge_rl import Run, RunConfig, group_advantages, launch, pack, start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """Train a policy with group-relative advantages."""
+
+    advantage_scale: Literal["std", "none"] = "std"
+    """Divide a group's centered rewards by their standard deviation, or leave them."""
+
+
+async def step(run: Run[Config]) -> None:
+    """One optimizer step: roll out, train, publish."""
+    with run.phase("rollout"):
+        batch = await run.rollouts.next_batch()
+    with run.phase("train"):
+        advantages = group_advantages(batch.rewards, scale=run.config.advantage_scale)  # [P, G]
+        packed = pack(batch, advantages, run.trainer.layout, drop_uniform=run.config.loss.kl_coef == 0)
+        stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
+    with run.phase("publish"):
+        version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
+        await run.generator.load(run.weights, version)
+    run.log(stats, batch, packed)
+
+
+async def main(config: Config) -> None:
+    """The whole run, or what is left of it."""
+    async with start(config, recipe="grpo") as run:
+        if not run.scores:
+            await run.evaluate()
+        while run.step < config.steps:
+            await step(run)
+            if run.due(config.eval_every):
+                await run.evaluate()
+            if run.due(config.checkpoint_every):
+                await run.checkpoint()
+
+
+if __name__ == "__main__":
+    launch(Config, main)
