@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
 
+_LARGE_MESSAGES = ("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
+"""Monarch's bound on the bytes of a message; torchstore wants this one, and sets it aloud where it is not set."""
+
+
 class Cluster:
     """The machine that this process runs on, as a place for process meshes.
 
@@ -26,6 +30,7 @@ class Cluster:
     """
 
     def __init__(self, logs: Path) -> None:
+        os.environ.setdefault(*_LARGE_MESSAGES)
         self._logs = logs
         self._meshes: dict[str, ProcMesh] = {}
 

@@ -111,7 +111,8 @@ def _entry(version: int, reports: Sequence[ShardReport]) -> TensorEntry:
     at = 0
     for shard in shards:
         if shard.start != at:
-            break
+            what = "overlap" if shard.start < at else "leave a gap"
+            raise WeightsError(f"the ranks' shards of {first.name!r} for version {version} {what} at element {at}")
         at += shard.elements
     if at != math.prod(first.shape):
         raise WeightsError(

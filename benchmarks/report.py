@@ -1,0 +1,245 @@
+"""What every benchmark shares: flags, the report with commit, versions and machine, its table and its JSON file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge_rl.errors import ForgeError
+from forge_rl.pipeline.folder import as_json, versions
+
+LEAST_REPEATS = 5
+"""Fewer repeats than this give no median worth printing."""
+
+
+class BenchmarkError(ForgeError):
+    """A benchmark that could not measure what it is about, or could not write its report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig:
+    """Flags that every benchmark has."""
+
+    json: Path | None = None
+    """File to write the report to. What lies there is removed when the benchmark starts, so that one that fails leaves
+    no old number behind."""
+
+
+C = TypeVar("C", bound=BenchmarkConfig)
+
+
+class Report:
+    """What a benchmark measured, where, and with what.
+
+    Args:
+        benchmark: name of the benchmark.
+        config: its flags.
+    """
+
+    def __init__(self, benchmark: str, config: BenchmarkConfig | None = None) -> None:
+        self.benchmark = benchmark
+        self.rows: list[dict[str, object]] = []
+        """Raw measurements, one for each repeat, warm-up included and marked."""
+        self.results: dict[str, float] = {}
+        """The numbers that the benchmark is about, by name."""
+        self.versions: dict[str, object] = {**versions()}
+        """Packages by name; a peer in an environment of its own has an object of its own, under its name."""
+        self.commit = str(self.versions.pop("git"))
+        self.machine = machine()
+        self.settings = as_json(config)
+        self._shown: dict[str, tuple[str, int]] = {}
+
+    def measure(self, name: str, values: Sequence[float]) -> float:
+        """Make the median of repeats a result, shown with its spread.
+
+        Returns:
+            The median.
+        """
+        low, high = spread(values)
+        self.results[name] = median(values)
+        self._shown[name] = (f"{low:.4g} to {high:.4g}", len(values))
+        return self.results[name]
+
+    def as_json(self) -> dict[str, object]:
+        """The content of the report's file."""
+        return {
+            "benchmark": self.benchmark,
+            "commit": self.commit,
+            "versions": self.versions,
+            "machine": self.machine,
+            "settings": self.settings,
+            "rows": self.rows,
+            "results": self.results,
+        }
+
+    def table(self) -> Table:
+        """The results for a person to read."""
+        table = Table(title=self.benchmark, caption=self._caption(), caption_justify="left", title_justify="left")
+        table.add_column("result")
+        table.add_column("median", justify="right")
+        table.add_column("lowest to highest", justify="right")
+        table.add_column("repeats", justify="right")
+        for name, value in self.results.items():
+            between, repeats = self._shown.get(name, ("", 0))
+            table.add_row(name, f"{value:.4g}", between, str(repeats or ""))
+        return table
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file: whole, or not at all.
+
+        Raises:
+            BenchmarkError: it cannot be written.
+        """
+        content = json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+                try:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    os.chmod(file.name, 0o644)
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        except OSError as error:
+            raise _cannot_write(path, error.strerror or str(error)) from error
+
+    def _caption(self) -> str:
+        ours = {name: value for name, value in self.versions.items() if not isinstance(value, Mapping)}
+        peers = [f"{name}: {_listed(value)}" for name, value in self.versions.items() if isinstance(value, Mapping)]
+        return "\n".join([f"commit {self.commit}", _listed(self.machine), _listed(ours), *peers])
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two middle ones."""
+    if not values:
+        raise BenchmarkError("nothing was measured, so there is no median")
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest value."""
+    if not values:
+        raise BenchmarkError("nothing was measured, so there is no spread")
+    return min(values), max(values)
+
+
+def machine() -> dict[str, object]:
+    """What the benchmark runs on; nothing that names the machine or its user."""
+    found: dict[str, object] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }
+    if gpus := _gpus():
+        found["gpu"] = gpus
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """Check, before a long run, that the report can be written, and remove an older one.
+
+    Raises:
+        BenchmarkError: it cannot be written; says why.
+    """
+    if path.is_dir():
+        raise _cannot_write(path, "it is a folder")
+    if not path.parent.is_dir():
+        raise _cannot_write(path, f"there is no folder {path.parent}")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-"):
+            pass
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_write(path, error.strerror or str(error)) from error
+
+
+def run_benchmark(
+    name: str, config_class: type[C], measure: Callable[[C, Report], None], args: Sequence[str] | None = None
+) -> None:
+    """Parse flags, measure, print the table and write the file; never returns.
+
+    Exit status: 0 when all was measured, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Args:
+        name: of the benchmark.
+        config_class: its flags.
+        measure: fills the report, or raises a ForgeError.
+        args: flags, those of the command line by default.
+    """
+    try:
+        config = tyro.cli(config_class, prog=f"python -m benchmarks.{name}", args=args)
+        with _exit_on_sigterm():
+            if config.json is not None:
+                check_writable(config.json)
+            report = Report(name, config)
+            measure(config, report)
+            Console(highlight=False).print(report.table())
+            if config.json is not None:
+                report.write(config.json)
+                print(f"wrote {config.json}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ForgeError as error:
+        message = Text(f"{name} failed: ", style="bold red").append(str(error), style="default")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+        sys.exit(1)
+    sys.exit(0)
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that child processes are ended."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _cannot_write(path: Path, why: str) -> BenchmarkError:
+    return BenchmarkError(f"the report {path} cannot be written: {why}", mend="give --json a file that can be written")
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _gpus() -> list[str]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        listed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in listed.splitlines() if line.strip()]

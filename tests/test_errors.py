@@ -1,0 +1,71 @@
+"""Errors: what they print, and that they cross processes whole."""
+
+import copy
+import pickle
+
+import pytest
+
+from forge_rl import errors
+from forge_rl.errors import DeadlineError, ForgeError, ServiceError
+
+PLAIN = [
+    errors.ForgeError,
+    errors.ConfigError,
+    errors.ModelError,
+    errors.TaskError,
+    errors.CheckpointError,
+    errors.WeightsError,
+    errors.AttestationError,
+]
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_an_error_crosses_processes_with_its_class_and_fields(kind: type[ForgeError]):
+    error = pickle.loads(pickle.dumps(kind("3 is too few", mend="set --n to 4")))
+    assert type(error) is kind
+    assert (error.message, error.mend, error.args) == ("3 is too few", "set --n to 4", ("3 is too few", "set --n to 4"))
+    assert str(error) == "3 is too few\n  mend: set --n to 4"
+
+
+@pytest.mark.parametrize("kind", [ServiceError, DeadlineError])
+@pytest.mark.parametrize("through", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+def test_a_service_error_keeps_where_it_happened(kind: type[ServiceError], through):
+    error = kind("it died", service="reward", replica=3, call="score", mend="see the log")
+    error.phase = "rollout"
+    error.hint = "also what was added later"
+    other = through(error)
+    assert type(other) is kind
+    assert vars(other) == {
+        "message": "it died",
+        "mend": "see the log",
+        "service": "reward",
+        "replica": 3,
+        "call": "score",
+        "phase": "rollout",
+        "hint": "also what was added later",
+    }
+    assert str(other) == "reward replica 3, call score, phase rollout: it died\n  mend: see the log"
+
+
+def test_an_error_without_a_mend_is_one_line():
+    assert str(ForgeError("it broke")) == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({}, "trainer: it died"),
+        ({"replica": 0}, "trainer replica 0: it died"),
+        ({"call": "step"}, "trainer, call step: it died"),
+    ],
+)
+def test_a_service_error_says_only_what_is_known(where: dict, said: str):
+    assert str(ServiceError("it died", service="trainer", **where)) == said
+
+
+def test_every_error_can_be_caught_as_one():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) == len(PLAIN) + 2
+    assert all(issubclass(kind, ForgeError) for kind in kinds)
+    assert issubclass(errors.AttestationError, errors.WeightsError)
+    assert issubclass(DeadlineError, ServiceError)
