@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -45,6 +47,12 @@ class Segment:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         offsets, size = _offsets(manifest)
+        free = _available_bytes()
+        if size > free:
+            raise WeightsError(
+                f"no room for version {manifest.version} in shared memory: {size} bytes are needed, {free} are free",
+                mend="free memory, or use fewer generator replicas",
+            )
         self._fd = os.memfd_create("forge_rl-weights")
         try:
             os.posix_fallocate(self._fd, 0, size)
@@ -70,6 +78,13 @@ class Segment:
     def __exit__(self, *_: object) -> None:
         self._tensors.clear()
         os.close(self._fd)
+
+
+def _available_bytes() -> int:
+    """Memory that can be taken without swapping. A memfd has no limit of its own: past this the kernel kills processes."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None, "/proc/meminfo has MemAvailable since Linux 3.14"
+    return int(found[1]) << 10
 
 
 def read_segment(ref: SegmentRef, manifest: Manifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:

@@ -1,0 +1,153 @@
+"""Shared by tests: a transport in memory, actors for real processes, small random models, and batches for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import torch
+
+from forge_rl.data.packing import Layout, Packed, pack
+from forge_rl.errors import WeightsError
+from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.weights.manifest import Manifest, Shard, TensorEntry
+
+TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
+
+
+class MemoryTransport:
+    """Buckets in this process, as `Transport` says."""
+
+    def __init__(self) -> None:
+        self.buckets: dict[str, torch.Tensor] = {}
+
+    async def put(self, key: str, bucket: torch.Tensor) -> None:
+        assert key not in self.buckets, f"bucket {key} is written twice"
+        assert bucket.dtype == torch.uint8
+        assert bucket.ndim == 1
+        self.buckets[key] = bucket.clone()
+
+    async def get(self, key: str) -> torch.Tensor:
+        if key not in self.buckets:
+            raise WeightsError(f"there is no bucket {key}")
+        return self.buckets[key]
+
+    async def delete(self, key: str) -> None:
+        self.buckets.pop(key, None)
+
+
+def manifest_of(version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
+    """A manifest of whole tensors, in one bucket."""
+    return Manifest(
+        version=version,
+        tensors=tuple(
+            TensorEntry(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                fingerprint=0,
+                shards=(Shard(bucket=f"{version}/0/0", offset=0, start=0, elements=tensor.numel()),),
+            )
+            for name, tensor in tensors.items()
+        ),
+    )
+
+
+def manifest_of_bytes(version: int, size: int) -> Manifest:
+    """A manifest of one tensor of so many bytes."""
+    return manifest_of(version, {"w": torch.empty(size, dtype=torch.uint8)})
+
+
+def open_files() -> set[tuple[str, str]]:
+    """This process's file descriptors, with what they point to."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists the folder
+            found.add((path.name, os.readlink(path)))
+    return {entry for entry in found if not entry[1].startswith("/proc/")}
+
+
+def batch_of(*groups: Sequence[tuple[float, list[tuple[list[int], list[int]]]]], version: int = 0) -> Batch:
+    """Groups of (reward, turns), a turn being (prompt, answer). Behaviour logprobs are near a random model's, and spread
+    enough that some ratios are clipped."""
+    made = []
+    for group in groups:
+        episodes = []
+        for reward, turns in group:
+            parts = tuple(
+                Turn(
+                    prompt_ids=tuple(prompt),
+                    token_ids=tuple(answer),
+                    logprobs=tuple(-3.5 - (prompt[-1] * 7 + token * 3 + i) % 5 / 4 for i, token in enumerate(answer)),
+                    versions=(version,) * len(answer),
+                    text="",
+                )
+                for prompt, answer in turns
+            )
+            episodes.append(Episode(task=TASK, turns=parts, reward=reward))
+        made.append(Group(task=TASK, episodes=tuple(episodes)))
+    return Batch(groups=tuple(made), version=version)
+
+
+def random_batch(seed: int, *, vocab: int, groups: int = 2, group_size: int = 3, turns: int = 2) -> Batch:
+    """Groups with a shared prompt, of episodes with several turns and rewards that differ."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int, high: int) -> list[int]:
+        count = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+    made = []
+    for _ in range(groups):
+        prompt = ids(3, 7)
+        episodes = []
+        for g in range(group_size):
+            history, parts = list(prompt), []
+            for _ in range(turns):
+                answer = ids(1, 6)
+                parts.append((list(history), answer))
+                history += [*answer, *ids(1, 4)]
+            episodes.append((float(g), parts))
+        made.append(episodes)
+    return batch_of(*made)
+
+
+def packed(batch: Batch, *, ranks: int = 1, row_tokens: int = 64, share_prefixes: bool = True) -> Packed:
+    """Packed with centered rewards as advantages."""
+    advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
+    return pack(batch, advantages, Layout(ranks=ranks, row_tokens=row_tokens, share_prefixes=share_prefixes))
+
+
+SMALL: dict[str, object] = {
+    "vocab_size": 43,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def make_model(folder: Path, family: str = "llama", **config: object) -> torch.nn.Module:
+    """A random Hugging Face model in float32, saved to a folder. Its weights are large enough to make logits differ."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**{**SMALL, **config}, attn_implementation="eager")).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return model.eval()

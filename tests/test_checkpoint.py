@@ -1,0 +1,72 @@
+"""Checkpoints: whole or not at all."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from forge_rl.checkpoint import Checkpoints
+from forge_rl.errors import CheckpointError
+
+
+def write(checkpoints: Checkpoints, step: int, *, fail: Exception | None = None, bytes_needed: int = 0) -> None:
+    async def run() -> None:
+        async with checkpoints.writing(step, {"step": step}, bytes_needed=bytes_needed) as folder:
+            (folder / "model" / "weights").write_text(str(step))
+            if fail is not None:
+                raise fail
+
+    asyncio.run(run())
+
+
+def test_the_newest_whole_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    assert checkpoints.latest() is None
+    for step in (1, 2, 10):
+        write(checkpoints, step)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 10]
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.controller_state() == {"step": 10}
+    assert (latest.model / "weights").read_text() == "10"
+
+
+def test_a_write_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+    with pytest.raises(RuntimeError):
+        write(checkpoints, 2, fail=RuntimeError("killed here"))
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [1]
+    write(checkpoints, 3)
+    assert not list(tmp_path.glob(".step-*")), "leftovers of the failed write are removed by the next"
+
+
+def test_a_step_can_be_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+    write(checkpoints, 1)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [1]
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match="free"):
+        write(checkpoints, 1, bytes_needed=1 << 60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write(checkpoints, 1, fail=OSError(28, "No space left on device"))
+
+
+def test_a_broken_controller_file_names_the_folder_to_delete(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+    latest = checkpoints.latest()
+    assert latest is not None
+    (latest.folder / "controller.json").write_text(json.dumps({"step": 1})[:4])
+    with pytest.raises(CheckpointError, match="delete"):
+        latest.controller_state()

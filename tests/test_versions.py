@@ -1,0 +1,344 @@
+"""The rules of versions, one by one and against a simple model under random schedules."""
+
+import asyncio
+from collections.abc import Awaitable
+
+import pytest
+from tests.fakes import manifest_of_bytes
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.versions import VersionIndex
+
+
+def index(*, keep_versions: int = 2, keep_bytes: int = 1 << 40) -> VersionIndex:
+    return VersionIndex(keep_versions=keep_versions, keep_bytes=keep_bytes)
+
+
+async def publish(versions: VersionIndex, version: int, size: int = 10) -> list[int]:
+    """Versions that retention gives up."""
+    versions.begin(version)
+    return [manifest.version for manifest in await versions.commit(manifest_of_bytes(version, size))]
+
+
+async def settle() -> None:
+    """Let every task go on as far as it can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(main: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(main, 20)
+
+    asyncio.run(bounded())
+
+
+def test_a_version_is_invisible_until_it_is_committed():
+    async def main() -> None:
+        versions = index()
+        versions.begin(3)
+        assert versions.latest is None
+        with pytest.raises(WeightsError, match="there is no version 3 of the weights; held: none"):
+            versions.lease(3)
+        await versions.commit(manifest_of_bytes(3, 10))
+        assert versions.latest == 3
+        assert versions.lease().version == 3
+
+    run(main())
+
+
+@pytest.mark.parametrize("version", [3, 2, 0])
+def test_versions_are_immutable_and_only_grow(version: int):
+    async def main() -> None:
+        versions = index()
+        await publish(versions, 3)
+        with pytest.raises(WeightsError, match=f"version {version} is not newer than the latest, 3"):
+            versions.begin(version)
+
+    run(main())
+
+
+def test_two_cannot_write_the_same_version():
+    versions = index()
+    versions.begin(1)
+    with pytest.raises(WeightsError, match="version 1 is already being written"):
+        versions.begin(1)
+
+
+def test_a_commit_needs_its_begin():
+    async def main() -> None:
+        versions = index()
+        with pytest.raises(WeightsError, match="version 1 was not begun, or was aborted"):
+            await versions.commit(manifest_of_bytes(1, 10))
+        await publish(versions, 1)
+        with pytest.raises(WeightsError, match="version 1 was not begun"):
+            await versions.commit(manifest_of_bytes(1, 10))
+
+    run(main())
+
+
+def test_an_aborted_version_stays_invisible_and_can_be_begun_again():
+    async def main() -> None:
+        versions = index()
+        versions.begin(1)
+        await versions.abort(1, "a rank died")
+        assert versions.latest is None
+        with pytest.raises(WeightsError, match="was aborted"):
+            await versions.commit(manifest_of_bytes(1, 10))
+        await publish(versions, 1)
+        assert versions.latest == 1
+
+    run(main())
+
+
+def test_waiters_are_woken_by_the_commit():
+    async def main() -> None:
+        versions = index()
+        waiters = [asyncio.ensure_future(versions.wait_for(version)) for version in (1, 1, 2, 4)]
+        await settle()
+        await publish(versions, 2)
+        await settle()
+        assert [waiter.done() for waiter in waiters] == [True, True, True, False]
+        assert [waiter.result() for waiter in waiters[:3]] == [2, 2, 2]
+        await publish(versions, 4)
+        assert await waiters[3] == 4
+
+    run(main())
+
+
+def test_waiting_takes_no_turn_of_the_loop_while_nothing_happens(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        versions = index()
+        waiter = asyncio.ensure_future(versions.wait_for(1))
+        await settle()
+        loop = asyncio.get_running_loop()
+        assert not loop._ready, "a waiter polls"  # type: ignore[attr-defined]
+        assert not loop._scheduled or all(handle.when() > loop.time() + 1 for handle in loop._scheduled)  # type: ignore[attr-defined]
+        await publish(versions, 1)
+        assert await waiter == 1
+
+    run(main())
+
+
+def test_a_version_that_exists_is_not_waited_for():
+    async def main() -> None:
+        versions = index()
+        await publish(versions, 5)
+        assert await versions.wait_for(3) == 5
+        assert await versions.wait_for(5) == 5
+
+    run(main())
+
+
+def test_an_abort_fails_those_who_wait_at_once():
+    async def main() -> None:
+        versions = index()
+        versions.begin(1)
+        waiter = asyncio.ensure_future(versions.wait_for(1))
+        await settle()
+        await versions.abort(1, "rank 2 died")
+        with pytest.raises(WeightsError, match="version 1 will not come: version 1 was aborted: rank 2 died"):
+            await waiter
+
+    run(main())
+
+
+def test_who_waits_after_an_abort_fails_at_once_until_the_next_begin():
+    async def main() -> None:
+        versions = index()
+        versions.begin(1)
+        await versions.abort(1, "it died")
+        with pytest.raises(WeightsError, match="will not come"):
+            await versions.wait_for(1)
+        versions.begin(1)
+        waiter = asyncio.ensure_future(versions.wait_for(1))
+        await settle()
+        assert not waiter.done()
+        await versions.commit(manifest_of_bytes(1, 10))
+        assert await waiter == 1
+
+    run(main())
+
+
+def test_a_waiter_that_gives_up_harms_nobody():
+    async def main() -> None:
+        versions = index()
+        first, second = (asyncio.ensure_future(versions.wait_for(1)) for _ in range(2))
+        await settle()
+        first.cancel()
+        await settle()
+        await publish(versions, 1)
+        assert await second == 1
+
+    run(main())
+
+
+def test_retention_keeps_the_newest_by_count():
+    async def main() -> None:
+        versions = index(keep_versions=2)
+        assert [await publish(versions, version) for version in (1, 2, 3, 5)] == [[], [], [1], [2]]
+        assert versions.bytes == 20
+
+    run(main())
+
+
+def test_retention_keeps_within_its_bytes_but_always_the_newest():
+    async def main() -> None:
+        versions = index(keep_versions=9, keep_bytes=25)
+        assert [await publish(versions, version, size=10) for version in (1, 2, 3)] == [[], [], [1]]
+        assert await publish(versions, 4, size=26) == [3, 2]
+        assert versions.lease().version == 4
+
+    run(main())
+
+
+def test_a_lease_keeps_a_version_until_its_last_reader_ends():
+    async def main() -> None:
+        versions = index(keep_versions=1)
+        await publish(versions, 1)
+        versions.lease(1)
+        versions.lease(1)
+        assert await publish(versions, 2) == []
+        assert versions.release(1) == ()
+        assert versions.lease(1).version == 1
+        assert versions.release(1) == ()
+        assert [manifest.version for manifest in versions.release(1)] == [1]
+        with pytest.raises(WeightsError, match="there is no version 1 of the weights; held: 2"):
+            versions.lease(1)
+
+    run(main())
+
+
+def test_a_leased_version_does_not_take_the_place_of_a_kept_one():
+    async def main() -> None:
+        versions = index(keep_versions=2)
+        await publish(versions, 1)
+        await publish(versions, 2)
+        versions.lease(2)
+        assert await publish(versions, 3) == []  # 1 and 3 are kept, 2 is being read
+        assert [manifest.version for manifest in versions.release(2)] == [1]
+
+    run(main())
+
+
+class Schedule(RuleBasedStateMachine):
+    """Random calls, against plain sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep, self.keep_bytes = 2, 25
+        self.loop = asyncio.new_event_loop()
+        self.index = VersionIndex(keep_versions=self.keep, keep_bytes=self.keep_bytes)
+        self.held: dict[int, int] = {}  # bytes by version
+        self.writing: set[int] = set()
+        self.leases: list[int] = []
+        self.newest: int | None = None
+        self.waiters: dict[asyncio.Future[int], int] = {}
+
+    def do(self, awaitable: Awaitable[object]) -> object:
+        async def bounded() -> object:
+            result = await awaitable
+            await settle()
+            return result
+
+        return self.loop.run_until_complete(bounded())
+
+    def expect_retired(self, retired: object) -> None:
+        """What the rules say goes: of the unleased, newest first, all past the count or the bytes, but never latest."""
+        assert isinstance(retired, tuple)
+        unleased = sorted((v for v in self.held if v not in self.leases), reverse=True)
+        total, gone = 0, []
+        for place, version in enumerate(unleased):
+            total += self.held[version]
+            if version != self.newest and (place >= self.keep or total > self.keep_bytes):
+                gone.append(version)
+        for version in gone:
+            del self.held[version]
+        assert [manifest.version for manifest in retired] == gone
+
+    @rule(version=st.integers(0, 12))
+    def begin(self, version: int) -> None:
+        if version in self.writing or (self.newest is not None and version <= self.newest):
+            with pytest.raises(WeightsError):
+                self.index.begin(version)
+        else:
+            self.index.begin(version)
+            self.writing.add(version)
+
+    @precondition(lambda self: self.writing)
+    @rule(size=st.sampled_from([5, 10, 30]), data=st.data())
+    def commit(self, size: int, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.writing)))
+        self.writing.remove(version)
+        if self.newest is not None and version < self.newest:
+            with pytest.raises(WeightsError, match="not newer"):
+                self.do(self.index.commit(manifest_of_bytes(version, size)))
+            return
+        retired = self.do(self.index.commit(manifest_of_bytes(version, size)))
+        self.held[version], self.newest = size, version
+        self.expect_retired(retired)
+        for waiter, wanted in list(self.waiters.items()):
+            if wanted <= version:
+                assert waiter.result() == version
+                del self.waiters[waiter]
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.writing)))
+        self.writing.remove(version)
+        self.do(self.index.abort(version, "died"))
+        for waiter in self.waiters:
+            with pytest.raises(WeightsError, match="died"):
+                waiter.result()
+        self.waiters.clear()
+
+    @precondition(lambda self: self.writing)
+    @rule(ahead=st.integers(0, 3))
+    def wait(self, ahead: int) -> None:
+        wanted = (self.newest or 0) + ahead
+        waiter = self.loop.create_task(self.index.wait_for(wanted))
+        self.do(settle())
+        if self.newest is not None and wanted <= self.newest:
+            assert waiter.result() == self.newest
+        elif waiter.done():  # an earlier abort still stands
+            assert isinstance(waiter.exception(), WeightsError)
+        else:
+            self.waiters[waiter] = wanted
+
+    @rule(version=st.none() | st.integers(0, 12))
+    def lease(self, version: int | None) -> None:
+        wanted = self.newest if version is None else version
+        if wanted in self.held:
+            assert self.index.lease(version).bytes == self.held[wanted]
+            self.leases.append(wanted)
+        else:
+            with pytest.raises(WeightsError, match="there is no version"):
+                self.index.lease(version)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        version = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.expect_retired(self.index.release(version))
+
+    @invariant()
+    def what_is_held_agrees(self) -> None:
+        assert self.index.latest == self.newest
+        assert self.index.bytes == sum(self.held.values())
+        assert all(not waiter.done() for waiter in self.waiters)
+        assert set(self.leases) <= set(self.held)
+        assert self.newest is None or self.newest in self.held
+
+    def teardown(self) -> None:
+        for waiter in self.waiters:
+            waiter.cancel()
+        self.do(settle())
+        self.loop.close()
+
+
+TestSchedule = Schedule.TestCase
+TestSchedule.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,76 @@
+"""A model and a recipe so small that whole runs on real services take seconds.
+
+python -m tests.tiny --model FOLDER --out FOLDER ...
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_rl import Run, RunConfig, Task, launch, start
+from recipes.grpo import Config as GRPOConfig
+from recipes.grpo import step
+
+
+def make_tiny_model(folder: Path, tokenizer_from: Path) -> Path:
+    """A random Llama of 3 M parameters with the bundled model's tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(tokenizer_from / name, folder / name)
+    return folder
+
+
+def share_of_vowels(task: Task, text: str) -> float:
+    """A reward that a random model's answers differ in."""
+    return sum(letter in "aeiou" for letter in text) / max(1, len(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(GRPOConfig):
+    """GRPO on a tiny model."""
+
+    tasks: tuple[str, ...] = ("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1",)
+    groups_per_batch: int = 2
+    group_size: int = 4
+    held_out_tasks: int = 4
+    steps: int = 4
+
+
+async def main(config: Config) -> None:
+    async with start(config, recipe="tiny", reward=share_of_vowels) as run:
+        await train(run)
+
+
+async def train(run: Run[RunConfig]) -> None:
+    if not run.scores:
+        await run.evaluate()
+    while run.step < run.config.steps:
+        await step(run)
+        if run.due(run.config.eval_every):
+            await run.evaluate()
+        if run.due(run.config.checkpoint_every):
+            await run.checkpoint()
+
+
+if __name__ == "__main__":
+    launch(Config, main)
