@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import multiprocessing
 import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
+import pickle
+import socket
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from monarch.actor import concurrent_endpoint
 
-from forge_rl.data.packing import Layout, Packed, pack
+from forge_rl.data.packing import Layout, Packed, Row, pack
 from forge_rl.errors import WeightsError
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.weights.buckets import Transport
 from forge_rl.weights.manifest import Manifest, Shard, TensorEntry
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
@@ -73,8 +82,10 @@ def open_files() -> set[tuple[str, str]]:
 
 
 def batch_of(*groups: Sequence[tuple[float, list[tuple[list[int], list[int]]]]], version: int = 0) -> Batch:
-    """Groups of (reward, turns), a turn being (prompt, answer). Behaviour logprobs are near a random model's, and spread
-    enough that some ratios are clipped."""
+    """Groups of (reward, turns), a turn being (prompt, answer).
+
+    Behaviour logprobs are near a random model's, and spread enough that some ratios are clipped.
+    """
     made = []
     for group in groups:
         episodes = []
@@ -151,3 +162,150 @@ def make_model(folder: Path, family: str = "llama", **config: object) -> torch.n
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def empty_row() -> Row:
+    """What a rank gets when there are fewer trees than ranks: one token of padding."""
+    fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1}
+    whole = vars(packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0])
+    return Row(**{name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()})
+
+
+def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Whole weights of a titan model by Hugging Face's names."""
+    from torch.distributed.tensor import DTensor
+
+    from forge_rl.engines.titan.state import named_weights
+    from forge_rl.weights.names import to_hf
+
+    return {
+        to_hf(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in named_weights(model)
+    }
+
+
+def run_ranks(function: Callable[..., object], ranks: int, *args: object) -> list[Any]:
+    """Run `function(rank, *args)` in so many processes that share a process group; what each returns, by rank."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results: multiprocessing.SimpleQueue[tuple[int, bytes]] = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(function, rank, ranks, port, results, args)) for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        found = dict(results.get(timeout=120) for _ in processes)
+        for rank in range(ranks):
+            if isinstance(found[rank], str):
+                raise AssertionError(f"rank {rank} failed:\n{found[rank]}")
+        for process in processes:
+            process.join(60)
+        return [pickle.loads(found[rank]) for rank in range(ranks)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _rank(
+    function: Callable[..., object], rank: int, ranks: int, port: int, results: Any, args: Sequence[object]
+) -> None:
+    from forge_rl.engines.platform import init_distributed
+
+    torch.set_num_threads(1)
+    try:
+        init_distributed(rank, ranks, "127.0.0.1", port)
+        results.put((rank, pickle.dumps(function(rank, *args))))
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+        raise
+
+
+class FakeActor(ServiceActor):
+    """Does what it is told."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+        self._gate = asyncio.Event()
+
+    @concurrent_endpoint
+    async def echo(self, value: object) -> tuple[str, object]:
+        return self._name, value
+
+    @concurrent_endpoint
+    async def fail(self, error: Exception) -> None:
+        raise error
+
+    @concurrent_endpoint
+    async def hang(self) -> None:
+        await self._gate.wait()
+
+    @concurrent_endpoint
+    async def release(self) -> None:
+        self._gate.set()
+
+    @concurrent_endpoint
+    async def exit(self, status: int) -> None:
+        os._exit(status)
+
+    @concurrent_endpoint
+    async def rank_of(self, rank: int, fails: int | None = None) -> int:
+        """Its rank; or the rank that fails does, and all others hang, as in a collective."""
+        if fails == rank:
+            raise ValueError(f"rank {rank} says no")
+        if fails is not None:
+            await self._gate.wait()
+        return rank
+
+    @concurrent_endpoint
+    async def say(self, text: str) -> int:
+        """Print, natively and from a child too; the child lives on, and its pid is returned."""
+        print(text, flush=True)
+        os.write(2, f"natively {text}\n".encode())
+        child = await asyncio.create_subprocess_exec("sh", "-c", f"echo child {text}; exec sleep 300")
+        return child.pid
+
+    @concurrent_endpoint
+    async def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @concurrent_endpoint
+    async def fetch(self, transport: Transport, key: str) -> list[int]:
+        return (await transport.get(key)).tolist()
+
+
+def new_service_name() -> str:
+    """Monarch tells of a dead mesh late, by its name, to whoever controls the process by then."""
+    return f"fake{next(_NUMBERS)}"
+
+
+@contextlib.asynccontextmanager
+async def cluster(logs: Path) -> AsyncIterator[tuple[Cluster, Faults]]:
+    """A cluster and its faults, as a controller has them."""
+    made, faults = Cluster(logs), Faults()
+    faults.install()  # stays: Monarch's own hook would interrupt the tests that follow
+    try:
+        yield made, faults
+    finally:
+        faults.closing = True
+        await made.close()
+
+
+@contextlib.asynccontextmanager
+async def fake_service(logs: Path, *, replicas: int = 1, ranks: int = 1) -> AsyncIterator[tuple[Service, Faults]]:
+    """A service of FakeActors, watched."""
+    async with cluster(logs) as (made, faults):
+        service = Service(new_service_name(), made, faults)
+        try:
+            for index in range(replicas):
+                await service.watch(service.spawn(FakeActor, f"actor {index}", ranks=ranks), deadline_s=60)
+            yield service, faults
+        finally:
+            faults.closing = True
+            await service.stop()
+
+
+_NUMBERS = itertools.count()

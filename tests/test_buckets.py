@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-from tests.fakes import MemoryTransport
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from forge_rl.weights import buckets
 from forge_rl.weights.buckets import LocalShard, read_version, write_shards
 from forge_rl.weights.fingerprint import fingerprint
 from forge_rl.weights.manifest import Manifest, merge_reports
+from tests.fakes import MemoryTransport
 
 
 def random_tensors(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -45,9 +45,7 @@ async def publish(
 
 
 async def read_back(transport: MemoryTransport, manifest: Manifest) -> dict[str, torch.Tensor]:
-    into = {
-        entry.name: torch.full(entry.shape, -77.0).to(getattr(torch, entry.dtype)) for entry in manifest.tensors
-    }
+    into = {entry.name: torch.full(entry.shape, -77.0).to(getattr(torch, entry.dtype)) for entry in manifest.tensors}
     await read_version(transport, manifest, into.__getitem__)
     return into
 
@@ -58,9 +56,7 @@ SHAPES = [(5, 3), (1,), (7,), (4, 8), (2, 3, 3), (33, 16)]
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
-def test_what_is_written_comes_back(
-    ranks: int, dtype: torch.dtype, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_written_comes_back(ranks: int, dtype: torch.dtype, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
     tensors = random_tensors(SHAPES)
 

@@ -34,7 +34,16 @@ def test_ranks_together_make_a_whole_tensor():
 
 
 def test_a_rank_may_hold_nothing_of_a_tensor():
-    (entry,) = merge_reports(1, [[report(0, 12, fingerprint=9)], [report(), ], [report()]]).tensors
+    (entry,) = merge_reports(
+        1,
+        [
+            [report(0, 12, fingerprint=9)],
+            [
+                report(),
+            ],
+            [report()],
+        ],
+    ).tensors
     assert len(entry.shards) == 1
     assert entry.fingerprint == 9
 

@@ -186,7 +186,7 @@ def test_too_few_steps_for_a_median_are_refused() -> None:
 def test_a_peer_that_fails_fails_the_benchmark_with_its_last_words(tmp_path: Path) -> None:
     code = "import sys; print('one', flush=True); sys.exit('no such model')"
     with (
-        pytest.raises(BenchmarkError, match="no such model\nTRL failed with exit status 1"),
+        pytest.raises(BenchmarkError, match="no such model\nTRL ended with status 1"),
         grpo_step._process([sys.executable, "-c", code], "TRL", 60, quiet=tmp_path / "log") as lines,
     ):
         assert list(lines) == ["one\n"]

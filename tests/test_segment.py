@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.fakes import manifest_of, open_files
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights import segment as segment_module
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import Segment, SegmentRef, read_segment
+from tests.fakes import manifest_of, open_files
 
 TENSORS = {
     "a": torch.arange(15, dtype=torch.float32).view(5, 3),
@@ -86,14 +86,14 @@ def test_a_process_that_is_gone_is_an_error():
 
 def test_a_segment_of_another_size_is_refused():
     other_manifest = manifest_of(5, {"a": torch.zeros(1000)})
-    with filled() as segment, pytest.raises(WeightsError, match="version 5 has 448 bytes, its manifest says 4032"):
+    with filled() as segment, pytest.raises(WeightsError, match="version 5 has 384 bytes, its manifest says 4032"):
         list(read_segment(segment.ref, other_manifest))
 
 
 def test_a_segment_with_no_room_is_refused_before_any_memory_is_taken(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(segment_module, "_available_bytes", lambda: 447)
+    monkeypatch.setattr(segment_module, "_available_bytes", lambda: 383)
     files = open_files()
-    with pytest.raises(WeightsError, match="version 4 in shared memory: 448 bytes are needed, 447 are free") as caught:
+    with pytest.raises(WeightsError, match="version 4 in shared memory: 384 bytes are needed, 383 are free") as caught:
         Segment(MANIFEST)
     assert "fewer generator replicas" in caught.value.mend
     assert open_files() == files
@@ -105,7 +105,7 @@ def test_a_refusal_of_the_system_is_told_and_leaves_no_file(monkeypatch: pytest.
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     files = open_files()
-    with pytest.raises(WeightsError, match=r"448 bytes are needed \(No space left on device\)"):
+    with pytest.raises(WeightsError, match=r"384 bytes are needed \(No space left on device\)"):
         Segment(MANIFEST)
     assert open_files() == files
 

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Awaitable
 
 import pytest
-from tests.fakes import manifest_of_bytes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.versions import VersionIndex
+from tests.fakes import manifest_of_bytes
 
 
 def index(*, keep_versions: int = 2, keep_bytes: int = 1 << 40) -> VersionIndex:
@@ -109,7 +109,7 @@ def test_waiters_are_woken_by_the_commit():
     run(main())
 
 
-def test_waiting_takes_no_turn_of_the_loop_while_nothing_happens(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_takes_no_turn_of_the_loop_while_nothing_happens():
     async def main() -> None:
         versions = index()
         waiter = asyncio.ensure_future(versions.wait_for(1))
@@ -273,16 +273,13 @@ class Schedule(RuleBasedStateMachine):
     def commit(self, size: int, data: st.DataObject) -> None:
         version = data.draw(st.sampled_from(sorted(self.writing)))
         self.writing.remove(version)
-        if self.newest is not None and version < self.newest:
-            with pytest.raises(WeightsError, match="not newer"):
-                self.do(self.index.commit(manifest_of_bytes(version, size)))
-            return
         retired = self.do(self.index.commit(manifest_of_bytes(version, size)))
-        self.held[version], self.newest = size, version
+        self.held[version] = size
+        self.newest = version if self.newest is None else max(version, self.newest)  # two may commit out of order
         self.expect_retired(retired)
         for waiter, wanted in list(self.waiters.items()):
             if wanted <= version:
-                assert waiter.result() == version
+                assert waiter.result() == self.newest
                 del self.waiters[waiter]
 
     @precondition(lambda self: self.writing)
@@ -341,4 +338,4 @@ class Schedule(RuleBasedStateMachine):
 
 
 TestSchedule = Schedule.TestCase
-TestSchedule.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSchedule.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)

@@ -20,6 +20,7 @@ from typing import TextIO
 import torch
 from datasets import Dataset  # type: ignore[import-untyped]
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 _INTEGER = re.compile(r"(?:(?<![\w)\]])-)?\d+")
@@ -211,6 +212,7 @@ def _config(settings: Settings) -> GRPOConfig:
 def main() -> None:
     """Run all steps."""
     out, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not mix with our lines
+    disable_progress_bar()
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     if len(settings.tasks) != settings.steps * settings.groups_per_batch:
         raise SystemExit(f"{len(settings.tasks)} tasks are not those of {settings.steps} steps")

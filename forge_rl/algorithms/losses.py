@@ -69,6 +69,11 @@ class ClippedSurrogate:
             raise ConfigError(f"kl_coef is {self.kl_coef}", mend="set --loss.kl-coef to 0 or more")
         if self.kl_kind not in ("k2", "k3"):
             raise ConfigError(f"kl_kind is {self.kl_kind!r}", mend="set --loss.kl-kind to k2 or k3")
+        if self.kl_kind != "k2" and not self.kl_coef:
+            raise ConfigError(
+                f"kl_kind {self.kl_kind} has no effect while kl_coef is 0",
+                mend="set --loss.kl-coef above 0, or leave --loss.kl-kind out",
+            )
 
     def __call__(
         self,

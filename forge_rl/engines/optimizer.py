@@ -13,7 +13,7 @@ from forge_rl.errors import ConfigError
 class OptimizerConfig:
     """AdamW, its schedule, and gradient clipping."""
 
-    lr: float = 1e-5
+    lr: float = 3e-5
     """Peak learning rate."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW."""
@@ -24,7 +24,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, down to 0 at the last step."""
+    """Course of the learning rate after the warm-up, down to 0 where the last step ends."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
 

@@ -214,7 +214,7 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
         self.report: dict[str, Any] = {}
         owner = vllm_config.additional_config.get("forge_rl_owner")
         if owner is not None:
-            _when_process_ends(owner, lambda: os.killpg(os.getpgid(0), signal.SIGKILL))
+            _when_process_ends(owner, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def init_transfer_engine(self, init_info: SegmentInitInfo) -> None:
         """Nothing to set up."""

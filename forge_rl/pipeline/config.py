@@ -23,13 +23,16 @@ class RunConfig:
 
     model: str = "smollm2-135m"
     """Hugging Face id, local folder, or the name of the bundled model."""
-    tasks: tuple[str, ...] = ("basic_arithmetic:min_terms=2,max_terms=3,min_digits=1,max_digits=1",)
+    tasks: tuple[str, ...] = (
+        "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false,"
+        "format_style=natural",
+    )
     """The mixture: reasoning-gym data sets as NAME[:KEY=VALUE,...][*WEIGHT]."""
-    instruction: str = ""
+    instruction: str = " Answer with a number."
     """Text that is added to every question."""
     system: str = ""
     """System message of every task; the model's own default if empty."""
-    steps: int = 20
+    steps: int = 10
     """Optimizer steps."""
     groups_per_batch: int = 8
     """P: tasks drawn for one optimizer step."""
@@ -39,11 +42,11 @@ class RunConfig:
     """The surrogate that is minimised."""
     seed: int = 0
     """Of the tasks' order and of the sampling."""
-    held_out_tasks: int = 128
+    held_out_tasks: int = 100
     """Tasks for evaluation, never drawn for training."""
-    held_out_share: float = 0.1
+    held_out_share: float = 0.25
     """Share of all tasks that is set apart; which ones does not depend on the seed."""
-    eval_every: int = 10
+    eval_every: int = 5
     """Steps between evaluations; there is one before the first step and one after the last; 0 evaluates never."""
     checkpoint_every: int = 10
     """Steps between checkpoints; the last step makes one too; 0 writes none."""

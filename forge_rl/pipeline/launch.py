@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -31,11 +32,14 @@ def launch(config_class: type[C], main: Callable[[C], Awaitable[None]]) -> None:
         config = tyro.cli(config_class, prog=f"python -m {_module_of(main)}", description=config_class.__doc__)
         status = asyncio.run(_run(main, config))
     except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
         status = 130
     except ForgeError as error:
         _report(error)
         status = 1
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all is closed; unloading Monarch's runtime after a fault can abort, and change the status
 
 
 async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:

@@ -89,21 +89,21 @@ class Faults:
         """
         task = asyncio.current_task()
         assert task is not None
-        late = False
+        late: DeadlineError | None = None
 
         def expire() -> None:
             nonlocal late
-            late = True
+            late = self._late(phase, seconds)  # now: cancelling the task ends its calls
             task.cancel()
 
         timer = asyncio.get_running_loop().call_later(seconds, expire)
         try:
             yield
         except asyncio.CancelledError:
-            if not late:
+            if late is None:
                 raise
             task.uncancel()
-            raise self._late(phase, seconds) from None
+            raise late from None
         finally:
             timer.cancel()
 
@@ -153,8 +153,8 @@ ENGINE_DIED = 71
 
 def cause_of(text: str) -> str:
     """One line of cause from what Monarch says of a failure."""
-    if re.search(r"Killed\(sig=9\)", text):
-        return describe_exit(-9)
+    if found := re.search(r"Killed\(sig=(\d+)\)", text):
+        return describe_exit(-int(found[1]))
     if found := re.search(r"exited with non-zero code (\d+)", text):
         return describe_exit(int(found[1]))
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -46,8 +46,6 @@ class Replica:
     busy_since: float = 0.0
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done, with the cause, as soon as one of its processes has ended."""
-    pids: list[int] = field(default_factory=list)
-    """Its processes, each the leader of a process group of its own."""
     watched: list[int] = field(default_factory=list)
     """File descriptors of its processes."""
 
@@ -155,7 +153,6 @@ class Service:
             except ProcessLookupError:
                 self._on_death(replica, describe_exit(None))
                 return
-            replica.pids.append(pid)
             replica.watched.append(fd)
             asyncio.get_running_loop().add_reader(fd, self._on_process_end, replica, fd)
 
@@ -178,7 +175,10 @@ class Service:
             await asyncio.gather(*calls, return_exceptions=True)
 
     async def route(self, method: str, *args: object, deadline_s: float) -> Any:
-        """Call the living replica with the fewest requests in flight."""
+        """Call the living replica with the fewest requests in flight; raises as `call` does."""
+        if not any(replica.alive for replica in self.replicas):
+            first = min(self.replicas, key=lambda replica: replica.index)
+            raise self._error(ServiceError, first, method, first.death.result())
         replica = self.replicas[least_loaded(self.name, self.replicas)]
         return await self.call(replica, method, *args, deadline_s=deadline_s)
 
@@ -200,12 +200,14 @@ class Service:
         self.replicas.clear()
 
     async def _stop(self, replica: Replica) -> None:
-        for fd in list(replica.watched):
-            self._unwatch(replica, fd)
+        watched, replica.watched = replica.watched, []
+        for fd in watched:
+            asyncio.get_running_loop().remove_reader(fd)
         await self._cluster.stop(f"{self.name}-{replica.index}")
-        for pid in replica.pids:
-            with contextlib.suppress(ProcessLookupError):  # it ended, and its group with it, as it should
-                os.killpg(pid, signal.SIGKILL)
+        for fd in watched:
+            with contextlib.suppress(ProcessLookupError):  # it ended, as it should; a hung one has not
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
 
     def _translate(self, error: Exception, replica: Replica, method: str) -> ForgeError:
         """What an exception of Monarch's means to the caller."""

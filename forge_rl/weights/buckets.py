@@ -1,7 +1,8 @@
-"""Between tensors and a transport: shards travel in large buckets of bytes, one in memory at a time."""
+"""Between tensors and a transport: shards travel in large buckets of bytes, two in memory at a time."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -57,14 +58,18 @@ async def write_shards(
     reports: list[ShardReport] = []
     pending: list[tuple[int, torch.Tensor]] = []
     number = used = 0
+    putting: asyncio.Task[None] | None = None  # the last bucket travels while the next one is filled
 
     async def flush() -> None:
-        nonlocal number, used
+        nonlocal number, used, putting
         if pending:
             bucket = torch.empty(used, dtype=torch.uint8)
             for offset, values in pending:
                 bucket[offset : offset + values.numel()].copy_(values)
-            await transport.put(f"{version}/{rank}/{number}", bucket)
+            if putting is not None:
+                await putting
+            putting = asyncio.ensure_future(transport.put(f"{version}/{rank}/{number}", bucket))
+            await asyncio.sleep(0)  # let it start
             pending.clear()
             number, used = number + 1, 0
 
@@ -87,6 +92,8 @@ async def write_shards(
             )
         )
     await flush()
+    if putting is not None:
+        await putting
     return reports
 
 
@@ -107,10 +114,20 @@ async def read_version(transport: Transport, manifest: Manifest, into: Callable[
         for shard in entry.shards:
             place = flat[shard.start : shard.start + shard.elements].view(torch.uint8)
             by_bucket[shard.bucket].append((place, shard))
-    for key, places in by_bucket.items():
-        bucket = await transport.get(key)
-        for place, shard in places:
-            values = bucket[shard.offset : shard.offset + place.numel()]
-            if values.numel() != place.numel():
-                raise WeightsError(f"bucket {key} of version {manifest.version} is cut short at {bucket.numel()} bytes")
-            place.copy_(values)
+    order = list(by_bucket)
+    getting = asyncio.ensure_future(transport.get(order[0]))
+    try:
+        for number, key in enumerate(order):
+            bucket = await getting
+            if number + 1 < len(order):  # the next bucket travels while this one is copied
+                getting = asyncio.ensure_future(transport.get(order[number + 1]))
+                await asyncio.sleep(0)
+            for place, shard in by_bucket[key]:
+                values = bucket[shard.offset : shard.offset + place.numel()]
+                if values.numel() != place.numel():
+                    raise WeightsError(
+                        f"bucket {key} of version {manifest.version} is cut short at {bucket.numel()} bytes"
+                    )
+                place.copy_(values)
+    finally:
+        getting.cancel()

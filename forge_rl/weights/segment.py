@@ -81,7 +81,7 @@ class Segment:
 
 
 def _available_bytes() -> int:
-    """Memory that can be taken without swapping. A memfd has no limit of its own: past this the kernel kills processes."""
+    """Memory that can still be taken. A memfd has no limit of its own: past this the kernel kills processes."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     assert found is not None, "/proc/meminfo has MemAvailable since Linux 3.14"
     return int(found[1]) << 10

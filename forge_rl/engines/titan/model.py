@@ -10,20 +10,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
-import torchtitan.tools.utils as titan_utils
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-
-from forge_rl.data.packing import Row, attends, dense_mask
-from forge_rl.engines.platform import device_type
-from forge_rl.errors import ModelError
-
-if device_type() == "cpu":
-    # torchtitan 0.3 falls back to "cuda"; five of its modules copy these names when they are imported.
-    titan_utils.device_type = "cpu"
-    titan_utils.device_module = torch.cpu
-    titan_utils.get_local_device = lambda: torch.device("cpu")
-
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -32,6 +20,10 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
+
+from forge_rl.data.packing import Row, attends, dense_mask
+from forge_rl.engines.platform import device_type
+from forge_rl.errors import ModelError
 
 _LOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"weight": skip_param_init}
 """No initialisation: every weight is read from the folder."""
@@ -69,6 +61,8 @@ def read_architecture(folder: Path) -> Architecture:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}", mend="give a Hugging Face model folder") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds no JSON object", mend="give a Hugging Face model folder")
     family = config.get("model_type")
     if family not in ("llama", "qwen3"):
         raise ModelError(f"{path} is of model_type {family!r}", mend='use a model of the "llama" or "qwen3" family')
@@ -88,6 +82,23 @@ def read_architecture(folder: Path) -> Architecture:
             f"{path} asks for {', '.join(found)}, which the trainer does not support",
             mend="use an unquantised model of the plain Llama or Qwen3 architecture",
         )
+    needed = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    )
+    if lacking := [name for name in needed if name not in config]:
+        raise ModelError(f"{path} lacks {', '.join(lacking)}", mend="download or export the model again")
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelError(
+            f"{path} is of dtype {config.get('dtype', config.get('torch_dtype'))!r}",
+            mend='set its "dtype" to "bfloat16" or "float32"',
+        )
     heads = config["num_attention_heads"]
     return Architecture(
         family=family,
@@ -102,7 +113,7 @@ def read_architecture(folder: Path) -> Architecture:
         max_positions=config["max_position_embeddings"],
         rope=rope,
         tied=bool(config.get("tie_word_embeddings")),
-        dtype=getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        dtype=dtype,
     )
 
 

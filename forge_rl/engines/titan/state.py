@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -20,10 +21,18 @@ from forge_rl.errors import CheckpointError, ModelError
 from forge_rl.weights.buckets import LocalShard
 from forge_rl.weights.names import to_hf
 
+_AGAIN = "download or export the model again"
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every weight by its name, which is the same whether or not activations are recomputed; a tied weight once."""
+    for name, parameter in model.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
 
 def local_shards(model: nn.Module) -> Iterator[LocalShard]:
     """What this rank holds of every weight, under Hugging Face names; a tied weight once, as the embedding."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_weights(model):
         shape = tuple(parameter.shape)
         if isinstance(parameter, DTensor):
             local, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
@@ -38,7 +47,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     """Read this rank's rows of every weight from a Hugging Face folder.
 
     Raises:
-        ModelError: a weight is missing or has another shape.
+        ModelError: a weight is missing or has another shape, or a file cannot be read.
     """
     index = _tensor_files(folder)
     with torch.no_grad():
@@ -47,13 +56,13 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
             if name == "lm_head.weight" and tied and name not in index:
                 name = "model.embed_tokens.weight"
             if name not in index:
-                raise ModelError(f"{folder} lacks the weight {name!r}", mend="download or export the model again")
-            with safe_open(index[name], framework="pt") as file:
+                raise ModelError(f"{folder} lacks the weight {name!r}", mend=_AGAIN)
+            with _open(index[name]) as file:
                 stored = file.get_slice(name)
                 if tuple(stored.get_shape()) != shard.shape:
                     raise ModelError(
                         f"{name!r} in {folder} has shape {tuple(stored.get_shape())}, config.json says {shard.shape}",
-                        mend="download or export the model again",
+                        mend=_AGAIN,
                     )
                 row = math.prod(shard.shape[1:])
                 first = shard.start // row
@@ -66,14 +75,29 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     """Which safetensors file holds each weight."""
     sharded = folder / "model.safetensors.index.json"
     if sharded.exists():
-        return {name: folder / file for name, file in json.loads(sharded.read_text())["weight_map"].items()}
+        try:
+            return {name: folder / file for name, file in json.loads(sharded.read_text())["weight_map"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{sharded} cannot be read: {error}", mend=_AGAIN) from error
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with _open(path) as file:
             found |= dict.fromkeys(file.keys(), path)
     if not found:
         raise ModelError(f"{folder} holds no safetensors file", mend="give a Hugging Face model folder")
     return found
+
+
+def _open(path: Path) -> safe_open:
+    """A safetensors file, mapped.
+
+    Raises:
+        ModelError: it is missing or broken.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", mend=_AGAIN) from error
 
 
 def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -88,7 +112,7 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
     from huggingface_hub import save_torch_state_dict
 
     state: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_weights(model):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if dist.get_rank() == 0:
             state[to_hf(name)] = full.detach().to("cpu", dtype, copy=True)
@@ -109,8 +133,18 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
 
 
 def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int, folder: Path) -> None:
-    """Write float32 weights and optimizer state, each rank its shards; any number of ranks can read them."""
-    dcp.save(_training_state(model, optimizer, version), checkpoint_id=folder)
+    """Write float32 weights and optimizer state, each rank its shards; any number of ranks can read them.
+
+    Raises:
+        CheckpointError: a rank could not write.
+    """
+    try:
+        dcp.save(_training_state(model, optimizer, version), checkpoint_id=folder)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"the training state in {folder} cannot be written: {_cause(error)}",
+            mend="free space, or choose another --out; earlier checkpoints are as they were",
+        ) from error
 
 
 def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -125,10 +159,9 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     state = _training_state(model, optimizer, 0)
     try:
         dcp.load(state, checkpoint_id=folder)
-    except Exception as error:
-        cause = str(error).strip().splitlines()
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"the training state in {folder} cannot be read: {cause[-1] if cause else type(error).__name__}",
+            f"the training state in {folder} cannot be read: {_cause(error)}",
             mend="delete that step's folder to continue from the one before it",
         ) from error
     for parameter in model.parameters():
@@ -136,11 +169,18 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     return int(state["version"])
 
 
+def _cause(error: BaseException) -> str:
+    """One line. What fails on any rank reaches all as a CheckpointException, which is not an Exception."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> dict[str, torch.Tensor]:
     """Flat views of all state by name; AdamW makes its own only at the first step, so it is made here."""
     state: dict[str, torch.Tensor] = {"version": torch.tensor(version)}
     steps = torch.tensor(0.0)
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_weights(model):
         moments = optimizer.state[parameter]
         if not moments:
             moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW wants it

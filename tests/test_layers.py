@@ -1,0 +1,191 @@
+"""The house's layers: imports point only to the left, and each outer library is touched in few places.
+
+Read from the imports in the source, those inside functions and under TYPE_CHECKING too.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+STAGES = (
+    ("forge_rl.types", "forge_rl.errors"),
+    ("forge_rl.algorithms", "forge_rl.data", "forge_rl.envs", "forge_rl.rewards", "forge_rl.metrics"),
+    ("forge_rl.runtime", "forge_rl.weights", "forge_rl.checkpoint"),
+    ("forge_rl.engines",),
+    ("forge_rl.services",),
+    ("forge_rl.pipeline",),
+    ("forge_rl",),
+    ("recipes", "apps", "benchmarks"),
+)
+"""Left to right. A package may import from stages to its left and from itself, not from its neighbours."""
+
+ONLY_IN = {
+    "monarch": ("forge_rl.runtime", "forge_rl.services", "forge_rl.weights"),
+    "torchtitan": ("forge_rl.engines.titan",),
+    "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform"),
+    "vllm": ("forge_rl.engines.vllm", "forge_rl.services.gateway"),
+    "torchstore": ("forge_rl.weights.torchstore",),
+    "os.environ": ("forge_rl.runtime.cluster", "apps"),
+    "os.getenv": ("forge_rl.runtime.cluster", "apps"),
+    "os.putenv": (),
+}
+"""Who may touch what. Benchmarks may import anything: they measure it."""
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def stage_of(module: str) -> tuple[int, str] | None:
+    """The stage of a module and the longest package of STAGES that it is in; None if it is not ours."""
+    homes = [(len(home), stage, home) for stage, names in enumerate(STAGES) for home in names if within(module, home)]
+    if not homes:
+        return None
+    _, stage, home = max(homes)
+    return stage, home
+
+
+def touched(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that a source imports, and of every attribute that could be an outer one."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom(level=level):
+                parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            case ast.Attribute() if (name := dotted(node)) in ONLY_IN:
+                yield node.lineno, name
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """What a module may not import."""
+    here = stage_of(module)
+    assert here is not None, f"{module} is in no stage"
+    found = []
+    for line, name in touched(source, module if is_package else module.rpartition(".")[0]):
+        there = stage_of(name)
+        left = there is None or there[0] < here[0] or there[1] == here[1]
+        # `from forge_rl import errors` names the submodule; `from forge_rl import Run` is the whole public face.
+        if not left:
+            found.append(f"{module}:{line} imports {name}, which is not to the left of {here[1]}")
+        for outer, homes in ONLY_IN.items():
+            if within(name, outer) and not any(within(module, home) for home in homes):
+                if within(module, "benchmarks"):
+                    continue
+                found.append(f"{module}:{line} touches {outer}, which only {', '.join(homes) or 'nobody'} may")
+    return found
+
+
+def modules() -> Iterator[tuple[str, str, bool]]:
+    """Name and source of every module of ours."""
+    for top in ("forge_rl", "recipes", "apps", "benchmarks"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            relative = path.relative_to(ROOT)
+            if "peers" in relative.parts:  # scripts for the peers' own environments
+                continue
+            parts = relative.with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            yield ".".join(parts[:-1] if is_package else parts), path.read_text(), is_package
+
+
+def test_imports_point_only_to_the_left():
+    checked = 0
+    found = []
+    for name, source, is_package in modules():
+        checked += 1
+        found += violations(name, source, is_package=is_package)
+    assert not found, "\n".join(found)
+    assert checked > 50
+
+
+def test_every_package_has_its_stage():
+    packages = {f"forge_rl.{p.stem}" for p in (ROOT / "forge_rl").iterdir() if p.suffix in ("", ".py")}
+    packages -= {"forge_rl.__init__", "forge_rl.__pycache__", "forge_rl.py"}
+    assert packages == {name for names in STAGES for name in names if name.startswith("forge_rl.")}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("forge_rl.errors", "import forge_rl.types"),  # a neighbour
+        ("forge_rl.data.packing", "from forge_rl.algorithms import Loss"),  # a neighbour
+        ("forge_rl.weights.buckets", "from forge_rl.runtime.faults import Faults"),  # a neighbour
+        ("forge_rl.algorithms.losses", "def f():\n    from forge_rl.engines import platform"),
+        (
+            "forge_rl.engines.optimizer",
+            "if TYPE_CHECKING:\n    import forge_rl.services",
+        ),
+        ("forge_rl.services.trainer", "from forge_rl.pipeline.run import Run"),
+        ("forge_rl.services.trainer", "from ..pipeline import run"),
+        ("forge_rl.services.trainer", "from forge_rl import pipeline"),
+        ("forge_rl.services.trainer", "from forge_rl import Run"),
+        ("forge_rl.pipeline.run", "import recipes.grpo"),
+        ("recipes.grpo", "import apps.chat"),
+        ("forge_rl.pipeline.run", "from monarch.actor import Actor"),
+        ("forge_rl.engines.vllm", "import torchtitan.models"),
+        ("forge_rl.data.packing", "import torch.distributed as dist"),
+        ("forge_rl.data.packing", "from torch import distributed"),
+        ("forge_rl.services.trainer", "def f():\n    import torch\n    return torch.distributed.get_rank()"),
+        ("forge_rl.services.generator", "from vllm import SamplingParams"),
+        ("forge_rl.services.weights", "import torchstore"),
+        ("forge_rl.engines.platform", "import os\nos.environ['A'] = 'b'"),
+        ("forge_rl.engines.platform", "from os import environ"),
+        ("recipes.grpo", "import os\nos.getenv('A')"),
+        ("recipes.grpo", "import vllm"),
+    ],
+)
+def test_a_violation_is_caught(module: str, source: str):
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("forge_rl.data.packing", "from forge_rl.errors import ConfigError\nfrom forge_rl.data.models import x"),
+        ("forge_rl.engines.vllm", "from forge_rl.runtime.faults import ENGINE_DIED\nimport vllm"),
+        ("forge_rl.engines.titan.train", "from .model import x\nimport torch.distributed as dist, torchtitan"),
+        ("forge_rl.runtime.cluster", "import os\nos.environ\nfrom monarch.actor import Actor"),
+        ("forge_rl.weights.torchstore", "import torchstore, monarch"),
+        ("forge_rl.checkpoint", "from forge_rl.errors import CheckpointError"),
+        ("recipes.grpo", "from forge_rl import Run\nfrom forge_rl.data.sources import Source"),
+        ("apps.gateway", "import os\nos.environ['A']"),
+        ("forge_rl.metrics.boards", "from torch.utils.tensorboard import SummaryWriter\nimport torchvision"),
+    ],
+)
+def test_what_is_allowed_passes(module: str, source: str):
+    assert violations(module, source) == []
+
+
+def test_importing_forge_rl_imports_nothing_heavy_and_sets_nothing():
+    script = """
+import os, sys, threading
+before = dict(os.environ)
+import forge_rl
+heavy = {"torch", "monarch", "vllm", "torchtitan", "torchstore", "transformers", "numpy", "rich", "tyro"}
+print(sorted(heavy & set(sys.modules)), dict(os.environ) == before, threading.active_count())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "[] True 1"
+
+
+def test_every_public_name_can_be_imported():
+    import forge_rl
+
+    for name in forge_rl.__all__:
+        assert getattr(forge_rl, name).__name__.rpartition(".")[2] == name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        forge_rl.nonsense  # noqa: B018

@@ -1,0 +1,62 @@
+"""Optimizer settings: the course of the learning rate, worked by hand, and refused values."""
+
+import pytest
+
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.errors import ConfigError
+
+
+def course(total_steps: int, **settings: object) -> list[float]:
+    config = OptimizerConfig(lr=8.0, **settings)
+    return [config.lr_at(step, total_steps) for step in range(total_steps)]
+
+
+def test_a_constant_rate_stays():
+    assert course(3) == [8, 8, 8]
+
+
+def test_the_warm_up_rises_to_the_peak_and_its_first_step_is_not_lost():
+    assert course(6, warmup_steps=4) == [2, 4, 6, 8, 8, 8]
+
+
+def test_linear_decay_falls_by_equal_steps():
+    assert course(4, decay="linear") == [8, 6, 4, 2]
+
+
+def test_linear_decay_begins_after_the_warm_up():
+    assert course(6, decay="linear", warmup_steps=2) == [4, 8, 8, 6, 4, 2]
+
+
+def test_cosine_decay_is_half_way_at_half_time():
+    # 0.5 + 0.5 cos(0, pi/4, pi/2, 3 pi/4) = 1, 0.853553, 0.5, 0.146447
+    assert course(4, decay="cosine") == pytest.approx([8, 6.828427, 4, 1.171573], abs=1e-6)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_the_rate_is_zero_when_the_run_is_over_and_stays_so(decay: str):
+    config = OptimizerConfig(lr=8.0, decay=decay)
+    assert config.lr_at(4, 4) == 0
+    assert config.lr_at(9, 4) == 0
+
+
+def test_a_warm_up_longer_than_the_run_never_reaches_the_peak():
+    assert course(2, warmup_steps=4, decay="linear") == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", 0.0),
+        ("lr", -1.0),
+        ("lr", float("nan")),
+        ("weight_decay", -0.1),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("warmup_steps", -1),
+        ("max_grad_norm", 0.0),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_flag(field: str, value: float):
+    with pytest.raises(ConfigError, match=f"{value} is out of range") as caught:
+        OptimizerConfig(**{field: value})
+    assert f"--trainer.optimizer.{field.replace('_', '-')} " in caught.value.mend

@@ -1,0 +1,73 @@
+"""The platform: number formats, devices, and ranks that cannot meet."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_rl.engines import platform
+from forge_rl.engines.platform import cpu_cores, init_distributed, local_device, resolve_dtype
+from forge_rl.errors import ConfigError
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_named_format_is_taken(name: str, dtype: torch.dtype):
+    assert resolve_dtype(name) is dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "avx512", "amx", "dtype"),
+    [
+        ("cuda", False, False, torch.bfloat16),
+        ("cpu", True, False, torch.bfloat16),
+        ("cpu", False, True, torch.bfloat16),
+        ("cpu", False, False, torch.float32),
+    ],
+)
+def test_auto_takes_bfloat16_where_the_hardware_has_it(
+    device: str, avx512: bool, amx: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(platform, "device_type", lambda: device)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert resolve_dtype("auto") is dtype
+
+
+def test_gpus_are_dealt_to_ranks_in_turn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [local_device(rank).index for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+def test_on_a_cpu_every_rank_has_the_same_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(platform, "device_type", lambda: "cpu")
+    assert local_device(3) == torch.device("cpu")
+
+
+def test_only_the_cores_that_this_process_may_use_are_counted():
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert cpu_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert cpu_cores() == len(before)
+
+
+def test_a_port_that_is_taken_is_an_error_with_its_flag():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot meet at 127.0.0.1:{port}") as caught:
+            init_distributed(0, 2, "127.0.0.1", port)
+    assert "--trainer.port" in caught.value.mend
+
+
+def test_a_world_of_one_needs_no_network(process_group: None):
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    value = torch.tensor([3.0])
+    dist.all_reduce(value)
+    assert float(value) == 3

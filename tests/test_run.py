@@ -1,0 +1,340 @@
+"""Whole runs on real services: the recipe from the command line, stopped, continued, and with workers killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from tests.tiny import make_tiny_model
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), bundled_model(default_cache()))
+
+
+class Command:
+    """A recipe in a process of its own, with its output line by line."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.seen: set[psutil.Process] = set()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip())
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, pattern: str, timeout_s: float = 240.0) -> str:
+        """The first line that matches."""
+
+        def found() -> str | None:
+            return next((line for line in self.lines if re.search(pattern, line)), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
+        line = found()
+        assert line is not None, f"no line matches {pattern!r}:\n" + "\n".join(self.lines)
+        self.seen |= set(self.children())
+        return line
+
+    def children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def end(self, timeout_s: float = 120.0) -> int:
+        status = self.process.wait(timeout_s)
+        self._reader.join(10)
+        return status
+
+    def strays(self) -> list[psutil.Process]:
+        """Its processes that still live; a moment is given to those that are ending."""
+        _, alive = psutil.wait_procs(list(self.seen), timeout=10)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def clean_up(self) -> None:
+        self.seen |= set(self.children())
+        self.process.kill()
+        self.process.wait()
+        for process in self.seen:
+            if process.is_running():
+                process.kill()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    started: list[Command] = []
+    try:
+        yield started
+    finally:
+        for command in started:
+            command.clean_up()
+
+
+def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str) -> Command:
+    command = Command(
+        "tests.tiny",
+        *("--model", str(model), "--out", str(out), "--display", "plain"),
+        *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
+        *arguments,
+    )
+    commands.append(command)
+    return command
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_two_steps_of_grpo_on_the_bundled_model_leave_a_whole_run_folder(
+    commands: list[Command], tmp_path: Path
+) -> None:
+    before = shared_memory()
+    out = tmp_path / "run"
+    command = Command(
+        "recipes.grpo",
+        *("--steps", "2", "--groups-per-batch", "2", "--group-size", "4", "--held-out-tasks", "8"),
+        *("--eval-every", "2", "--checkpoint-every", "2", "--out", str(out), "--display", "plain"),
+    )
+    commands.append(command)
+    command.wait_for("step  0/2")
+    assert command.end(300) == 0, command.output
+
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[1]["logprob_gap"] <= 1e-4 or rows[1]["logprob_gap"] <= 2e-2, "float32, or bfloat16 where it is native"
+    assert rows[1]["lag/max"] == 0
+    for name in ("loss", "entropy", "grad_norm", "logprob_gap/max", "seconds/rollout", "seconds/train", "busy/trainer"):
+        assert name in rows[1], name
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["faults"] == 0
+    assert 0 <= summary["score_before"] <= 1
+    assert set(summary) == {"score_before", "score_after", "steps", "seconds", "faults"}
+    assert json.loads((out / "config.json").read_text())["steps"] == 2
+    assert "torch" in json.loads((out / "versions.json").read_text())
+    assert (out / "episodes.jsonl").read_text().count("\n") > 0
+    assert list((out / "tensorboard").iterdir())
+    assert command.strays() == []
+    assert shared_memory() <= before
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = out / "checkpoints" / "step-000002" / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = AutoTokenizer.from_pretrained(folder)("2 + 2 =", return_tensors="pt")
+    assert model(**prompt).logits.isfinite().all()
+
+
+def test_ctrl_c_saves_and_the_same_command_continues_to_the_same_end(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    arguments = ("--checkpoint-every", "1000", "--eval-every", "0", "--seed", "3")
+    stopped = tiny_run(commands, tiny_model, tmp_path / "run", *arguments, "--steps", "400")
+    stopped.wait_for("step +3/400")
+    stopped.process.send_signal(signal.SIGINT)
+    assert stopped.end() == 130, stopped.output
+    assert "saved step" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert stopped.strays() == []
+    done = int(metrics(tmp_path / "run")[-1]["step"])
+    assert 3 <= done < 400
+
+    end = str(done + 3)
+    continued = tiny_run(commands, tiny_model, tmp_path / "run", *arguments, "--steps", end)
+    continued.wait_for("continued from")
+    assert continued.end() == 0, continued.output
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if row["step"]] == list(range(1, done + 4))
+
+    whole = tiny_run(commands, tiny_model, tmp_path / "whole", *arguments, "--steps", end)
+    assert whole.end(240) == 0, whole.output
+    for ours, theirs in zip(rows[-3:], metrics(tmp_path / "whole")[-3:], strict=True):
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def processes_of(command: Command, service: str) -> list[psutil.Process]:
+    """The actor processes of a service, by the log file that they print to."""
+    found = []
+    for process in command.children():
+        try:
+            log = os.readlink(f"/proc/{process.pid}/fd/1")
+        except OSError:
+            continue
+        if Path(log).name.startswith(f"{service}-"):
+            found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("service", ["trainer", "generator", "reward"])
+def test_a_killed_worker_ends_the_run_with_its_name_and_cause(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, service: str
+) -> None:
+    command = tiny_run(commands, tiny_model, tmp_path / "run", "--steps", "100000", "--eval-every", "0")
+    command.wait_for("step +2/")
+    victim = min(processes_of(command, service), key=lambda process: process.create_time())
+    began = time.monotonic()
+    victim.kill()
+    status = command.end(60)
+    seconds = time.monotonic() - began
+    assert status == 1, command.output
+    error = command.output[command.output.rindex("error:") :]
+    assert f"{service} replica 0" in error
+    assert "SIGKILL" in error
+    assert "phase" in error
+    assert "Traceback" not in command.output
+    assert command.strays() == []
+    assert seconds < 15, "an issue's promise, with much room: it takes about 2 s"
+
+
+def test_a_dead_vllm_engine_is_named_and_a_stopped_process_meets_the_phase_deadline(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    first = tiny_run(commands, tiny_model, tmp_path / "a", "--steps", "100000", "--eval-every", "0")
+    first.wait_for("step +2/")
+    engine = next(process for process in first.children() if "EngineCore" in " ".join(process.cmdline()))
+    engine.kill()
+    assert first.end(60) == 1
+    assert "generator replica 0" in first.output
+    assert "vLLM engine process died" in first.output
+    assert first.strays() == []
+
+    second = tiny_run(
+        commands, tiny_model, tmp_path / "b", "--steps", "100000", "--eval-every", "0", "--phase-deadline-s", "5"
+    )
+    second.wait_for("step +2/")
+    for process in processes_of(second, "reward"):
+        process.send_signal(signal.SIGSTOP)
+    assert second.end(90) == 1
+    assert re.search(r"reward replica 0, call score, phase rollout: .*within its 5 s", second.output), second.output
+    assert second.strays() == []
+
+
+def test_two_ranks_and_two_replicas_run_and_kill_nine_of_the_controller_leaves_nothing(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    before = shared_memory()
+    command = tiny_run(
+        commands,
+        tiny_model,
+        tmp_path / "run",
+        *("--steps", "100000", "--eval-every", "0", "--trainer.ranks", "2", "--generator.replicas", "2"),
+        *("--loss.kl-coef", "0.1"),
+    )
+    command.wait_for("step +2/")
+    command.process.kill()
+    command.end()
+    assert command.strays() == []
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "smollm3"), "smollm2-135m"),
+        (("--tasks", "chain_summ"), "chain_sum"),
+        (("--group-size", "1"), "--group-size"),
+        (("--trainer.optimizer.lr", "-1"), "--trainer.optimizer.lr"),
+        (("--out", "/proc/forge_rl"), "--out"),
+        (("--loss.kl-kind", "k3"), "--loss.kl-kind"),
+    ],
+)
+def test_a_wrong_value_is_one_clear_message(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    if "--out" not in arguments:
+        arguments = (*arguments, "--out", str(tmp_path / "run"))
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.grpo", "--display", "plain", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert said in done.stderr
+    assert "mend:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_flag_is_an_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.grpo", "--grup-size", "8"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "--group-size" in done.stdout + done.stderr, "the nearest flag is named"
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("[!_]*.py")))
+def test_help_of_every_recipe_has_a_sentence_for_every_flag(recipe: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"recipes.{recipe}", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    assert done.returncode == 0
+    flags = re.findall(r"^│ (--[\w.-]+)[^\n]*\n│ +(.*?)│$", done.stdout, flags=re.MULTILINE)
+    assert len(flags) > 40
+    for flag, sentence in flags:
+        words = re.sub(r"\(default:.*", "", sentence).split()
+        assert len(words) >= 2, f"{flag} has no help: {sentence!r}"
+
+
+def test_a_port_in_use_is_named(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = tiny_run(commands, tiny_model, tmp_path / "run", "--trainer.ranks", "2", "--trainer.port", str(port))
+        assert command.end(240) == 1, command.output
+    assert f":{port}" in command.output
+    assert "--trainer.port" in command.output
+    assert command.strays() == []

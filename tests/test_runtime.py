@@ -1,0 +1,300 @@
+"""Services on real processes: calls, every way to fail, and that nothing is left."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ServiceError
+from forge_rl.runtime.service import Service
+from forge_rl.runtime.tasks import task_group
+from tests.conftest import ROOT
+from tests.fakes import FakeActor, cluster, fake_service, new_service_name
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+LONG_S = 120.0
+"""A deadline that no test reaches: what fails must be noticed, not waited for."""
+
+
+async def in_flight(service: Service, method: str, *args: object, deadline_s: float = LONG_S) -> asyncio.Task:
+    """A call that has reached the actor's process."""
+    replica = service.replicas[0]
+    task = asyncio.create_task(service.call(replica, method, *args, deadline_s=deadline_s))
+    await service.call(replica, "echo", 0, deadline_s=LONG_S)
+    return task
+
+
+def test_calls_are_answered(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path, replicas=2) as (service, faults):
+            first, second = service.replicas
+            assert await service.call(first, "echo", {"a": (1, 2)}, deadline_s=LONG_S) == ("actor 0", {"a": (1, 2)})
+            assert await service.call(second, "echo", None, deadline_s=LONG_S) == ("actor 1", None)
+            assert {*first.pids, *second.pids}.isdisjoint({os.getpid()})
+            assert faults.seen == []
+            assert faults.waiting_for() is None
+
+            # Many at a time, on one replica: nothing waits for what hangs.
+            hanging = await in_flight(service, "hang")
+            answers = [service.call(first, "echo", i, deadline_s=LONG_S) for i in range(20)]
+            assert [value for _, value in await asyncio.gather(*answers)] == list(range(20))
+            assert first.in_flight == 1
+            # The idle one is preferred.
+            assert await service.route("echo", 1, deadline_s=LONG_S) == ("actor 1", 1)
+            await service.call(first, "release", deadline_s=LONG_S)
+            assert await hanging is None
+            assert first.in_flight == 0
+            assert await service.route("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
+
+    asyncio.run(main())
+
+
+def test_errors_cross_with_what_they_carry(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            sent = DeadlineError("late", service="sandbox", replica=4, call="run", mend="wait")
+            sent.phase = "rollout"
+            for error in (ConfigError("3 is too few", mend="set --n to 4"), sent):
+                with pytest.raises(ForgeError) as caught:
+                    await service.call(replica, "fail", error, deadline_s=LONG_S)
+                assert type(caught.value) is type(error)
+                assert vars(caught.value) == vars(error)
+
+            with pytest.raises(ServiceError, match="ValueError: no such thing") as other:
+                await service.call(replica, "fail", ValueError("no such thing"), deadline_s=LONG_S)
+            assert type(other.value) is ServiceError
+            assert (other.value.service, other.value.replica, other.value.call) == (service.name, 0, "fail")
+            assert other.value.mend == f"see {tmp_path}/{service.name}-0.log"
+
+            # None of these is the replica's death.
+            assert replica.alive
+            assert faults.seen == []
+            assert await service.call(replica, "echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
+
+    asyncio.run(main())
+
+
+def test_what_takes_too_long_is_named(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            with pytest.raises(DeadlineError, match=r"no answer within 0.2 s") as call:
+                await service.call(replica, "hang", deadline_s=0.2)
+            assert (call.value.service, call.value.replica, call.value.call) == (service.name, 0, "hang")
+
+            with pytest.raises(DeadlineError, match="phase train did not end within its 0.2 s") as phase:
+                with faults.deadline("train", 0.2):
+                    await service.call(replica, "hang", deadline_s=LONG_S)
+            assert (phase.value.service, phase.value.replica, phase.value.call) == (service.name, 0, "hang")
+            assert replica.in_flight == 0
+            assert faults.waiting_for() is None
+            assert await service.call(replica, "echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
+
+            # A process that is stopped is not dead; whoever calls it is told.
+            os.kill(replica.pids[0], signal.SIGSTOP)
+            with pytest.raises(DeadlineError) as stopped:
+                await service.call(replica, "echo", 1, deadline_s=0.5)
+            assert (stopped.value.service, stopped.value.replica, stopped.value.call) == (service.name, 0, "echo")
+            # It is still stopped when the service stops, and must end all the same.
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_killed_during_a_call_is_named_with_its_cause(number: signal.Signals, tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            hanging = await in_flight(service, "hang")
+            os.kill(replica.pids[0], number)
+            with pytest.raises(ServiceError, match=number.name) as caught:
+                await hanging
+            assert type(caught.value) is ServiceError
+            assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "hang")
+            assert [(fault.service, fault.replica) for fault in faults.seen] == [(service.name, 0)]
+            assert number.name in faults.seen[0].cause
+            assert not replica.alive
+            with pytest.raises(ServiceError, match=number.name):
+                await service.call(replica, "echo", 1, deadline_s=LONG_S)
+
+    asyncio.run(main())
+
+
+def test_an_exit_during_a_call_is_named_with_its_status(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path) as (service, faults):
+            with pytest.raises(ServiceError, match="its process exited with status 7") as caught:
+                await service.call(service.replicas[0], "exit", 7, deadline_s=LONG_S)
+            assert type(caught.value) is ServiceError
+            assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "exit")
+            assert (await faults.wait()).message == "its process exited with status 7"
+
+    asyncio.run(main())
+
+
+def test_a_process_killed_while_idle_is_noticed_and_left_out(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path, replicas=2) as (service, faults):
+            os.kill(service.replicas[0].pids[0], signal.SIGKILL)
+            error = await asyncio.wait_for(faults.wait(), LONG_S)
+            assert (error.service, error.replica) == (service.name, 0)
+            assert "SIGKILL" in error.message
+            assert [replica.alive for replica in service.replicas] == [False, True]
+            for i in range(3):
+                assert await service.route("echo", i, deadline_s=LONG_S) == ("actor 1", i)
+            os.kill(service.replicas[1].pids[0], signal.SIGKILL)
+            await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
+            with pytest.raises(ServiceError, match="no replica is alive"):
+                await service.route("echo", 1, deadline_s=LONG_S)
+            # A new replica takes its place.
+            fresh = service.spawn(FakeActor, "fresh")
+            await service.watch(fresh, deadline_s=LONG_S)
+            assert await service.route("echo", 1, deadline_s=LONG_S) == ("fresh", 1)
+
+    asyncio.run(main())
+
+
+def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path, ranks=2) as (service, faults):
+            (replica,) = service.replicas
+            assert len(set(replica.pids)) == 2
+            assert await service.call_ranks(replica, "rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
+            for bad in (0, 1):
+                with pytest.raises(ServiceError, match=f"ValueError: rank {bad} says no"):
+                    await service.call_ranks(replica, "rank_of", lambda rank, bad=bad: (rank, bad), deadline_s=LONG_S)
+            assert replica.in_flight == 0
+
+            # One rank's death is the replica's.
+            calls = asyncio.create_task(service.call_ranks(replica, "hang", lambda _: (), deadline_s=LONG_S))
+            await service.call(replica, "echo", 0, deadline_s=LONG_S, rank=0)
+            os.kill(replica.pids[1], signal.SIGKILL)
+            with pytest.raises(ServiceError, match="SIGKILL"):
+                await calls
+            assert not replica.alive
+            assert len(faults.seen) == 1
+
+    asyncio.run(main())
+
+
+def test_output_goes_to_the_log_and_stopping_ends_children_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    async def main() -> None:
+        async with fake_service(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            child = psutil.Process(await service.call(replica, "say", "hello", deadline_s=LONG_S))
+            process = psutil.Process(replica.pids[0])
+            assert replica.log == tmp_path / f"{service.name}-0.log"
+            assert child.parent() == process
+            faults.closing = True
+            await service.stop()
+            assert service.replicas == []
+            psutil.wait_procs([child, process], timeout=30)
+            assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+            assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            assert faults.seen == []
+
+    asyncio.run(main())
+    (log,) = tmp_path.iterdir()
+    lines = log.read_text().splitlines()
+    assert {"hello", "natively hello", "child hello"} <= set(lines)
+    assert "hello" not in "".join(capfd.readouterr())
+
+
+def test_each_mesh_has_its_own_environment(tmp_path: Path):
+    async def main() -> None:
+        async with cluster(tmp_path) as (made, faults):
+            service = Service(new_service_name(), made, faults)
+            for value in ("a", None):
+                env = {"FORGE_RL_FAKE": value} if value else None
+                await service.watch(service.spawn(FakeActor, env=env), deadline_s=LONG_S)
+            found = [await service.call(r, "environment", "FORGE_RL_FAKE", deadline_s=LONG_S) for r in service.replicas]
+            assert found == ["a", None]
+            assert "FORGE_RL_FAKE" not in os.environ
+            faults.closing = True
+            await service.stop()
+
+    asyncio.run(main())
+
+
+def test_busy_time_is_that_with_a_call_in_flight(tmp_path: Path):
+    async def main() -> None:
+        now = 0.0
+        async with cluster(tmp_path) as (made, faults):
+            service = Service(new_service_name(), made, faults, clock=lambda: now)
+            replica = service.spawn(FakeActor)
+            await service.watch(replica, deadline_s=LONG_S)
+            assert service.take_busy_s() == [0]
+            now += 5
+            hanging = await in_flight(service, "hang")
+            now += 2
+            assert service.take_busy_s() == [2]
+            now += 4
+            await service.call(replica, "release", deadline_s=LONG_S)
+            await hanging
+            now += 8
+            assert service.take_busy_s() == [4]
+            faults.closing = True
+            await service.stop()
+
+    asyncio.run(main())
+
+
+CONTROLLER = """
+import asyncio, sys
+from pathlib import Path
+from tests.fakes import fake_service
+
+async def main():
+    async with fake_service(Path(sys.argv[1]), replicas=2) as (service, _):
+        print(*(pid for replica in service.replicas for pid in replica.pids), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_processes_end_with_a_controller_that_is_killed(tmp_path: Path):
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert controller.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in controller.stdout.readline().split()]
+        assert len(children) == 2
+        assert all(child.is_running() for child in children)
+        controller.kill()
+        controller.wait()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert alive == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            controller.kill()
+        controller.wait()
+        controller.stdout.close()
+
+
+def test_a_task_group_raises_the_error_that_can_be_mended():
+    async def fail(error: Exception) -> None:
+        raise error
+
+    async def fail_both() -> None:
+        async with task_group() as group:
+            group.create_task(fail(ValueError("other")))
+            group.create_task(fail(ConfigError("mine")))
+
+    async def fail_inside() -> None:
+        async with task_group(), task_group() as inner:
+            inner.create_task(fail(ValueError("other")))
+
+    with pytest.raises(ConfigError, match="mine"):
+        asyncio.run(fail_both())
+    with pytest.raises(ValueError, match="other"):
+        asyncio.run(fail_inside())

@@ -1,0 +1,252 @@
+"""The titan model against transformers, packed rows against sequences alone, and configs that are refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge_rl.data.packing import Row, unpack
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.titan.model import attention_mask, build_model, read_architecture
+from forge_rl.engines.titan.state import load_weights
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ModelError
+from tests.fakes import make_model, packed, random_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, as many key heads": ("llama", {"num_key_value_heads": 4}),
+    "llama, one key head, wide heads": ("llama", {"num_key_value_heads": 1, "head_dim": 16}),
+    "llama, head_dim from dim": ("llama", {"head_dim": None, "hidden_size": 32}),
+    "llama, scaled rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, another theta and eps": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rms_norm_eps": 0.1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3, tied, wide heads": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
+}
+
+
+def row_of(token_ids: torch.Tensor) -> Row:
+    """One sequence alone."""
+    length = len(token_ids)
+    zeros = torch.zeros(length, dtype=torch.int32)
+    return Row(
+        token_ids=token_ids,
+        positions=torch.arange(length),
+        trees=zeros,
+        branches=zeros,
+        targets=torch.zeros(length, dtype=torch.int64),
+        mask=torch.zeros(length, dtype=torch.bool),
+        behaviour=torch.zeros(length),
+        advantages=torch.zeros(length),
+        versions=zeros - 1,
+        episodes=zeros - 1,
+        segments=zeros - 1,
+    )
+
+
+def titan_logits(folder: Path, token_ids: torch.Tensor) -> torch.Tensor:
+    """[L, V]."""
+    architecture = read_architecture(folder)
+    model = build_model(architecture, max_positions=len(token_ids))
+    with torch.no_grad():
+        model.init_states()
+        load_weights(model, folder, tied=architecture.tied)
+        row = row_of(token_ids)
+        return model(row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row))[0]
+
+
+def engine_of(folder: Path, row_tokens: int = 128) -> TitanEngine:
+    return TitanEngine(folder, dtype=torch.float32, row_tokens=row_tokens, optimizer=OptimizerConfig())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
+    family, config = MODELS[name]
+    reference = make_model(tmp_path, family, **config)
+    token_ids = torch.randint(0, 43, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(token_ids[None]).logits[0]
+    assert expected.std() > 0.2, "the model must tell tokens apart for this to be a test"
+    found = titan_logits(tmp_path, token_ids)
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_weights_spread_over_several_files_are_found(tmp_path: Path):
+    reference = make_model(tmp_path / "one")
+    reference.save_pretrained(tmp_path / "many", max_shard_size="8KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    token_ids = torch.arange(20)
+    assert torch.equal(titan_logits(tmp_path / "many", token_ids), titan_logits(tmp_path / "one", token_ids))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_transformers(temperature: float, tmp_path: Path):
+    reference = make_model(tmp_path, "qwen3")
+    batch = random_batch(3, vocab=43)
+    laid = packed(batch)
+    found = unpack(laid, engine_of(tmp_path).logprobs(laid.rows, temperature=temperature))
+    for index, episode in enumerate(batch.episodes):
+        (segment,) = episode.segments
+        ids = torch.tensor(segment.token_ids)
+        with torch.no_grad():
+            logprobs = (reference(ids[None]).logits[0] / temperature).log_softmax(-1)
+        expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(segment.trained[1:])]
+        assert (found[index] - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_packed_episode_has_the_logprobs_that_it_has_alone(family: str, tmp_path: Path):
+    make_model(tmp_path, family)
+    engine = engine_of(tmp_path)
+    batch = random_batch(5, vocab=43, groups=3, group_size=4)
+    shared, alone = packed(batch, row_tokens=128), packed(batch, row_tokens=32, share_prefixes=False)
+    assert shared.packed_tokens < alone.packed_tokens
+    assert len(alone.rows) > len(shared.rows)
+    together = unpack(shared, engine.logprobs(shared.rows, temperature=1.0))
+    apart = unpack(alone, engine.logprobs(alone.rows, temperature=1.0))
+    assert together.keys() == apart.keys() == set(range(12))
+    assert all((together[i] - apart[i]).abs().max() < 1e-5 for i in together)
+
+
+def test_padding_changes_nothing(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path)
+    (row,) = packed(random_batch(6, vocab=43, groups=1)).rows
+    length = len(row)
+    fill = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1}
+    padded = replace(
+        row,
+        **{
+            name: torch.cat([value, torch.full((9,), fill.get(name, 0), dtype=value.dtype)])
+            for name, value in vars(row).items()
+        },
+    )
+    plain, more = (engine.logprobs([r], temperature=1.0)[0] for r in (row, padded))
+    assert (more[:length] - plain).abs().max() < 1e-6
+    assert not more[length:].any()
+
+
+def test_a_row_without_targets_has_no_logprobs(tmp_path: Path):
+    make_model(tmp_path)
+    (found,) = engine_of(tmp_path).logprobs([row_of(torch.arange(5))], temperature=1.0)
+    assert found.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": None}, "model_type None"),
+        ({"attention_bias": True}, "asks for attention_bias"),
+        ({"mlp_bias": True}, "asks for mlp_bias"),
+        ({"use_sliding_window": True}, "asks for use_sliding_window"),
+        ({"hidden_act": "gelu"}, "asks for hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "asks for rope_type 'yarn'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "asks for quantization_config"),
+        ({"attention_bias": True, "mlp_bias": True}, "asks for attention_bias, mlp_bias"),
+        ({"dtype": "float7"}, "float7"),
+    ],
+)
+def test_a_config_that_is_not_supported_is_refused(change: dict, said: str, tmp_path: Path):
+    make_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=said) as caught:
+        engine_of(tmp_path)
+    assert str(path) in caught.value.message
+    assert caught.value.mend
+
+
+@pytest.mark.parametrize("old", [{"type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}])
+def test_the_older_name_of_rope_scaling_is_read_too(old: dict, tmp_path: Path):
+    make_model(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    path.write_text(json.dumps(config | {"rope_scaling": old, "rope_theta": 10000.0}))
+    with pytest.raises(ModelError, match="asks for rope_type"):
+        engine_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", "3", '{"model_type": "llama"}'])
+def test_a_broken_config_is_an_error_with_its_path(text: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=str(tmp_path / "config.json")):
+        read_architecture(tmp_path)
+
+
+def test_a_missing_config_is_an_error_with_its_path(tmp_path: Path):
+    with pytest.raises(ModelError, match=str(tmp_path / "config.json")):
+        read_architecture(tmp_path)
+
+
+def drop_a_weight(state: dict[str, torch.Tensor]) -> None:
+    del state["model.layers.1.mlp.up_proj.weight"]
+
+
+def cut_a_weight(state: dict[str, torch.Tensor]) -> None:
+    state["model.norm.weight"] = state["model.norm.weight"][:-1].clone()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (drop_a_weight, "lacks the weight 'model.layers.1.mlp.up_proj.weight'"),
+        (cut_a_weight, r"'model.norm.weight' in .* has shape \(23,\), config.json says \(24,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused(damage: Callable, said: str, tmp_path: Path):
+    make_model(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    damage(state)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=said):
+        engine_of(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path):
+    make_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no safetensors file"):
+        engine_of(tmp_path)
+
+
+def test_a_broken_weights_file_is_refused(tmp_path: Path):
+    make_model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read"):
+        engine_of(tmp_path)
+
+
+def test_a_missing_part_of_the_weights_is_refused(tmp_path: Path):
+    make_model(tmp_path / "one").save_pretrained(tmp_path, max_shard_size="8KB")
+    sorted(tmp_path.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-.*cannot be read"):
+        engine_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_of_the_weights_is_refused(text: str, tmp_path: Path):
+    make_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"model.safetensors.index.json cannot be read"):
+        engine_of(tmp_path)

@@ -1,0 +1,291 @@
+"""State: shards of ranks make whole versions, checkpoints continue exactly, exports open in transformers."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import CheckpointError
+from forge_rl.weights.buckets import read_version, write_shards
+from forge_rl.weights.fingerprint import fingerprint
+from forge_rl.weights.manifest import merge_reports
+from tests.fakes import MemoryTransport, hf_weights, make_model, packed, random_batch, run_ranks
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+ODD: dict[str, object] = {
+    "hidden_size": 25,
+    "intermediate_size": 41,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+}
+
+
+TwoRanks = tuple[Path, list[dict[str, Any]], dict[str, torch.Tensor]]
+
+
+def engine_of(folder: Path, **settings: Any) -> TitanEngine:
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, decay="cosine")
+    return TitanEngine(folder, **{"dtype": torch.float32, "row_tokens": 256, "optimizer": config, **settings})
+
+
+def train(engine: TitanEngine, seeds: range, *, rank: int = 0, ranks: int = 1) -> None:
+    for seed in seeds:
+        laid = packed(random_batch(seed, vocab=43), ranks=ranks)
+        engine.train_step(
+            laid.rows[rank::ranks],
+            ClippedSurrogate(),
+            trained_tokens=laid.trained_tokens,
+            temperature=1.0,
+            total_steps=6,
+        )
+
+
+def save(engine: TitanEngine, folder: Path, model: Path) -> None:
+    if engine.rank == 0:
+        for part in ("model", "training"):
+            (folder / part).mkdir(parents=True)
+    torch.distributed.barrier()
+    engine.save(folder, model)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model(torch.arange(20)[None]).logits[0]
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True)])
+def test_a_run_continues_bit_by_bit(family: str, tied: bool, tmp_path: Path):
+    make_model(tmp_path / "hf", family, tie_word_embeddings=tied)
+    through = engine_of(tmp_path / "hf")
+    train(through, range(2))
+    save(through, tmp_path / "saved", tmp_path / "hf")
+    resumed = engine_of(tmp_path / "hf")
+    resumed.load_training_state(tmp_path / "saved" / "training")
+    assert resumed.version == 2
+    assert same(hf_weights(resumed.model), hf_weights(through.model))
+    train(through, range(2, 4))
+    train(resumed, range(2, 4))
+    assert resumed.version == 4
+    assert same(hf_weights(resumed.model), hf_weights(through.model))
+
+
+def test_a_run_that_has_not_stepped_can_be_saved(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    engine, resumed = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf")
+    save(engine, tmp_path / "saved", tmp_path / "hf")
+    resumed.load_training_state(tmp_path / "saved" / "training")
+    for each in (engine, resumed, fresh := engine_of(tmp_path / "hf")):
+        train(each, range(1))
+    assert same(hf_weights(resumed.model), hf_weights(engine.model))
+    assert same(hf_weights(fresh.model), hf_weights(engine.model)), "saving changed the run"
+
+
+def test_a_bfloat16_run_continues_bit_by_bit(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    through = engine_of(tmp_path / "hf", dtype=torch.bfloat16)
+    train(through, range(1))
+    save(through, tmp_path / "saved", tmp_path / "hf")
+    resumed = engine_of(tmp_path / "hf", dtype=torch.bfloat16)
+    resumed.load_training_state(tmp_path / "saved" / "training")
+    for each in (through, resumed):
+        train(each, range(1, 2))
+    assert same(hf_weights(resumed.model), hf_weights(through.model))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, overwrite, Path.unlink])
+@pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
+def test_a_damaged_training_state_is_refused(damage: Any, pattern: str, tmp_path: Path):
+    make_model(tmp_path / "hf")
+    engine = engine_of(tmp_path / "hf")
+    train(engine, range(1))
+    save(engine, tmp_path / "saved", tmp_path / "hf")
+    (path,) = (tmp_path / "saved" / "training").glob(pattern)
+    damage(path)
+    with pytest.raises(CheckpointError, match=f"training state in {tmp_path}/saved/training cannot be read") as caught:
+        engine_of(tmp_path / "hf").load_training_state(tmp_path / "saved" / "training")
+    assert "to continue from the one before" in caught.value.mend
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": 16}])
+def test_a_training_state_of_another_model_is_refused(change: dict, tmp_path: Path):
+    make_model(tmp_path / "hf")
+    save(engine_of(tmp_path / "hf"), tmp_path / "saved", tmp_path / "hf")
+    make_model(tmp_path / "other", **change)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        engine_of(tmp_path / "other").load_training_state(tmp_path / "saved" / "training")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_opens_in_transformers_with_the_same_logits(tied: bool, tmp_path: Path):
+    make_model(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    (tmp_path / "hf" / "chat_template.jinja").write_text("template")
+    engine = engine_of(tmp_path / "hf")
+    save(engine, tmp_path / "before", tmp_path / "hf")
+    assert torch.equal(logits_of(tmp_path / "before" / "model"), logits_of(tmp_path / "hf"))
+    train(engine, range(1))
+    save(engine, tmp_path / "after", tmp_path / "hf")
+    folder = tmp_path / "after" / "model"
+    assert (logits_of(folder) - logits_of(tmp_path / "hf")).abs().max() > 1e-2
+    assert same(load_file(folder / "model.safetensors"), hf_weights(engine.model))
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    assert (folder / "chat_template.jinja").read_text() == "template"
+    again = engine_of(folder)
+    assert same(hf_weights(again.model), hf_weights(engine.model))
+
+
+def test_an_export_is_in_the_format_of_its_source(tmp_path: Path):
+    make_model(tmp_path / "hf").bfloat16().save_pretrained(tmp_path / "hf")
+    engine = engine_of(tmp_path / "hf")
+    train(engine, range(1))
+    save(engine, tmp_path / "saved", tmp_path / "hf")
+    weights = load_file(tmp_path / "saved" / "model" / "model.safetensors")
+    assert same(weights, {name: tensor.bfloat16() for name, tensor in hf_weights(engine.model).items()})
+    assert json.loads((tmp_path / "saved" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_export_of_a_spread_source_leaves_no_stale_index(tmp_path: Path):
+    make_model(tmp_path / "hf").save_pretrained(tmp_path / "many", max_shard_size="8KB")
+    save(engine_of(tmp_path / "many"), tmp_path / "saved", tmp_path / "many")
+    assert not list((tmp_path / "saved" / "model").glob("*index*"))
+    assert torch.equal(logits_of(tmp_path / "saved" / "model"), logits_of(tmp_path / "hf"))
+
+
+def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
+    """Two steps, publish and save; a third step. Then continue what one rank saved, and try what is damaged."""
+    results: dict[str, Any] = {}
+    for name in ("untied", "tied"):
+        engine = engine_of(base / "hf" / name)
+        train(engine, range(2), rank=rank, ranks=2)
+        transport = MemoryTransport()
+        reports = asyncio.run(
+            write_shards(transport, engine.local_shards(), version=2, rank=rank, dtype=torch.bfloat16)
+        )
+        published = hf_weights(engine.model)
+        save(engine, base / "saved" / name, base / "hf" / name)
+        train(engine, range(2, 3), rank=rank, ranks=2)
+        results[name] = (reports, transport.buckets, published, hf_weights(engine.model))
+    engine = engine_of(base / "hf" / "untied")
+    engine.load_training_state(base / "saved" / "by_one" / "training")
+    train(engine, range(1, 2), rank=rank, ranks=2)
+    results["continued"] = (engine.version, hf_weights(engine.model))
+    try:
+        engine.load_training_state(base / "saved" / "by_one" / "broken")
+    except CheckpointError as error:
+        results["refusal"] = error.message
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> TwoRanks:
+    """A folder with models and what one and two ranks saved of them; what each rank says; where one rank got to."""
+    base = tmp_path_factory.mktemp("two_ranks")
+    make_model(base / "hf" / "untied", "llama", **ODD)
+    make_model(base / "hf" / "tied", "qwen3", tie_word_embeddings=True, **ODD)
+    one = engine_of(base / "hf" / "untied")
+    train(one, range(1))
+    save(one, base / "saved" / "by_one", base / "hf" / "untied")
+    train(one, range(1, 2))
+    shutil.copytree(base / "saved" / "by_one" / "training", base / "saved" / "by_one" / "broken")
+    (data,) = (base / "saved" / "by_one" / "broken").glob("*.distcp")
+    truncate(data)
+    return base, run_ranks(run_as_rank, 2, base), hf_weights(one.model)
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_the_shards_of_two_ranks_make_a_whole_version(name: str, two_ranks: TwoRanks):
+    _, ranks, _ = two_ranks
+    manifest = merge_reports(2, [rank[name][0] for rank in ranks])
+    transport = MemoryTransport()
+    for rank in ranks:
+        assert rank[name][1], "a rank wrote nothing"
+        transport.buckets |= rank[name][1]
+    published = ranks[0][name][2]
+    found = {entry.name: torch.empty(entry.shape, dtype=torch.bfloat16) for entry in manifest.tensors}
+    asyncio.run(read_version(transport, manifest, found.__getitem__))
+    assert same(found, {name: tensor.bfloat16() for name, tensor in published.items()})
+    assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
+    assert ("lm_head.weight" in found) == (name == "untied")
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_what_two_ranks_saved_one_rank_continues(name: str, two_ranks: TwoRanks):
+    base, ranks, _ = two_ranks
+    engine = engine_of(base / "hf" / name)
+    engine.load_training_state(base / "saved" / name / "training")
+    assert engine.version == 2
+    assert same(hf_weights(engine.model), ranks[0][name][2])
+    train(engine, range(2, 3))
+    found, expected = hf_weights(engine.model), ranks[0][name][3]
+    assert max(float((found[key] - expected[key]).abs().max()) for key in expected) < 1e-5
+    assert max(float((found[key] - ranks[0][name][2][key]).abs().max()) for key in expected) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_what_two_ranks_exported_opens_in_transformers(name: str, two_ranks: TwoRanks):
+    base, ranks, _ = two_ranks
+    folder = base / "saved" / name / "model"
+    assert same(load_file(folder / "model.safetensors"), ranks[0][name][2])
+    assert logits_of(folder).isfinite().all()
+
+
+def test_what_one_rank_saved_two_ranks_continue(two_ranks: TwoRanks):
+    _, ranks, expected = two_ranks
+    for rank in ranks:
+        version, found = rank["continued"]
+        assert version == 2
+        assert max(float((found[key] - expected[key]).abs().max()) for key in expected) < 1e-5
+
+
+def test_two_ranks_refuse_a_damaged_training_state(two_ranks: TwoRanks):
+    _, ranks, _ = two_ranks
+    for rank in ranks:
+        assert "by_one/broken cannot be read" in rank["refusal"]
+
+
+def test_a_run_continues_with_and_without_recomputing(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    plain, recomputing = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf", recompute=True)
+    train(recomputing, range(1))
+    save(recomputing, tmp_path / "saved", tmp_path / "hf")
+    plain.load_training_state(tmp_path / "saved" / "training")
+    assert same(hf_weights(plain.model), hf_weights(recomputing.model))
+
+
+def test_a_training_state_that_cannot_be_written_is_an_error(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file/training cannot be written: .*Not a directory") as caught:
+        engine_of(tmp_path / "hf").save(tmp_path / "file", tmp_path / "hf")
+    assert "--out" in caught.value.mend

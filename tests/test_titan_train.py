@@ -1,0 +1,287 @@
+"""The training step against plain PyTorch with transformers' model, and against itself: cut, recomputed, sharded."""
+
+import copy
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.data.packing import Packed
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ForgeError
+from forge_rl.metrics import Max, Mean, merge_all, reduce
+from forge_rl.types import Batch
+from tests.fakes import empty_row, hf_weights, make_model, packed, random_batch, run_ranks
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.1, warmup_steps=2, decay="linear")
+LOSS = ClippedSurrogate()
+TOTAL_STEPS = 5
+ODD: dict[str, object] = {
+    "hidden_size": 25,
+    "intermediate_size": 41,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+}
+"""No dimension of it can be halved but the attention's."""
+
+
+def engine_of(folder: Path, **settings: Any) -> TitanEngine:
+    return TitanEngine(folder, **{"dtype": torch.float32, "row_tokens": 64, "optimizer": OPTIMIZER, **settings})
+
+
+def step(engine: TitanEngine, laid: Packed, *, loss: ClippedSurrogate = LOSS, temperature: float = 1.0) -> dict:
+    return engine.train_step(
+        laid.rows, loss, trained_tokens=laid.trained_tokens, temperature=temperature, total_steps=TOTAL_STEPS
+    )
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Largest difference of two sets of weights."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def moved(engine: TitanEngine, before: dict[str, torch.Tensor]) -> float:
+    return furthest(hf_weights(engine.model), before)
+
+
+@dataclass
+class Plain:
+    """The same training in a few lines: one episode at a time, transformers' model, PyTorch's unfused AdamW."""
+
+    model: torch.nn.Module
+    kl_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False
+        )
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+
+    def logprobs(self, model: torch.nn.Module, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits = model(ids[None]).logits[0, :-1] / temperature
+        return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+    def step(self, batch: Batch, lr: float, temperature: float) -> tuple[float, float]:
+        """Loss and gradient norm before clipping."""
+        losses, tokens = [], 0
+        advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
+        for episode, advantage in zip(batch.episodes, advantages.flatten(), strict=True):
+            for segment in episode.segments:
+                ids = torch.tensor(segment.token_ids)
+                trained = torch.tensor(segment.trained[1:])
+                logprobs = self.logprobs(self.model, ids, temperature)[trained]
+                ratio = (logprobs - torch.tensor(segment.logprobs[1:])[trained]).exp()
+                losses.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum())
+                if self.kl_coef:
+                    gap = logprobs - self.logprobs(self.reference, ids, temperature)[trained]
+                    losses.append(self.kl_coef * (gap**2 / 2).sum())
+                tokens += int(trained.sum())
+        loss = torch.stack(losses).sum() / tokens
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        return float(loss.detach()), float(norm)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "temperature", "kl_coef"),
+    [("llama", False, 1.0, 0.0), ("llama", True, 0.7, 0.0), ("qwen3", True, 1.0, 0.3), ("qwen3", False, 1.0, 0.0)],
+)
+def test_steps_are_those_of_plain_pytorch(family: str, tied: bool, temperature: float, kl_coef: float, tmp_path: Path):
+    plain = Plain(make_model(tmp_path, family, tie_word_embeddings=tied), kl_coef)
+    engine = engine_of(tmp_path, reference=kl_coef > 0)
+    loss = ClippedSurrogate(kl_coef=kl_coef)
+    before = hf_weights(engine.model)
+    # Warm-up over 2 steps to 1e-3, then linear over the 3 that are left.
+    for seed, lr in enumerate([0.5e-3, 1e-3, 1e-3]):
+        batch = random_batch(seed, vocab=43)
+        metrics = reduce(step(engine, packed(batch), loss=loss, temperature=temperature))
+        expected_loss, expected_norm = plain.step(batch, lr, temperature)
+        assert metrics["lr"] == pytest.approx(lr)
+        assert metrics["loss"] == pytest.approx(expected_loss, abs=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(expected_norm, rel=1e-4)
+        assert metrics["grad_norm"] > 0.1, "the clip is not tested"
+        assert 0 < metrics["loss/clipped"] < 1
+    assert engine.version == 3
+    assert moved(engine, before) > 1e-3
+    # AdamW divides by the root of its second moment, which magnifies rounding where a gradient is near 0.
+    assert furthest(hf_weights(engine.model), plain.weights()) < 1e-5
+
+
+def test_metrics_of_a_step_are_those_of_its_tokens(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path)
+    batch = random_batch(0, vocab=43)
+    laid = packed(batch)
+    before = engine.logprobs(laid.rows, temperature=1.0)
+    metrics = step(engine, laid)
+    gaps = torch.cat([(found - row.behaviour)[row.mask] for row, found in zip(laid.rows, before, strict=True)]).abs()
+    found = reduce(metrics)
+    assert found["tokens/trained"] == len(gaps) == laid.trained_tokens == sum(e.response_tokens for e in batch.episodes)
+    assert found["logprob_gap"] == pytest.approx(float(gaps.mean()), rel=1e-5)
+    assert found["logprob_gap/max"] == pytest.approx(float(gaps.max()), rel=1e-5)
+    assert 0 < found["entropy"] < math.log(43)
+    assert isinstance(metrics["loss"], Mean)
+    assert isinstance(metrics["grad_norm"], Max)
+
+
+def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
+    make_model(tmp_path)
+    start = None
+    results = []
+    for settings in ({"row_tokens": 256}, {"row_tokens": 32}, {"row_tokens": 64, "share_prefixes": False}):
+        engine = engine_of(tmp_path, row_tokens=256)
+        start = hf_weights(engine.model)
+        laids = [packed(random_batch(seed, vocab=43, groups=3), **settings) for seed in range(2)]
+        metrics = [reduce(step(engine, laid)) for laid in laids]
+        results.append((len(laids[0].rows), metrics, hf_weights(engine.model)))
+    (one, metrics, weights), *others = results
+    assert one == 1
+    for rows, other_metrics, other_weights in others:
+        assert rows > 1
+        assert furthest(weights, other_weights) < 1e-5
+        for mine, theirs in zip(metrics, other_metrics, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    assert furthest(weights, start) > 1e-3
+
+
+def test_recomputing_activations_changes_nothing(tmp_path: Path):
+    make_model(tmp_path)
+    kept, recomputed = engine_of(tmp_path), engine_of(tmp_path, recompute=True)
+    laid = packed(random_batch(0, vocab=43))
+    assert reduce(step(kept, laid)) == reduce(step(recomputed, laid))
+    assert furthest(hf_weights(kept.model), hf_weights(recomputed.model)) == 0
+
+
+def test_recomputing_activations_runs_the_layers_twice(tmp_path: Path):
+    make_model(tmp_path)
+    counts = []
+    for recompute in (False, True):
+        engine = engine_of(tmp_path, recompute=recompute)
+        calls: list[int] = []
+        for module in engine.model.modules():
+            if type(module).__name__ == "DenseMaskAttention":
+                module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        step(engine, packed(random_batch(0, vocab=43), row_tokens=256))
+        counts.append(len(calls))
+    assert counts == [2, 4]
+
+
+def test_the_reference_stays_where_it_started(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path, reference=True)
+    laid = packed(random_batch(0, vocab=43))
+    loss = ClippedSurrogate(kl_coef=0.1)
+    assert reduce(step(engine, laid, loss=loss))["loss/kl"] == pytest.approx(0, abs=1e-9)
+    assert reduce(step(engine, laid, loss=loss))["loss/kl"] > 1e-4
+    assert furthest(hf_weights(engine._reference), hf_weights(engine_of(tmp_path).model)) == 0
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A loss whose gradient is not finite."""
+
+    value: float
+
+    def __call__(self, logprobs: torch.Tensor, *_: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return (logprobs * self.value).sum(), {}
+
+
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "nan"), (float("inf"), "nan|inf")])
+def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(value: float, said: str, tmp_path: Path):
+    make_model(tmp_path)
+    engine, other = engine_of(tmp_path), engine_of(tmp_path)
+    first, second = (packed(random_batch(seed, vocab=43)) for seed in (0, 1))
+    step(engine, first)
+    before = hf_weights(engine.model)
+    with pytest.raises(ForgeError, match=f"gradient norm of step 2 is ({said})") as caught:
+        step(engine, second, loss=Broken(value))  # type: ignore[arg-type]
+    assert "--trainer.optimizer.lr" in caught.value.mend
+    assert furthest(hf_weights(engine.model), before) == 0
+    assert engine.version == 1
+    step(engine, second)
+    for laid in (first, second):
+        step(other, laid)
+    assert furthest(hf_weights(engine.model), hf_weights(other.model)) == 0, "something of the bad gradient stayed"
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True)])
+def test_bfloat16_is_close_and_keeps_float32_weights(family: str, tied: bool, tmp_path: Path):
+    make_model(tmp_path, family, tie_word_embeddings=tied)
+    exact, rounded = engine_of(tmp_path), engine_of(tmp_path, dtype=torch.bfloat16)
+    laid = packed(random_batch(0, vocab=43))
+    for one, other in zip(
+        exact.logprobs(laid.rows, temperature=1.0), rounded.logprobs(laid.rows, temperature=1.0), strict=True
+    ):
+        assert other.dtype == torch.float32
+        assert 0 < (one - other).abs().max() < 0.1
+    expected, found = reduce(step(exact, laid)), reduce(step(rounded, laid))
+    assert found["loss"] == pytest.approx(expected["loss"], abs=0.02)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    weights = hf_weights(rounded.model)
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert any((tensor != tensor.bfloat16().float()).any() for tensor in weights.values())
+    # A first step of AdamW moves each weight by about lr in the gradient's direction; few directions may differ.
+    differ = [(weights[name] - tensor).abs() > 1e-4 for name, tensor in hf_weights(exact.model).items()]
+    assert sum(int(d.sum()) for d in differ) < 0.05 * sum(d.numel() for d in differ)
+
+
+def batches() -> list[Batch]:
+    return [random_batch(seed, vocab=43, groups=3) for seed in range(3)]
+
+
+def train_as_rank(rank: int, folders: dict[str, Path]) -> dict[str, tuple[list[dict], dict[str, torch.Tensor]]]:
+    """Three steps on each model, the last with nothing for rank 1; metrics and whole weights."""
+    results = {}
+    for name, folder in folders.items():
+        engine = engine_of(folder, recompute=name == "llama tied")
+        metrics = []
+        for batch in batches()[:2]:
+            laid = packed(batch, ranks=2, row_tokens=32)
+            assert len(laid.rows) > 2
+            metrics.append(_rank_step(engine, laid, laid.rows[rank::2]))
+        laid = packed(batches()[2], row_tokens=256)
+        metrics.append(_rank_step(engine, laid, [laid.rows[0], empty_row()][rank : rank + 1]))
+        results[name] = (metrics, hf_weights(engine.model))
+    return results
+
+
+def _rank_step(engine: TitanEngine, laid: Packed, rows: Any) -> dict:
+    return engine.train_step(rows, LOSS, trained_tokens=laid.trained_tokens, temperature=1.0, total_steps=TOTAL_STEPS)
+
+
+def test_two_ranks_train_as_one(tmp_path: Path):
+    folders = {}
+    for family in ("llama", "qwen3"):
+        for tied in (False, True):
+            name = f"{family} {'tied' if tied else 'untied'}"
+            folders[name] = tmp_path / name
+            make_model(folders[name], family, tie_word_embeddings=tied, **ODD)
+    ranks = run_ranks(train_as_rank, 2, folders)
+    for name, folder in folders.items():
+        engine = engine_of(folder, row_tokens=256)
+        before = hf_weights(engine.model)
+        for index, batch in enumerate(batches()):
+            alone = reduce(step(engine, packed(batch, row_tokens=256)))
+            parts = [rank[name][0][index] for rank in ranks]
+            assert parts[0]["grad_norm"] == parts[1]["grad_norm"]
+            together = reduce(merge_all(parts))
+            assert together.keys() == alone.keys()
+            for metric, value in alone.items():
+                assert together[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, index, metric)
+        assert moved(engine, before) > 1e-3
+        for rank in ranks:
+            assert furthest(hf_weights(engine.model), rank[name][1]) < 1e-5, name
