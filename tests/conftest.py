@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis  # noqa: F401  its pytest plugin would import it at the end, while Monarch's threads still run
 import pytest
 
 ROOT = Path(__file__).parent.parent

@@ -1,29 +1,22 @@
-"""Shared by tests: a transport in memory, actors for real processes, small random models, and batches for them."""
+"""Shared by tests: a transport in memory, small random models and batches for them, ranks. Actors: fake_actors.py."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import multiprocessing
 import os
 import pickle
 import socket
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from monarch.actor import concurrent_endpoint
 
 from forge_rl.data.packing import Layout, Packed, Row, pack
 from forge_rl.errors import WeightsError
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.types import Batch, Episode, Group, Task, Turn
-from forge_rl.weights.buckets import Transport
 from forge_rl.weights.manifest import Manifest, Shard, TensorEntry
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
@@ -222,90 +215,3 @@ def _rank(
     except BaseException:
         results.put((rank, traceback.format_exc()))
         raise
-
-
-class FakeActor(ServiceActor):
-    """Does what it is told."""
-
-    def __init__(self, name: str = "") -> None:
-        self._name = name
-        self._gate = asyncio.Event()
-
-    @concurrent_endpoint
-    async def echo(self, value: object) -> tuple[str, object]:
-        return self._name, value
-
-    @concurrent_endpoint
-    async def fail(self, error: Exception) -> None:
-        raise error
-
-    @concurrent_endpoint
-    async def hang(self) -> None:
-        await self._gate.wait()
-
-    @concurrent_endpoint
-    async def release(self) -> None:
-        self._gate.set()
-
-    @concurrent_endpoint
-    async def exit(self, status: int) -> None:
-        os._exit(status)
-
-    @concurrent_endpoint
-    async def rank_of(self, rank: int, fails: int | None = None) -> int:
-        """Its rank; or the rank that fails does, and all others hang, as in a collective."""
-        if fails == rank:
-            raise ValueError(f"rank {rank} says no")
-        if fails is not None:
-            await self._gate.wait()
-        return rank
-
-    @concurrent_endpoint
-    async def say(self, text: str) -> int:
-        """Print, natively and from a child too; the child lives on, and its pid is returned."""
-        print(text, flush=True)
-        os.write(2, f"natively {text}\n".encode())
-        child = await asyncio.create_subprocess_exec("sh", "-c", f"echo child {text}; exec sleep 300")
-        return child.pid
-
-    @concurrent_endpoint
-    async def environment(self, name: str) -> str | None:
-        return os.environ.get(name)
-
-    @concurrent_endpoint
-    async def fetch(self, transport: Transport, key: str) -> list[int]:
-        return (await transport.get(key)).tolist()
-
-
-def new_service_name() -> str:
-    """Monarch tells of a dead mesh late, by its name, to whoever controls the process by then."""
-    return f"fake{next(_NUMBERS)}"
-
-
-@contextlib.asynccontextmanager
-async def cluster(logs: Path) -> AsyncIterator[tuple[Cluster, Faults]]:
-    """A cluster and its faults, as a controller has them."""
-    made, faults = Cluster(logs), Faults()
-    faults.install()  # stays: Monarch's own hook would interrupt the tests that follow
-    try:
-        yield made, faults
-    finally:
-        faults.closing = True
-        await made.close()
-
-
-@contextlib.asynccontextmanager
-async def fake_service(logs: Path, *, replicas: int = 1, ranks: int = 1) -> AsyncIterator[tuple[Service, Faults]]:
-    """A service of FakeActors, watched."""
-    async with cluster(logs) as (made, faults):
-        service = Service(new_service_name(), made, faults)
-        try:
-            for index in range(replicas):
-                await service.watch(service.spawn(FakeActor, f"actor {index}", ranks=ranks), deadline_s=60)
-            yield service, faults
-        finally:
-            faults.closing = True
-            await service.stop()
-
-
-_NUMBERS = itertools.count()

@@ -1,6 +1,7 @@
 """Buckets: what is written comes back, cut anywhere, from any number of ranks, and damage is noticed."""
 
 import asyncio
+import gc
 
 import pytest
 import torch
@@ -159,3 +160,47 @@ def test_a_missing_bucket_is_noticed():
             await read_back(transport, manifest)
 
     asyncio.run(main())
+
+
+class FailingTransport(MemoryTransport):
+    """Fails at the given call."""
+
+    def __init__(self, *, put: int = -1, get: int = -1) -> None:
+        super().__init__()
+        self.left = {"put": put, "get": get}
+
+    def _count(self, what: str) -> None:
+        self.left[what] -= 1
+        if self.left[what] == 0:
+            raise WeightsError(f"{what} failed")
+
+    async def put(self, key: str, bucket: torch.Tensor) -> None:
+        await asyncio.sleep(0)
+        self._count("put")
+        await super().put(key, bucket)
+
+    async def get(self, key: str) -> torch.Tensor:
+        await asyncio.sleep(0)
+        self._count("get")
+        return await super().get(key)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_transport_that_fails_at_any_bucket_is_told(at: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    tensors = random_tensors([(3,), (4,), (5,)])
+    unseen: list[dict] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        with pytest.raises(WeightsError, match="put failed"):
+            await publish(FailingTransport(put=at), tensors, ranks=1, dtype=torch.float32)
+        transport = FailingTransport(get=at)
+        manifest = await publish(transport, tensors, ranks=1, dtype=torch.float32)
+        with pytest.raises(WeightsError, match="get failed"):
+            await read_back(transport, manifest)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+    gc.collect()
+    assert unseen == []

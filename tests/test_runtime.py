@@ -15,7 +15,7 @@ from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ServiceError
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from tests.conftest import ROOT
-from tests.fakes import FakeActor, cluster, fake_service, new_service_name
+from tests.fake_actors import FakeActor, cluster, fake_service, new_service_name, pid_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -37,7 +37,7 @@ def test_calls_are_answered(tmp_path: Path):
             first, second = service.replicas
             assert await service.call(first, "echo", {"a": (1, 2)}, deadline_s=LONG_S) == ("actor 0", {"a": (1, 2)})
             assert await service.call(second, "echo", None, deadline_s=LONG_S) == ("actor 1", None)
-            assert {*first.pids, *second.pids}.isdisjoint({os.getpid()})
+            assert len({os.getpid(), await pid_of(service, 0), await pid_of(service, 1)}) == 3
             assert faults.seen == []
             assert faults.waiting_for() is None
 
@@ -90,16 +90,16 @@ def test_what_takes_too_long_is_named(tmp_path: Path):
                 await service.call(replica, "hang", deadline_s=0.2)
             assert (call.value.service, call.value.replica, call.value.call) == (service.name, 0, "hang")
 
-            with pytest.raises(DeadlineError, match="phase train did not end within its 0.2 s") as phase:
-                with faults.deadline("train", 0.2):
-                    await service.call(replica, "hang", deadline_s=LONG_S)
+            late = r"phase train did not end within its 0.2 s"
+            with pytest.raises(DeadlineError, match=late) as phase, faults.deadline("train", 0.2):
+                await service.call(replica, "hang", deadline_s=LONG_S)
             assert (phase.value.service, phase.value.replica, phase.value.call) == (service.name, 0, "hang")
             assert replica.in_flight == 0
             assert faults.waiting_for() is None
             assert await service.call(replica, "echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
 
             # A process that is stopped is not dead; whoever calls it is told.
-            os.kill(replica.pids[0], signal.SIGSTOP)
+            os.kill(await pid_of(service), signal.SIGSTOP)
             with pytest.raises(DeadlineError) as stopped:
                 await service.call(replica, "echo", 1, deadline_s=0.5)
             assert (stopped.value.service, stopped.value.replica, stopped.value.call) == (service.name, 0, "echo")
@@ -114,7 +114,7 @@ def test_a_process_killed_during_a_call_is_named_with_its_cause(number: signal.S
         async with fake_service(tmp_path) as (service, faults):
             (replica,) = service.replicas
             hanging = await in_flight(service, "hang")
-            os.kill(replica.pids[0], number)
+            os.kill(await pid_of(service), number)
             with pytest.raises(ServiceError, match=number.name) as caught:
                 await hanging
             assert type(caught.value) is ServiceError
@@ -143,17 +143,18 @@ def test_an_exit_during_a_call_is_named_with_its_status(tmp_path: Path):
 def test_a_process_killed_while_idle_is_noticed_and_left_out(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path, replicas=2) as (service, faults):
-            os.kill(service.replicas[0].pids[0], signal.SIGKILL)
+            os.kill(await pid_of(service, 0), signal.SIGKILL)
             error = await asyncio.wait_for(faults.wait(), LONG_S)
             assert (error.service, error.replica) == (service.name, 0)
             assert "SIGKILL" in error.message
             assert [replica.alive for replica in service.replicas] == [False, True]
             for i in range(3):
                 assert await service.route("echo", i, deadline_s=LONG_S) == ("actor 1", i)
-            os.kill(service.replicas[1].pids[0], signal.SIGKILL)
+            os.kill(await pid_of(service, 1), signal.SIGKILL)
             await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
-            with pytest.raises(ServiceError, match="no replica is alive"):
+            with pytest.raises(ServiceError, match="SIGKILL") as dead:
                 await service.route("echo", 1, deadline_s=LONG_S)
+            assert (dead.value.service, dead.value.replica, dead.value.call) == (service.name, 0, "echo")
             # A new replica takes its place.
             fresh = service.spawn(FakeActor, "fresh")
             await service.watch(fresh, deadline_s=LONG_S)
@@ -166,7 +167,7 @@ def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait(tmp_p
     async def main() -> None:
         async with fake_service(tmp_path, ranks=2) as (service, faults):
             (replica,) = service.replicas
-            assert len(set(replica.pids)) == 2
+            assert await pid_of(service, rank=0) != await pid_of(service, rank=1)
             assert await service.call_ranks(replica, "rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
             for bad in (0, 1):
                 with pytest.raises(ServiceError, match=f"ValueError: rank {bad} says no"):
@@ -176,7 +177,7 @@ def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait(tmp_p
             # One rank's death is the replica's.
             calls = asyncio.create_task(service.call_ranks(replica, "hang", lambda _: (), deadline_s=LONG_S))
             await service.call(replica, "echo", 0, deadline_s=LONG_S, rank=0)
-            os.kill(replica.pids[1], signal.SIGKILL)
+            os.kill(await pid_of(service, rank=1), signal.SIGKILL)
             with pytest.raises(ServiceError, match="SIGKILL"):
                 await calls
             assert not replica.alive
@@ -185,27 +186,32 @@ def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait(tmp_p
     asyncio.run(main())
 
 
-def test_output_goes_to_the_log_and_stopping_ends_children_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     async def main() -> None:
-        async with fake_service(tmp_path) as (service, faults):
+        async with fake_service(tmp_path) as (service, _):
             (replica,) = service.replicas
-            child = psutil.Process(await service.call(replica, "say", "hello", deadline_s=LONG_S))
-            process = psutil.Process(replica.pids[0])
+            await service.call(replica, "say", "hello", deadline_s=LONG_S)
             assert replica.log == tmp_path / f"{service.name}-0.log"
-            assert child.parent() == process
+            assert {"hello", "natively hello", "child hello"} <= set(replica.log.read_text().splitlines())
+
+    asyncio.run(main())
+    assert "hello" not in "".join(capfd.readouterr())
+
+
+def test_stopping_ends_the_processes_and_is_no_fault(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path, replicas=2) as (service, faults):
+            processes = [psutil.Process(await pid_of(service, replica)) for replica in range(2)]
             faults.closing = True
             await service.stop()
             assert service.replicas == []
-            psutil.wait_procs([child, process], timeout=30)
-            assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-            assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            _, alive = psutil.wait_procs(processes, timeout=30)
+            assert alive == []
             assert faults.seen == []
+            with pytest.raises(ServiceError, match="no replica is alive"):
+                await service.route("echo", 1, deadline_s=LONG_S)
 
     asyncio.run(main())
-    (log,) = tmp_path.iterdir()
-    lines = log.read_text().splitlines()
-    assert {"hello", "natively hello", "child hello"} <= set(lines)
-    assert "hello" not in "".join(capfd.readouterr())
 
 
 def test_each_mesh_has_its_own_environment(tmp_path: Path):
@@ -250,11 +256,11 @@ def test_busy_time_is_that_with_a_call_in_flight(tmp_path: Path):
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from tests.fakes import fake_service
+from tests.fake_actors import fake_service, pid_of
 
 async def main():
     async with fake_service(Path(sys.argv[1]), replicas=2) as (service, _):
-        print(*(pid for replica in service.replicas for pid in replica.pids), flush=True)
+        print(*[await pid_of(service, replica) for replica in range(2)], flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(main())

@@ -71,6 +71,9 @@ class RunConfig:
     environment: Environment.Config = field(default_factory=Environment.Config)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
+        if self.out is not None:
+            object.__setattr__(self, "out", Path(self.out))
         for name, least in (
             ("steps", 1),
             ("groups_per_batch", 1),

@@ -176,7 +176,7 @@ class Service:
 
     async def route(self, method: str, *args: object, deadline_s: float) -> Any:
         """Call the living replica with the fewest requests in flight; raises as `call` does."""
-        if not any(replica.alive for replica in self.replicas):
+        if self.replicas and not any(replica.alive for replica in self.replicas):
             first = min(self.replicas, key=lambda replica: replica.index)
             raise self._error(ServiceError, first, method, first.death.result())
         replica = self.replicas[least_loaded(self.name, self.replicas)]

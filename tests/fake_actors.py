@@ -1,0 +1,113 @@
+"""A fake service of real actors on real processes. Imports little, as each of its processes imports it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from monarch.actor import concurrent_endpoint
+
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.service import Service, ServiceActor
+
+if TYPE_CHECKING:
+    from forge_rl.weights.buckets import Transport
+
+
+class FakeActor(ServiceActor):
+    """Does what it is told."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+        self._gate = asyncio.Event()
+
+    @concurrent_endpoint
+    async def echo(self, value: object) -> tuple[str, object]:
+        return self._name, value
+
+    @concurrent_endpoint
+    async def fail(self, error: Exception) -> None:
+        raise error
+
+    @concurrent_endpoint
+    async def hang(self) -> None:
+        await self._gate.wait()
+
+    @concurrent_endpoint
+    async def release(self) -> None:
+        self._gate.set()
+
+    @concurrent_endpoint
+    async def exit(self, status: int) -> None:
+        os._exit(status)
+
+    @concurrent_endpoint
+    async def rank_of(self, rank: int, fails: int | None = None) -> int:
+        """Its rank; or the rank that fails does, and all others hang, as in a collective."""
+        if fails == rank:
+            raise ValueError(f"rank {rank} says no")
+        if fails is not None:
+            await self._gate.wait()
+        return rank
+
+    @concurrent_endpoint
+    async def say(self, text: str) -> None:
+        """Print, natively and from a child too."""
+        print(text, flush=True)
+        os.write(2, f"natively {text}\n".encode())
+        child = await asyncio.create_subprocess_exec("echo", f"child {text}")
+        await child.wait()
+
+    @concurrent_endpoint
+    async def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @concurrent_endpoint
+    async def fetch(self, transport: Transport, key: str) -> list[int]:
+        return (await transport.get(key)).tolist()
+
+
+async def pid_of(service: Service, replica: int = 0, rank: int = 0) -> int:
+    """The process of a rank of a replica."""
+    pid: int = await service.call(service.replicas[replica], "process_id", deadline_s=60, rank=rank)
+    return pid
+
+
+def new_service_name() -> str:
+    """Monarch tells of a dead mesh late, by its name, to whoever controls the process by then."""
+    return f"fake{next(_NUMBERS)}"
+
+
+@contextlib.asynccontextmanager
+async def cluster(logs: Path) -> AsyncIterator[tuple[Cluster, Faults]]:
+    """A cluster and its faults, as a controller has them."""
+    made, faults = Cluster(logs), Faults()
+    faults.install()  # stays: Monarch's own hook would interrupt the tests that follow
+    try:
+        yield made, faults
+    finally:
+        faults.closing = True
+        await made.close()
+
+
+@contextlib.asynccontextmanager
+async def fake_service(logs: Path, *, replicas: int = 1, ranks: int = 1) -> AsyncIterator[tuple[Service, Faults]]:
+    """A service of FakeActors, watched."""
+    async with cluster(logs) as (made, faults):
+        service = Service(new_service_name(), made, faults)
+        try:
+            for index in range(replicas):
+                await service.watch(service.spawn(FakeActor, f"actor {index}", ranks=ranks), deadline_s=60)
+            yield service, faults
+        finally:
+            faults.closing = True
+            await service.stop()
+
+
+_NUMBERS = itertools.count()
