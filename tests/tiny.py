@@ -14,7 +14,7 @@ from recipes.grpo import Config as GRPOConfig
 from recipes.grpo import step
 
 
-def make_tiny_model(folder: Path, tokenizer_from: Path) -> Path:
+def make_tiny_model(folder: Path, tokenizer_from: Path, *, tied: bool = True) -> Path:
     """A random Llama of 3 M parameters with the bundled model's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,7 +28,7 @@ def make_tiny_model(folder: Path, tokenizer_from: Path) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,

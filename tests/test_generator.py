@@ -1,0 +1,113 @@
+"""The generator on a real vLLM engine: weights from the store, attested, and logprobs that are transformers' own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.errors import AttestationError, ConfigError, WeightsError
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.services.generator import Generator, attest
+from forge_rl.services.weights import WeightStore
+from forge_rl.types import Sampling, Turn
+from forge_rl.weights.buckets import LocalShard, write_shards
+from forge_rl.weights.manifest import Manifest, TensorEntry
+from tests.tiny import make_tiny_model
+
+PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
+
+
+async def publish(store: WeightStore, model: torch.nn.Module, version: int) -> Manifest:
+    """What a trainer of one rank does."""
+    shards = [
+        LocalShard(name=name, shape=tuple(weight.shape), start=0, values=weight)
+        for name, weight in model.named_parameters()
+    ]
+    async with store.publishing(version) as publication:
+        reports = await write_shards(store.transport, shards, version=version, rank=0, dtype=torch.float32)
+        return await publication.commit([reports])
+
+
+def gap(model: torch.nn.Module, turn: Turn) -> float:
+    """Largest difference between the engine's logprobs and transformers'."""
+    ids = torch.tensor(turn.prompt_ids + turn.token_ids)
+    with torch.no_grad():
+        logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
+    expected = logprobs[:-1].gather(1, ids[1:, None])[len(turn.prompt_ids) - 1 :, 0]
+    return float((expected - torch.tensor(turn.logprobs)).abs().max())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_engine_computes_with_the_weights_that_were_published_last(tied: bool, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), tied=tied)
+    asyncio.run(_check_engine(folder, tmp_path))
+
+
+async def _check_engine(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    cluster, faults = Cluster(tmp_path / "logs"), Faults()
+    faults.install()
+    config = Generator.Config(dtype="float32", max_model_tokens=128, max_new_tokens=8, kv_cache_gib=0.25)
+    try:
+        store = await WeightStore.start(WeightStore.Config(), cluster, faults, deadline_s=120)
+        generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=240)
+        with pytest.raises(WeightsError, match="no weights"):
+            await generator.generate(PROMPT)
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for version in (3, 4):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(1 + 0.2 * torch.randn_like(weight))
+            await publish(store, model, version)
+            assert await generator.load(store) == version
+            turns = await asyncio.gather(
+                *[generator.generate(PROMPT, Sampling(max_tokens=8, seed=seed)) for seed in range(6)]
+            )
+            for turn in turns:
+                assert gap(model, turn) < 1e-4
+                assert set(turn.versions) == {version}
+                assert turn.prompt_ids == PROMPT
+        assert 0 < generator.attested_in_place <= 1
+
+        again = await generator.generate(PROMPT, Sampling(max_tokens=8, seed=0))
+        assert again.token_ids == turns[0].token_ids, "a seed decides an answer"
+        assert isinstance(await generator.chat("What is 2 + 3?"), str)
+        with pytest.raises(ConfigError, match=r"--generator\.max-model-tokens"):
+            await generator.generate(PROMPT * 10)
+
+        manifest = await publish(store, model, 5)
+        key = manifest.buckets[0]
+        bucket = await store.transport.get(key)
+        bucket[4096] ^= 1  # one bit of one weight
+        await store.transport.delete(key)
+        await store.transport.put(key, bucket)
+        with pytest.raises(AttestationError, match=r"1 of \d+ tensors differ: model\.embed_tokens"):
+            await generator.load(store, 5)
+
+        await generator.stop()
+        await store.stop()
+    finally:
+        faults.closing = True
+        await cluster.close()
+
+
+def test_attestation_names_the_tensors_that_differ() -> None:
+    entries = tuple(
+        TensorEntry(name=name, shape=(2,), dtype="float32", fingerprint=number, shards=())
+        for number, name in enumerate("abc")
+    )
+    manifest = Manifest(version=1, tensors=entries)
+    attest(manifest, {"a": 0, "b": 1, "c": 2}, "an engine")
+    with pytest.raises(
+        AttestationError, match="an engine holds other weights than version 1: 1 of 3 tensors differ: b"
+    ):
+        attest(manifest, {"a": 0, "b": 7, "c": 2}, "an engine")
+    with pytest.raises(AttestationError, match="2 of 3 tensors differ: b, c"):
+        attest(manifest, {"a": 0}, "an engine")
