@@ -42,6 +42,10 @@ class MemoryTransport:
     async def delete(self, key: str) -> None:
         self.buckets.pop(key, None)
 
+    async def delete_version(self, version: int) -> None:
+        for key in [key for key in self.buckets if key.startswith(f"{version}/")]:
+            del self.buckets[key]
+
 
 def manifest_of(version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
     """A manifest of whole tensors, in one bucket."""

@@ -154,6 +154,8 @@ def test_a_version_that_fails_is_never_seen(tmp_path: Path):
                 await forget()
             with pytest.raises(WeightsError, match="elements of 'a' for version 2"):
                 await half()
+            with pytest.raises(WeightsError, match="no bucket 2/0/0"):
+                await store.transport.get("2/0/0")
             assert await store.latest() == 1
             with pytest.raises(WeightsError, match="there is no version 2 of the weights; held: 1"):
                 async with store.lease(2):

@@ -43,7 +43,7 @@ def choose_folder(config: object, recipe: str, out: Path | None) -> Path:
         number += 1
 
 
-def prepare_folder(folder: Path, config: object, *, bytes_needed: int) -> int:
+def prepare_folder(folder: Path, config: object) -> int:
     """Make the folder, lock it for this process, and write what the run is made of.
 
     Returns:
@@ -62,12 +62,6 @@ def prepare_folder(folder: Path, config: object, *, bytes_needed: int) -> int:
             raise CheckpointError(
                 f"another process runs in {folder}", mend="wait for it, stop it, or choose another --out"
             ) from None
-        free = shutil.disk_usage(folder).free
-        if free < bytes_needed:
-            raise CheckpointError(
-                f"a run writes about {bytes_needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free",
-                mend="free space, choose another --out, or set --checkpoint-every 0",
-            )
         (folder / "config.json").write_text(json.dumps(as_json(config), indent=1) + "\n")
         (folder / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
     except OSError as error:
@@ -76,6 +70,20 @@ def prepare_folder(folder: Path, config: object, *, bytes_needed: int) -> int:
             mend="free space, or choose another --out",
         ) from error
     return lock
+
+
+def check_space(folder: Path, bytes_needed: int) -> None:
+    """Make sure of room for a run's checkpoints before hours are spent on it.
+
+    Raises:
+        CheckpointError: there is less; says how much is needed and how much there is.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < bytes_needed:
+        raise CheckpointError(
+            f"the checkpoints of this run take {bytes_needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free",
+            mend="free space, choose another --out, lower --keep-checkpoints, or set --checkpoint-every 0",
+        )
 
 
 def versions() -> dict[str, str]:

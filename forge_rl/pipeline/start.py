@@ -31,7 +31,7 @@ from forge_rl.metrics import (
     WandbSink,
 )
 from forge_rl.pipeline.config import RunConfig
-from forge_rl.pipeline.folder import as_json, choose_folder, prepare_folder
+from forge_rl.pipeline.folder import as_json, check_space, choose_folder, prepare_folder
 from forge_rl.pipeline.rollouts import Rollouts, Shape
 from forge_rl.pipeline.run import Run
 from forge_rl.runtime.cluster import Cluster
@@ -63,7 +63,6 @@ class Starting(Generic[C]):
     async def open(self) -> Run[C]:
         """For an interactive session: the run stays open until `await run.close()` or until Python ends."""
         run = await self._context.__aenter__()
-
         run._close = lambda: self._context.__aexit__(None, None, None)
         return run
 
@@ -99,7 +98,7 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
     )
     mixture = Mixture(sources, {name: spec.weight for name, spec in zip(sources, specs, strict=True)})
     held_out = mixture.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
-    lock = prepare_folder(folder, config, bytes_needed=0)
+    lock = prepare_folder(folder, config)
     display = Display(config.display, phase_clock=clock)
     log = RunLog(display, *_sinks(config, folder), episodes=EpisodeSink(folder / "episodes.jsonl"))
     run = Run(config, folder, clock, faults, log)
@@ -117,7 +116,10 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
             )
         )
         faults.install()
-        run._model = await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)
+        model = await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)
+        run._model = model.resolve()
+        if config.checkpoint_every:
+            check_space(folder, _checkpoint_bytes(run._model) * (config.keep_checkpoints + 1))
         await _start_services(run, cluster, faults, display, reward, environment, checkpoint)
         run.mixture, run.held_out = mixture, held_out
         run.tokenizer = Tokenizer(run._model)
@@ -156,6 +158,11 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
         finally:
             log.close()
             os.close(lock)
+
+
+def _checkpoint_bytes(model: Path) -> int:
+    """About what a checkpoint takes: weights, two moments and the exported copy, where the model is in bfloat16."""
+    return 7 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
 def _sinks(config: RunConfig, folder: Path) -> list[Sink]:

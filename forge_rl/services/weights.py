@@ -70,9 +70,11 @@ class WeightStore:
             if not publication.committed:
                 with contextlib.suppress(Exception):  # the first error is the one to report
                     await self._call("abort", version, str(error) or type(error).__name__)
+                    await self.transport.delete_version(version)
             raise
         if not publication.committed:
             await self._call("abort", version, "nothing was committed")
+            await self.transport.delete_version(version)
             raise WeightsError(f"version {version} was not committed")
 
     @contextlib.asynccontextmanager

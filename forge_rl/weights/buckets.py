@@ -29,6 +29,9 @@ class Transport(Protocol):
     async def delete(self, key: str) -> None:
         """Free a bucket; nothing happens if it is not there."""
 
+    async def delete_version(self, version: int) -> None:
+        """Free all buckets of a version, also those that no manifest names because its publish was given up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalShard:

@@ -54,6 +54,11 @@ class TorchStoreTransport:
         if await client.exists(key):
             await client.delete(key)
 
+    async def delete_version(self, version: int) -> None:
+        for key in await self._client().keys():
+            if key.startswith(f"{version}/"):
+                await self.delete(key)
+
     def _client(self) -> _Client:
         from torchstore.client import LocalClient
 
@@ -66,6 +71,7 @@ class _Client(Protocol):
     async def put(self, key: str, value: torch.Tensor) -> None: ...
     async def get(self, key: str) -> torch.Tensor: ...
     async def exists(self, key: str) -> bool: ...
+    async def keys(self) -> list[str]: ...
     async def delete(self, key: str) -> None: ...
 
 
