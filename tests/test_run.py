@@ -42,6 +42,7 @@ class Command:
         )
         self.lines: list[str] = []
         self._changed = threading.Condition()
+        self._ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.seen: set[psutil.Process] = set()
@@ -52,7 +53,9 @@ class Command:
             with self._changed:
                 self.lines.append(line.rstrip())
                 self._changed.notify_all()
+        self.process.wait()  # its output ends a moment before it does
         with self._changed:
+            self._ended = True
             self._changed.notify_all()
 
     def wait_for(self, pattern: str, timeout_s: float = 240.0) -> str:
@@ -62,7 +65,7 @@ class Command:
             return next((line for line in self.lines if re.search(pattern, line)), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
+            self._changed.wait_for(lambda: found() or self._ended, timeout_s)
         line = found()
         assert line is not None, f"no line matches {pattern!r}:\n" + "\n".join(self.lines)
         self.seen |= set(self.children())
@@ -75,8 +78,10 @@ class Command:
             return []
 
     def end(self, timeout_s: float = 120.0) -> int:
-        status = self.process.wait(timeout_s)
-        self._reader.join(10)
+        self._reader.join(timeout_s)
+        assert self._ended, f"it runs after {timeout_s} s:\n{self.output}"
+        status = self.process.returncode
+        assert status is not None
         return status
 
     def strays(self) -> list[psutil.Process]:
@@ -137,7 +142,7 @@ def test_two_steps_of_grpo_on_the_bundled_model_leave_a_whole_run_folder(
         *("--eval-every", "2", "--checkpoint-every", "2", "--out", str(out), "--display", "plain"),
     )
     commands.append(command)
-    command.wait_for("step  0/2")
+    command.wait_for("step +0/2")
     assert command.end(300) == 0, command.output
 
     rows = metrics(out)
