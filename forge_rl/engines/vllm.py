@@ -160,11 +160,6 @@ class VLLMEngine:
         await self._llm.reset_prefix_cache()
         return LoadReport(**report)
 
-    async def version(self) -> int | None:
-        """Version of the weights that the engine serves; None before the first load."""
-        version = await self._llm.get_weight_version()
-        return int(version) if version.isdecimal() else None
-
     def close(self) -> None:
         """End the engine's processes."""
         self._closing = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -52,8 +51,7 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
         terminated = True
         task.cancel()
 
-    with contextlib.suppress(NotImplementedError):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
     try:
         await main(config)
     except asyncio.CancelledError:
