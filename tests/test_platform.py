@@ -17,21 +17,9 @@ def test_a_named_format_is_taken(name: str, dtype: torch.dtype):
     assert resolve_dtype(name) is dtype
 
 
-@pytest.mark.parametrize(
-    ("device", "avx512", "amx", "dtype"),
-    [
-        ("cuda", False, False, torch.bfloat16),
-        ("cpu", True, False, torch.bfloat16),
-        ("cpu", False, True, torch.bfloat16),
-        ("cpu", False, False, torch.float32),
-    ],
-)
-def test_auto_takes_bfloat16_where_the_hardware_has_it(
-    device: str, avx512: bool, amx: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.bfloat16), ("cpu", torch.float32)])
+def test_auto_takes_bfloat16_on_cuda_only(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(platform, "device_type", lambda: device)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert resolve_dtype("auto") is dtype
 
 

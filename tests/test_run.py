@@ -147,7 +147,7 @@ def test_two_steps_of_grpo_on_the_bundled_model_leave_a_whole_run_folder(
 
     rows = metrics(out)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[1]["logprob_gap"] <= 1e-4 or rows[1]["logprob_gap"] <= 2e-2, "float32, or bfloat16 where it is native"
+    assert rows[1]["logprob_gap"] <= 1e-4
     assert rows[1]["lag/max"] == 0
     for name in ("loss", "entropy", "grad_norm", "logprob_gap/max", "seconds/rollout", "seconds/train", "busy/trainer"):
         assert name in rows[1], name

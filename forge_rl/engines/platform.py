@@ -26,15 +26,15 @@ def local_device(rank: int) -> torch.device:
 
 
 def resolve_dtype(name: Dtype) -> torch.dtype:
-    """The number format to compute in. auto: bfloat16 where the hardware has it, else float32.
+    """The number format to compute in. auto: bfloat16 on CUDA, float32 on CPU.
 
-    A CPU without AVX-512 BF16 or AMX emulates bfloat16, 5 to 10 times slower than float32.
+    The small models that a CPU trains lose most by rounding: SmolLM2-135M's logprobs differ by 0.03 on average between
+    trainer and engine in bfloat16, by 1e-5 in float32. And a CPU without AVX-512 BF16 or AMX only emulates bfloat16.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    native = device_type() == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if device_type() == "cuda" else torch.float32
 
 
 def cpu_cores() -> int:

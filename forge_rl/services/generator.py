@@ -37,7 +37,7 @@ class Generator:
         replicas: int = 1
         """vLLM engines: one for each GPU that decodes, or some on a CPU."""
         dtype: Dtype = "auto"
-        """Format of the engines' weights and activations. auto takes bfloat16 where the hardware has it."""
+        """Format of the engines' weights and activations. auto is bfloat16 on CUDA, float32 on CPU."""
         max_model_tokens: int = 1024
         """Longest prompt and answer together."""
         max_new_tokens: int = 16

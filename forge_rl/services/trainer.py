@@ -41,8 +41,8 @@ class Trainer:
         ranks: int = 1
         """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU."""
         dtype: Dtype = "auto"
-        """Format of forward and backward; weights and optimizer state are float32. auto takes bfloat16 where the
-        hardware has it."""
+        """Format of forward and backward; weights and optimizer state are float32. auto is bfloat16 on
+        CUDA, float32 on CPU."""
         row_tokens: int = 1024
         """Most tokens of a packed row, which is one microbatch; also the longest sequence that can be trained."""
         recompute: bool = False
