@@ -2,8 +2,11 @@
 
 import contextlib
 import getpass
+import mmap
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -66,6 +69,33 @@ def nothing_left() -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"processes are left: {sorted(left)}"
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder in shared memory; fails a test that leaves something in it."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="tests-"))
+    yield folder
+    left = [str(path) for path in folder.rglob("*")]
+    shutil.rmtree(folder)
+    assert not left
+
+
+@pytest.fixture
+def small_shm() -> Iterator[Path]:
+    """A file system in memory with room for 16 pages."""
+    folder = Path(tempfile.mkdtemp())
+    command = ["mount", "-t", "tmpfs", "-o", f"size={16 * mmap.PAGESIZE}", "tmpfs", folder]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True)
+        if mounted.returncode:
+            pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+        yield folder
+        left = [str(path) for path in folder.rglob("*")]
+        subprocess.run(["umount", "-l", folder], check=True)
+        assert not left
+    finally:
+        folder.rmdir()
 
 
 @pytest.fixture(scope="module")

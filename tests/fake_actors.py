@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.cluster import Cluster, local_hosts
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
 
@@ -94,6 +95,23 @@ async def cluster(logs: Path) -> AsyncIterator[tuple[Cluster, Faults]]:
     finally:
         faults.closing = True
         await made.close()
+
+
+@contextlib.asynccontextmanager
+async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Faults]]:
+    """A cluster with other hosts beside this one, each a Monarch host of its own; nothing of them is left."""
+    faults = Faults()
+    faults.install()
+    async with local_hosts(names) as hosts:
+        made = Cluster(logs, hosts=hosts)
+        try:
+            yield made, faults
+        finally:
+            processes = psutil.Process().children(recursive=True)
+            faults.closing = True
+            await made.close()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=30)
+    assert not alive, f"processes are left: {alive}"
 
 
 @contextlib.asynccontextmanager

@@ -1,81 +1,39 @@
-"""Shared by tests: a transport in memory, small random models and batches for them, ranks. Actors: fake_actors.py."""
+"""Shared by tests: manifests, small random models and batches for them, ranks. Actors: fake_actors.py."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forge_rl.data.packing import Layout, Packed, Row, pack
-from forge_rl.errors import WeightsError
 from forge_rl.types import Batch, Episode, Group, Task, Turn
-from forge_rl.weights.manifest import Manifest, Shard, TensorEntry
+from forge_rl.weights.manifest import Bucket, Manifest, TensorEntry
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
 
 
-class MemoryTransport:
-    """Buckets in this process, as `Transport` says."""
-
-    def __init__(self) -> None:
-        self.buckets: dict[str, torch.Tensor] = {}
-
-    async def put(self, key: str, bucket: torch.Tensor) -> None:
-        assert key not in self.buckets, f"bucket {key} is written twice"
-        assert bucket.dtype == torch.uint8
-        assert bucket.ndim == 1
-        self.buckets[key] = bucket.clone()
-
-    async def get(self, key: str) -> torch.Tensor:
-        if key not in self.buckets:
-            raise WeightsError(f"there is no bucket {key}")
-        return self.buckets[key]
-
-    async def delete(self, key: str) -> None:
-        self.buckets.pop(key, None)
-
-    async def delete_version(self, version: int) -> None:
-        for key in [key for key in self.buckets if key.startswith(f"{version}/")]:
-            del self.buckets[key]
-
-
-def manifest_of(version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
-    """A manifest of whole tensors, in one bucket."""
+def manifest_of(version: int, sizes: Mapping[str, int]) -> Manifest:
+    """A manifest of one tensor of so many bytes in each of these buckets; their keys may be of older versions."""
     return Manifest(
         version=version,
         tensors=tuple(
-            TensorEntry(
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                fingerprint=0,
-                shards=(Shard(bucket=f"{version}/0/0", offset=0, start=0, elements=tensor.numel()),),
-            )
-            for name, tensor in tensors.items()
+            TensorEntry(name=f"w{place}", shape=(size,), dtype="uint8", bucket=key, offset=0)
+            for place, (key, size) in enumerate(sizes.items())
         ),
+        buckets=tuple(Bucket(key=key, bytes=size) for key, size in sizes.items()),
     )
 
 
 def manifest_of_bytes(version: int, size: int) -> Manifest:
-    """A manifest of one tensor of so many bytes."""
-    return manifest_of(version, {"w": torch.empty(size, dtype=torch.uint8)})
-
-
-def open_files() -> set[tuple[str, str]]:
-    """This process's file descriptors, with what they point to."""
-    found = set()
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that lists the folder
-            found.add((path.name, os.readlink(path)))
-    return {entry for entry in found if not entry[1].startswith("/proc/")}
+    """A manifest of one tensor of so many bytes, in a bucket of its own."""
+    return manifest_of(version, {f"{version}/0": size})
 
 
 def batch_of(*groups: Sequence[tuple[float, list[tuple[list[int], list[int]]]]], version: int = 0) -> Batch:

@@ -1,9 +1,11 @@
-"""Names of weights: torchtitan's and Hugging Face's are one to one."""
+"""Names of weights: torchtitan's and Hugging Face's are one to one, and a stack of experts is one for each."""
 
 import pytest
+import torch
 
 from forge_rl.errors import ModelError
-from forge_rl.weights.names import from_hf, to_hf
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.names import from_hf, parts, to_hf
 
 TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -20,6 +22,7 @@ LAYER = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
+    "moe.router.gate": "mlp.gate",
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
@@ -28,16 +31,103 @@ PAIRS = TOP | {
     for layer in (0, 7, 31, 127)
     for ours, theirs in LAYER.items()
 }
+STACK = {"w1_EFD": "gate_proj", "w3_EFD": "up_proj", "w2_EDF": "down_proj"}
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS.items())
 def test_names_map_both_ways(ours: str, theirs: str):
     assert to_hf(ours) == theirs
-    assert from_hf(theirs) == ours
+    assert from_hf(theirs) == (ours, None)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), STACK.items())
+def test_names_of_experts_map_both_ways(ours: str, theirs: str):
+    stack = f"layers.12.moe.routed_experts.inner_experts.{ours}"
+    assert to_hf(stack, 103) == f"model.layers.12.mlp.experts.103.{theirs}.weight"
+    assert from_hf(f"model.layers.12.mlp.experts.103.{theirs}.weight") == (stack, 103)
 
 
 def test_no_two_names_meet():
     assert len({to_hf(ours) for ours in PAIRS}) == len(PAIRS)
+
+
+def test_a_weight_is_one_part_and_its_box_stays():
+    box = Box(start=(2, 0), size=(3, 8))
+    (part,) = parts("layers.0.attention.wo.weight", (8, 8), box)
+    assert (part.name, part.shape, part.box) == ("model.layers.0.self_attn.o_proj.weight", (8, 8), box)
+    values = torch.randn(3, 8)
+    assert part.of(values) is values
+
+
+def test_a_block_of_a_stack_is_a_view_of_each_expert_in_it():
+    box = Box(start=(4, 0, 2), size=(2, 3, 5))  # experts 4 and 5, columns 2 to 6
+    values = torch.randn(2, 3, 5)
+    found = list(parts("layers.1.moe.routed_experts.inner_experts.w2_EDF", (8, 3, 9), box))
+    assert [part.name for part in found] == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (4, 5)]
+    for row, part in enumerate(found):
+        assert part.shape == (3, 9)
+        assert part.box == Box(start=(0, 2), size=(3, 5))
+        assert torch.equal(part.of(values), values[row])
+        assert part.of(values).untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+
+
+def test_a_block_without_experts_has_no_parts():
+    empty = Box(start=(8, 0, 0), size=(0, 3, 9))
+    assert not list(parts("layers.1.moe.routed_experts.inner_experts.w1_EFD", (8, 3, 9), empty))
+
+
+@pytest.fixture(scope="module")
+def moe() -> torch.nn.Module:
+    """torchtitan's random Qwen3 of two MoE layers with three experts."""
+    from torchtitan.models import qwen3
+    from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+
+    import forge_rl.engines.titan  # noqa: F401  sets torchtitan up for CPU
+
+    layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=8,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=4,
+        moe_hidden_dim=6,
+        num_experts=3,
+        top_k=2,
+        fuse_qkv=False,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(dim=4, max_seq_len=8),
+    )
+    config = qwen3.Qwen3Model.Config(
+        vocab_size=10,
+        dim=8,
+        norm=qwen3._qwen3_norm(8),
+        tok_embeddings=Embedding.Config(num_embeddings=10, embedding_dim=8, param_init=qwen3._EMBEDDING_INIT),
+        lm_head=Linear.Config(in_features=8, out_features=10, param_init=qwen3._LINEAR_INIT),
+        layers=layers,
+    )
+    model: torch.nn.Module = config.build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def test_names_and_orientation_are_those_of_torchtitans_own_adapter(moe: torch.nn.Module):
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+    state = {name: parameter.detach() for name, parameter in moe.named_parameters()}
+    ours = {part.name: part.of(values) for name, values in state.items() for part in parts(name, values.shape)}
+    theirs = Qwen3StateDictAdapter(moe.config, None).to_hf(state)
+    assert ours.keys() == theirs.keys()
+    assert "model.layers.1.mlp.experts.2.down_proj.weight" in ours
+    for name, values in theirs.items():
+        assert torch.equal(ours[name], values), name
+    back = {name: torch.zeros_like(values) for name, values in state.items()}
+    for name, values in theirs.items():
+        weight, expert = from_hf(name)
+        (back[weight] if expert is None else back[weight][expert]).copy_(values)
+    assert all(torch.equal(back[name], values) for name, values in state.items())
 
 
 @pytest.mark.parametrize(
@@ -46,7 +136,8 @@ def test_no_two_names_meet():
         "",
         "layers.0.attention.wo.bias",
         "layers.x.attention.wo.weight",
-        "layers.0.moe.router.gate.weight",
+        "layers.0.moe.shared_experts.w1.weight",
+        "layers.0.moe.routed_experts.inner_experts.w1_EFD",
         "model.layers.0.self_attn.o_proj.weight",
         "tok_embeddings.weight.extra",
     ],
@@ -63,7 +154,8 @@ def test_an_unknown_torchtitan_name_is_refused(name: str):
         "",
         "model.layers.0.self_attn.q_proj.bias",
         "model.layers.0.self_attn.q_proj.lora_A.weight",
-        "model.layers.0.mlp.experts.3.up_proj.weight",
+        "model.layers.0.mlp.experts.up_proj.weight",
+        "model.layers.0.mlp.experts.3.gate_up_proj.weight",
         "layers.0.attention.wo.weight",
         "transformer.h.0.attn.c_attn.weight",
     ],
@@ -72,3 +164,11 @@ def test_an_unknown_hugging_face_name_is_refused(name: str):
     with pytest.raises(ModelError, match="neither the Llama nor the Qwen3") as caught:
         from_hf(name)
     assert repr(name) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0.attention.wo.weight", "layers.0.moe.routed_experts.inner_experts.w4_EFD", "norm.weight"]
+)
+def test_what_is_no_stack_has_no_experts(name: str):
+    with pytest.raises(ModelError, match="no Hugging Face name"):
+        to_hf(name, 0)

@@ -12,10 +12,12 @@ import psutil
 import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ServiceError
+from forge_rl.runtime import service as service_module
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from tests.conftest import ROOT
-from tests.fake_actors import FakeActor, cluster, fake_service, new_service_name, pid_of
+from tests.fake_actors import FakeActor, cluster, cluster_of, fake_service, new_service_name, pid_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -253,33 +255,126 @@ def test_busy_time_is_that_with_a_call_in_flight(tmp_path: Path):
     asyncio.run(main())
 
 
+def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
+    async def main() -> None:
+        async with cluster_of(tmp_path, "a", "b") as (made, faults):
+            assert made.hosts == (THIS_HOST, "a", "b")
+            service = Service(new_service_name(), made, faults)
+            with pytest.raises(ConfigError, match="there is no host 'c'") as unknown:
+                service.spawn(FakeActor, host="c")
+            assert "local, a, b" in unknown.value.mend
+            assert service.replicas == []
+
+            for host in ("a", "b", THIS_HOST):
+                env = {"FORGE_RL_FAKE": host}
+                replica = service.spawn(FakeActor, f"on {host}", ranks=2, env=env, host=host)
+                await service.watch(replica, deadline_s=LONG_S)
+                assert replica.host == host
+                assert dict(replica.mesh.extent) == {"ranks": 2}
+                assert await service.call(replica, "environment", "FORGE_RL_FAKE", deadline_s=LONG_S, rank=1) == host
+                assert await service.call_ranks(replica, "rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
+                await service.call(replica, "say", f"hello from {host}", deadline_s=LONG_S, rank=1)
+                assert {f"hello from {host}", f"child hello from {host}"} <= set(replica.log.read_text().splitlines())
+            parents = [psutil.Process(await pid_of(service, i, rank)).ppid() for i in range(3) for rank in range(2)]
+            assert len(set(parents[0:2])) == len(set(parents[2:4])) == 1
+            assert len({os.getpid(), *parents}) == 3
+            assert set(parents[4:6]) == {os.getpid()}
+
+            # A death there is noticed as it is here.
+            os.kill(await pid_of(service, 0, rank=1), signal.SIGKILL)
+            error = await asyncio.wait_for(faults.wait(), LONG_S)
+            assert (error.service, error.replica) == (service.name, 0)
+            assert "SIGKILL" in error.message
+            assert [replica.alive for replica in service.replicas] == [False, True, True]
+            # So is that of a whole host.
+            os.kill(parents[2], signal.SIGKILL)
+            await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
+            faults.closing = True
+            await service.stop()
+
+    asyncio.run(main())
+
+
+def test_a_process_on_another_machine_is_not_taken_for_one_of_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        async with cluster_of(tmp_path, "far") as (made, faults):
+            service = Service(new_service_name(), made, faults)
+            replica = service.spawn(FakeActor, host="far")
+            monkeypatch.setattr(service_module, "_process_space", lambda: "another machine")
+            await service.watch(replica, deadline_s=LONG_S)
+            assert replica.watched == []
+            # Monarch tells of its death.
+            hanging = await in_flight(service, "hang")
+            os.kill(await pid_of(service), signal.SIGKILL)
+            with pytest.raises(ServiceError, match="SIGKILL") as caught:
+                await hanging
+            assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "hang")
+            assert [(fault.service, fault.replica) for fault in faults.seen] == [(service.name, 0)]
+            assert not replica.alive
+            faults.closing = True
+            await service.stop()
+
+    asyncio.run(main())
+
+
+class Hosts:
+    """As a Monarch job gives them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def size(self) -> int:
+        return self._count
+
+
+def test_hosts_are_named_one_by_one(tmp_path: Path):
+    assert Cluster(tmp_path, hosts={"a": Hosts(1)}).hosts == (THIS_HOST, "a")
+    with pytest.raises(ConfigError, match="'a' names 2 hosts"):
+        Cluster(tmp_path, hosts={"a": Hosts(2)})
+    with pytest.raises(ConfigError, match="'local' is the host of the controller"):
+        Cluster(tmp_path, hosts={THIS_HOST: Hosts(1)})
+
+
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from tests.fake_actors import fake_service, pid_of
+import psutil
+from forge_rl.runtime.service import Service
+from tests.fake_actors import FakeActor, cluster_of, new_service_name
 
 async def main():
-    async with fake_service(Path(sys.argv[1]), replicas=2) as (service, _):
-        print(*[await pid_of(service, replica) for replica in range(2)], flush=True)
+    async with cluster_of(Path(sys.argv[1]), *sys.argv[2:]) as (cluster, faults):
+        service = Service(new_service_name(), cluster, faults)
+        for host in cluster.hosts:
+            await service.watch(service.spawn(FakeActor, host=host), deadline_s=60)
+        print(*[process.pid for process in psutil.Process().children(recursive=True)], flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(main())
 """
 
 
-def test_processes_end_with_a_controller_that_is_killed(tmp_path: Path):
+@pytest.mark.parametrize("hosts", [(), ("a", "b")])
+def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], tmp_path: Path):
+    (tmp_path / "tmp").mkdir()
     controller = subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CONTROLLER, str(tmp_path), *hosts],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert controller.stdout is not None
         children = [psutil.Process(int(pid)) for pid in controller.stdout.readline().split()]
-        assert len(children) == 2
+        assert len(children) >= 1 + 2 * len(hosts) + bool(hosts)
         assert all(child.is_running() for child in children)
+        assert len(list((tmp_path / "tmp").glob("monarch_process_job_*"))) == bool(hosts)
         controller.kill()
         controller.wait()
         _, alive = psutil.wait_procs(children, timeout=60)
         assert alive == []
+        assert list((tmp_path / "tmp").glob("monarch_process_job_*")) == []
     finally:
         with contextlib.suppress(ProcessLookupError):
             controller.kill()

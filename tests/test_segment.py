@@ -1,29 +1,26 @@
-"""Segments: another process reads the weights by reference, and nothing is left of them."""
+"""Segments: private, checked by readers, mapped once, and nothing is left of them."""
 
 import errno
 import gc
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights import segment as segment_module
-from forge_rl.weights.manifest import Manifest
-from forge_rl.weights.segment import Segment, SegmentRef, read_segment
-from tests.fakes import manifest_of, open_files
+from forge_rl.weights import segment as module
+from forge_rl.weights.manifest import SegmentRef
+from forge_rl.weights.segment import PAGE, check, create, create_anonymous, readable, release, renew, writable
 
-TENSORS = {
-    "a": torch.arange(15, dtype=torch.float32).view(5, 3),
-    "b": torch.tensor([True, False, True]),
-    "c": torch.linspace(-1, 1, 77).bfloat16(),
-    "d": torch.tensor([[1 << 40]]),
-}
-MANIFEST = manifest_of(4, TENSORS)
+SIZE = 5000
 
 
 @pytest.fixture(scope="module")
@@ -33,110 +30,273 @@ def other() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def filled() -> Segment:
-    segment = Segment(MANIFEST)
-    for name, tensor in TENSORS.items():
-        segment.tensor(name).copy_(tensor)
-    return segment
+@pytest.fixture(autouse=True)
+def nothing_mapped() -> Iterator[None]:
+    """No test leaves a mapping to the next."""
+    yield
+    for path, _ in list(module._MAPPINGS._held):
+        module._MAPPINGS.release(path)
 
 
-def read_all(ref: SegmentRef, manifest: Manifest) -> dict[str, list]:
-    return {entry.name: tensor.tolist() for entry, tensor in read_segment(ref, manifest)}
+def filled(path: Path) -> SegmentRef:
+    ref = create(path, SIZE)
+    writable(ref).copy_(pattern())
+    return ref
 
 
-def read_and_scribble(ref: SegmentRef, manifest: Manifest) -> int:
-    """Overwrite what was read; returns the pid."""
-    for _, tensor in read_segment(ref, manifest):
-        tensor.zero_()
-    return os.getpid()
+def pattern() -> torch.Tensor:
+    return (torch.arange(SIZE) % 251).to(torch.uint8)
 
 
-def test_another_process_reads_by_reference(other: ProcessPoolExecutor):
-    with filled() as segment:
-        assert other.submit(read_all, segment.ref, MANIFEST).result() == {n: t.tolist() for n, t in TENSORS.items()}
+def sum_of(ref: SegmentRef) -> tuple[int, int]:
+    """The reader's process, and what it read."""
+    total = int(readable(ref).sum())
+    check(ref)
+    return os.getpid(), total
 
 
-def test_entries_come_in_the_manifest_s_order_with_their_shapes():
-    with filled() as segment:
-        for (entry, tensor), expected in zip(read_segment(segment.ref, MANIFEST), MANIFEST.tensors, strict=True):
-            assert entry == expected
-            assert (tuple(tensor.shape), str(tensor.dtype)) == (entry.shape, f"torch.{entry.dtype}")
+def files_and_mappings(name: str) -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(name)
 
 
-def test_a_reader_cannot_change_the_weights(other: ProcessPoolExecutor):
-    with filled() as segment:
-        assert other.submit(read_and_scribble, segment.ref, MANIFEST).result() != os.getpid()
-        assert all(torch.equal(segment.tensor(name), tensor) for name, tensor in TENSORS.items())
+def test_another_process_reads_what_was_written(tmp_path: Path, other: ProcessPoolExecutor):
+    pid, total = other.submit(sum_of, filled(tmp_path / "s")).result()
+    assert (pid != os.getpid(), total) == (True, int(pattern().sum()))
 
 
-def test_a_segment_that_is_gone_is_an_error_with_its_version(other: ProcessPoolExecutor):
-    with filled() as segment:
-        ref = segment.ref
-    with pytest.raises(WeightsError, match=r"segment of version 4 cannot be opened \(No such file"):
-        other.submit(read_all, ref, MANIFEST).result()
+def test_a_segment_is_this_user_s_alone_with_its_header_before_its_bytes(tmp_path: Path):
+    previous = os.umask(0)
+    try:
+        ref = filled(tmp_path / "s")
+    finally:
+        os.umask(previous)
+    status = os.stat(ref.path)
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == PAGE + SIZE
+    assert status.st_blocks * 512 >= PAGE + SIZE, "its memory is taken at once"
+    raw = Path(ref.path).read_bytes()
+    assert raw[:8] == b"forge_rl"
+    assert raw[8:24].hex() == ref.token
+    assert int.from_bytes(raw[24:32], "little") == ref.bytes == SIZE
+    assert raw[PAGE:] == bytes(pattern().tolist())
 
 
-def test_a_process_that_is_gone_is_an_error():
-    child = multiprocessing.get_context("fork").Process(target=int)
-    child.start()
-    child.join()
-    with pytest.raises(WeightsError, match="the process that read it has ended"):
-        list(read_segment(SegmentRef(pid=child.pid, fd=3), MANIFEST))
+def test_fresh_segments_are_zero_and_have_tokens_of_their_own(tmp_path: Path):
+    refs = [create(tmp_path / str(i), SIZE) for i in range(20)]
+    assert len({ref.token for ref in refs}) == 20
+    assert not readable(refs[0]).any()
 
 
-def test_a_segment_of_another_size_is_refused():
-    other_manifest = manifest_of(5, {"a": torch.zeros(1000)})
-    with filled() as segment, pytest.raises(WeightsError, match="version 5 has 384 bytes, its manifest says 4032"):
-        list(read_segment(segment.ref, other_manifest))
+def test_an_existing_file_is_not_taken(tmp_path: Path):
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(FileExistsError):
+        create(tmp_path / "s", SIZE)
+    assert (tmp_path / "s").read_text() == "mine"
 
 
-def test_a_segment_with_no_room_is_refused_before_any_memory_is_taken(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(segment_module, "_available_bytes", lambda: 383)
-    files = open_files()
-    with pytest.raises(WeightsError, match="version 4 in shared memory: 384 bytes are needed, 383 are free") as caught:
-        Segment(MANIFEST)
-    assert "fewer generator replicas" in caught.value.mend
-    assert open_files() == files
-
-
-def test_a_refusal_of_the_system_is_told_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch):
+def test_a_segment_that_finds_no_room_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(fd: int, start: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    files = open_files()
-    with pytest.raises(WeightsError, match=r"384 bytes are needed \(No space left on device\)"):
-        Segment(MANIFEST)
-    assert open_files() == files
+    before = files_and_mappings("s")
+    for make in (lambda: create(tmp_path / "s", SIZE), lambda: create_anonymous(SIZE)):
+        with pytest.raises(OSError, match="No space left"):
+            make()
+    assert list(tmp_path.iterdir()) == []
+    assert files_and_mappings("s") == before
 
 
-def test_the_free_memory_is_that_of_this_machine():
-    page = os.sysconf("SC_PAGE_SIZE")
-    assert 0 < segment_module._available_bytes() <= os.sysconf("SC_PHYS_PAGES") * page
+def test_what_is_mapped_for_reading_cannot_be_written(tmp_path: Path):
+    # A write ends the process by a signal, so that it is tried in one of its own.
+    ref = filled(tmp_path / "s")
+    script = (
+        "import sys\n"
+        "from forge_rl.weights.manifest import SegmentRef\n"
+        "from forge_rl.weights.segment import readable\n"
+        f"values = readable({ref!r})\n"
+        "print(int(values[0]), flush=True)\n"
+        "values[0] = 77\n"
+        "print('written')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.stdout.split() == ["0"], done.stderr
+    assert done.returncode == -signal.SIGSEGV
+    assert torch.equal(readable(ref), pattern())
 
 
-def test_nothing_is_left_of_segments_and_their_readers():
-    gc.collect()
-    files, shared = open_files(), set(Path("/dev/shm").glob("*forge*"))
-    for _ in range(3):
-        with filled() as segment:
-            held = list(read_segment(segment.ref, MANIFEST))
-            first = next(read_segment(segment.ref, MANIFEST))  # a reader that stops early
+def test_a_reader_sees_later_writes_through_the_same_mapping(tmp_path: Path):
+    ref = filled(tmp_path / "s")
+    seen = readable(ref)
+    writable(ref).fill_(9)
+    assert (seen == 9).all()
+
+
+def test_a_segment_that_is_gone_is_told(tmp_path: Path):
+    ref = filled(tmp_path / "s")
+    held = readable(ref)
+    Path(ref.path).unlink()
+    for use in (readable, writable, check):
+        with pytest.raises(
+            WeightsError, match=r"cannot be opened \(No such file or directory\): it was freed"
+        ) as caught:
+            use(ref)
+        assert "publish the version again" in caught.value.mend
+    assert torch.equal(held, pattern()), "what was mapped stays readable"
+
+
+def test_a_segment_that_was_freed_is_refused(tmp_path: Path, other: ProcessPoolExecutor):
+    ref = filled(tmp_path / "s")
+    assert other.submit(sum_of, ref).result()[1]
+    again = renew(ref)
+    assert (again.path, again.bytes) == (ref.path, ref.bytes)
+    assert again.token != ref.token
+    for use in (readable, writable, check):
+        with pytest.raises(WeightsError, match="was freed and holds another version by now"):
+            use(ref)
+    # The other process has it mapped already, and notices all the same.
+    with pytest.raises(WeightsError, match="was freed and holds another version by now"):
+        other.submit(sum_of, ref).result()
+    assert other.submit(sum_of, again).result()[1] == int(pattern().sum())
+
+
+def test_a_segment_of_another_size_is_refused(tmp_path: Path):
+    ref = filled(tmp_path / "s")
+    with pytest.raises(WeightsError, match=f"has {SIZE} bytes, its manifest says {SIZE + 1}"):
+        readable(replace(ref, bytes=SIZE + 1))
+    os.truncate(ref.path, PAGE)
+    with pytest.raises(WeightsError, match=f"has 0 bytes, its manifest says {SIZE}"):
+        readable(ref)
+
+
+def test_a_mapped_segment_is_not_taken_for_one_of_another_size(tmp_path: Path):
+    ref = filled(tmp_path / "s")
+    readable(ref)
+    with pytest.raises(WeightsError, match="holds another version by now"):
+        readable(replace(ref, bytes=SIZE - 8))
+
+
+def test_what_is_no_segment_is_refused(tmp_path: Path):
+    path = tmp_path / "s"
+    path.write_bytes(bytes(PAGE + SIZE))
+    path.chmod(0o600)
+    with pytest.raises(WeightsError, match="is no segment of weights"):
+        readable(SegmentRef(path=str(path), bytes=SIZE, token="00" * 16))
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o601])
+def test_a_segment_that_others_could_touch_is_refused(tmp_path: Path, mode: int):
+    ref = filled(tmp_path / "s")
+    release(ref)
+    Path(ref.path).chmod(mode)
+    with pytest.raises(WeightsError, match=f"is not this user's alone: owner {os.geteuid()}, mode {mode:o}"):
+        readable(ref)
+
+
+def test_a_segment_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ref = filled(tmp_path / "s")
+    release(ref)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(WeightsError, match=f"is not this user's alone: owner {os.getuid()}, mode 600"):
+        readable(ref)
+
+
+def test_a_link_to_a_segment_is_refused(tmp_path: Path):
+    ref = filled(tmp_path / "s")
+    (tmp_path / "link").symlink_to(ref.path)
+    linked = replace(ref, path=str(tmp_path / "link"))
+    for use in (readable, writable):
+        with pytest.raises(WeightsError, match="cannot be opened"):
+            use(linked)
+    with pytest.raises(OSError, match="symbolic links"):
+        renew(linked)
+
+
+def test_refused_segments_leave_no_file_open(tmp_path: Path):
+    ref = filled(tmp_path / "s")
+    release(ref)
+    before = files_and_mappings(ref.path)
+    Path(ref.path).chmod(0o644)
+    for wrong in (ref, replace(ref, bytes=1), replace(ref, path=str(tmp_path))):
         with pytest.raises(WeightsError):
-            list(read_segment(segment.ref, MANIFEST))
-        del held, first, segment
-    gc.collect()
-    assert open_files() == files
-    assert set(Path("/dev/shm").glob("*forge*")) == shared
+            readable(wrong)
+    assert files_and_mappings(ref.path) == before
 
 
-def test_a_reader_keeps_what_it_mapped_when_the_segment_closes():
-    with filled() as segment:
-        held = {entry.name: tensor for entry, tensor in read_segment(segment.ref, MANIFEST)}
-    assert all(torch.equal(held[name], tensor) for name, tensor in TENSORS.items())
+def test_a_segment_is_mapped_once_however_often_it_is_read_and_renewed(tmp_path: Path):
+    ref = filled(tmp_path / "s")
+    first = readable(ref)
+    before = files_and_mappings(ref.path)
+    for _ in range(3):
+        ref = renew(ref)
+        assert readable(ref).data_ptr() == first.data_ptr()
+        check(ref)
+    assert files_and_mappings(ref.path) == before
+    del first
+    release(ref)
+    release(ref)  # nothing happens
+    assert files_and_mappings(ref.path)[1] == 0
 
 
-def test_an_empty_manifest_has_a_segment_too():
-    empty = Manifest(version=0, tensors=())
-    with Segment(empty) as segment:
-        assert list(read_segment(segment.ref, empty)) == []
+def test_another_file_of_the_same_name_is_mapped_anew(tmp_path: Path):
+    old = filled(tmp_path / "s")
+    held = readable(old)
+    before = files_and_mappings("/s")
+    keep = os.open(old.path, os.O_RDONLY)  # so that the new file does not get the old one's inode
+    Path(old.path).unlink()
+    new = create(tmp_path / "s", SIZE)
+    assert not readable(new).any()
+    with pytest.raises(WeightsError, match="holds another version by now"):
+        readable(old)
+    assert torch.equal(held, pattern())
+    del held
+    os.close(keep)
+    writable(new)
+    assert files_and_mappings("/s") == before
+
+
+def test_mappings_of_removed_segments_go_when_the_next_one_is_mapped(tmp_path: Path):
+    before, _ = files_and_mappings(str(tmp_path))
+    refs = [filled(tmp_path / f"s{i}") for i in range(3)]
+    with_three, mapped = files_and_mappings(str(tmp_path))
+    assert mapped == 3
+    each = (with_three - before) // 3
+    for ref in refs:
+        Path(ref.path).unlink()
+    kept = filled(tmp_path / "s3")
+    assert files_and_mappings(str(tmp_path)) == (before + each, 1)
+    release(kept)
+    assert files_and_mappings(str(tmp_path)) == (before, 0)
+
+
+def test_an_anonymous_segment_is_read_elsewhere_while_it_is_open(other: ProcessPoolExecutor):
+    before = files_and_mappings("forge_rl-weights")
+    for number in range(4):
+        ref, fd = create_anonymous(SIZE)
+        writable(ref).fill_(number)
+        assert other.submit(sum_of, ref).result()[1] == number * SIZE
+        assert int(readable(ref)[-1]) == number
+        release(ref)
+        os.close(fd)
+        with pytest.raises(WeightsError, match="cannot be opened"):
+            other.submit(sum_of, ref).result()
+        with pytest.raises(WeightsError, match="cannot be opened"):
+            readable(ref)
+    assert files_and_mappings("forge_rl-weights") == before
+
+
+def test_readers_of_anonymous_segments_keep_nothing_of_them(other: ProcessPoolExecutor):
+    held = []
+    for with_check in (True, True, True, False, False, False):
+        ref, fd = create_anonymous(SIZE)
+        other.submit(sum_of if with_check else readable_sum, ref).result()
+        os.close(fd)
+        held.append(other.submit(files_and_mappings, "forge_rl-weights").result())
+    assert held[:3] == [(held[0][0], 0)] * 3
+    # One that does not look again keeps the last one only, until the next takes its place.
+    assert held[3:] == [(held[3][0], 1)] * 3
+
+
+def readable_sum(ref: SegmentRef) -> int:
+    return int(readable(ref).sum())

@@ -12,12 +12,15 @@ from safetensors.torch import load_file
 
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.titan.shards import freeze, local_shards, named_weights, specs
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import CheckpointError
-from forge_rl.weights.buckets import read_version, write_shards
+from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.weights.boxes import Box
 from forge_rl.weights.fingerprint import fingerprint
-from forge_rl.weights.manifest import merge_reports
-from tests.fakes import MemoryTransport, hf_weights, make_model, packed, random_batch, run_ranks
+from forge_rl.weights.manifest import Manifest, complete, draft
+from forge_rl.weights.reading import read_boxes
+from tests.fake_host import forget, reserve, transport
+from tests.fakes import hf_weights, make_model, packed, random_batch, run_ranks
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -180,20 +183,36 @@ def test_an_export_of_a_spread_source_leaves_no_stale_index(tmp_path: Path):
     assert torch.equal(logits_of(tmp_path / "saved" / "model"), logits_of(tmp_path / "hf"))
 
 
+def read_whole(manifest: Manifest) -> dict[str, torch.Tensor]:
+    found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
+    boxes = {entry.name: Box.whole(entry.shape) for entry in manifest.tensors}
+    asyncio.run(read_boxes(transport(), manifest, boxes, found.__getitem__))
+    return found
+
+
+def publish(engine: TitanEngine, folder: Path, base: Manifest | None = None) -> Manifest:
+    """By one rank."""
+    drafted = draft(engine.specs(), version=engine.version, dtype=torch.bfloat16, base=base)
+    drafted = reserve(drafted, folder)
+    return complete(drafted, [asyncio.run(transport().write(drafted, engine.local_shards(), rank=0))])
+
+
 def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
     """Two steps, publish and save; a third step. Then continue what one rank saved, and try what is damaged."""
     results: dict[str, Any] = {}
     for name in ("untied", "tied"):
         engine = engine_of(base / "hf" / name)
         train(engine, range(2), rank=rank, ranks=2)
-        transport = MemoryTransport()
-        reports = asyncio.run(
-            write_shards(transport, engine.local_shards(), version=2, rank=rank, dtype=torch.bfloat16)
-        )
+        drafted = [draft(engine.specs(), version=2, dtype=torch.bfloat16)]
+        if rank == 0:
+            (base / "segments" / name).mkdir(parents=True)
+            drafted = [reserve(drafted[0], base / "segments" / name)]
+        torch.distributed.broadcast_object_list(drafted, src=0)
+        reports = asyncio.run(transport().write(drafted[0], engine.local_shards(), rank=rank))
         published = hf_weights(engine.model)
         save(engine, base / "saved" / name, base / "hf" / name)
         train(engine, range(2, 3), rank=rank, ranks=2)
-        results[name] = (reports, transport.buckets, published, hf_weights(engine.model))
+        results[name] = (reports, drafted[0], published, hf_weights(engine.model))
     engine = engine_of(base / "hf" / "untied")
     engine.load_training_state(base / "saved" / "by_one" / "training")
     train(engine, range(1, 2), rank=rank, ranks=2)
@@ -226,14 +245,11 @@ def two_ranks(
 @pytest.mark.parametrize("name", ["untied", "tied"])
 def test_the_shards_of_two_ranks_make_a_whole_version(name: str, two_ranks: TwoRanks):
     _, ranks, _ = two_ranks
-    manifest = merge_reports(2, [rank[name][0] for rank in ranks])
-    transport = MemoryTransport()
-    for rank in ranks:
-        assert rank[name][1], "a rank wrote nothing"
-        transport.buckets |= rank[name][1]
+    assert all(rank[name][0] for rank in ranks), "a rank wrote nothing"
+    manifest = complete(ranks[0][name][1], [rank[name][0] for rank in ranks])
     published = ranks[0][name][2]
-    found = {entry.name: torch.empty(entry.shape, dtype=torch.bfloat16) for entry in manifest.tensors}
-    asyncio.run(read_version(transport, manifest, found.__getitem__))
+    found = read_whole(manifest)
+    forget(manifest)
     assert same(found, {name: tensor.bfloat16() for name, tensor in published.items()})
     assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
     assert ("lm_head.weight" in found) == (name == "untied")
@@ -289,3 +305,117 @@ def test_a_training_state_that_cannot_be_written_is_an_error(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"file/training cannot be written: .*Not a directory") as caught:
         engine_of(tmp_path / "hf").save(tmp_path / "file", tmp_path / "hf")
     assert "--out" in caught.value.mend
+
+
+FROZEN = ("model.embed_tokens.*", "model.layers.[01].self_attn.*", "model.layers.0.mlp.up_proj.weight")
+
+
+def is_frozen(name: str) -> bool:
+    return "embed_tokens" in name or "self_attn" in name or name == "model.layers.0.mlp.up_proj.weight"
+
+
+def test_frozen_weights_stay_and_have_no_optimizer_state(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    engine = engine_of(tmp_path / "hf", frozen=FROZEN)
+    before = hf_weights(engine.model)
+    train(engine, range(2))
+    after = hf_weights(engine.model)
+    assert {name for name in before if torch.equal(before[name], after[name])} == set(filter(is_frozen, before))
+    trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    assert set(engine.optimizer.state) == set(trained) == set(engine.optimizer.param_groups[0]["params"])
+    assert [spec.name for spec in engine.specs() if not spec.changed] == list(filter(is_frozen, before))
+
+
+def test_a_run_with_frozen_weights_continues_bit_by_bit(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    through = engine_of(tmp_path / "hf", frozen=FROZEN)
+    train(through, range(2))
+    save(through, tmp_path / "saved", tmp_path / "hf")
+    resumed = engine_of(tmp_path / "hf", frozen=FROZEN)
+    resumed.load_training_state(tmp_path / "saved" / "training")
+    assert set(resumed.optimizer.state) == {p for p in resumed.model.parameters() if p.requires_grad}
+    for engine in (through, resumed):
+        train(engine, range(2, 4))
+    assert same(hf_weights(resumed.model), hf_weights(through.model))
+    export = load_file(tmp_path / "saved" / "model" / "model.safetensors")
+    assert export.keys() == hf_weights(through.model).keys(), "an export lacks frozen weights"
+
+
+@pytest.mark.parametrize(("saved", "now"), [(FROZEN, ()), ((), FROZEN), (FROZEN, FROZEN[:2])])
+def test_a_training_state_with_other_frozen_weights_is_refused(
+    saved: tuple[str, ...], now: tuple[str, ...], tmp_path: Path
+):
+    make_model(tmp_path / "hf")
+    save(engine_of(tmp_path / "hf", frozen=saved), tmp_path / "saved", tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"of a run that trained \d+ weights, this one trains \d+") as caught:
+        engine_of(tmp_path / "hf", frozen=now).load_training_state(tmp_path / "saved" / "training")
+    assert "--trainer.frozen" in caught.value.mend
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("model.norm.*", "layers.*"), "no weight of the model matches 'layers.*'"),
+        (("lm_head.weight",), "no weight of the model matches 'lm_head.weight'"),
+        (("",), "no weight of the model matches ''"),
+        (("*",), "every weight of the model is frozen"),
+        (("model.[en]*", "model.layers.*"), "every weight of the model is frozen"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_everything_are_refused(
+    patterns: tuple[str, ...], message: str, tmp_path: Path
+):
+    make_model(tmp_path / "hf", tie_word_embeddings=True)
+    with pytest.raises(ConfigError) as caught:
+        engine_of(tmp_path / "hf", frozen=patterns)
+    assert caught.value.message == message
+    assert "--trainer.frozen" in caught.value.mend
+
+
+class Stacked(torch.nn.Module):
+    """A router and a stack of experts, named as torchtitan does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = torch.nn.Module()
+        experts.w1_EFD = torch.nn.Parameter(torch.randn(4, 3, 8))
+        router = torch.nn.Module()
+        router.gate = torch.nn.Linear(8, 4, bias=False)
+        moe = torch.nn.ModuleDict({"routed_experts": torch.nn.ModuleDict({"inner_experts": experts}), "router": router})
+        self.layers = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"moe": moe})})
+
+
+def test_a_stack_of_experts_is_frozen_as_one_or_not_at_all():
+    model = Stacked()
+    with pytest.raises(ConfigError, match="2 of its 4 experts would be frozen"):
+        freeze(model, ["model.layers.0.mlp.experts.[01].*"])
+    model = Stacked()
+    freeze(model, ["model.layers.*.mlp.experts.*"])
+    assert {spec.name for spec in specs(model) if spec.changed} == {"model.layers.0.mlp.gate.weight"}
+    assert len(specs(model)) == 5
+
+
+def test_a_stack_of_experts_is_published_as_views_of_each():
+    model = Stacked()
+    stack = dict(named_weights(model))["layers.0.moe.routed_experts.inner_experts.w1_EFD"]
+    shards = {shard.name: shard for shard in local_shards(model)}
+    assert len(shards) == 5
+    for expert in range(4):
+        shard = shards[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"]
+        assert shard.box == Box.whole((3, 8))
+        assert torch.equal(shard.values, stack[expert])
+        assert shard.values.data_ptr() == stack[expert].data_ptr()
+
+
+def test_a_publish_with_frozen_weights_writes_the_others_only(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    engine = engine_of(tmp_path / "hf", frozen=FROZEN)
+    first = publish(engine, tmp_path)
+    train(engine, range(1))
+    second = publish(engine, tmp_path, base=first)
+    rewritten = {entry.name for key in (bucket.key for bucket in second.written) for entry in second.entries(key)}
+    assert rewritten == {name for name in hf_weights(engine.model) if not is_frozen(name)}
+    found = read_whole(second)
+    assert same(found, {name: tensor.bfloat16() for name, tensor in hf_weights(engine.model).items()})
+    assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in second.tensors)
+    forget(second)

@@ -12,6 +12,7 @@ import torch
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.data.packing import Packed
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Max, Mean, merge_all, reduce
@@ -154,7 +155,8 @@ def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
     assert one == 1
     for rows, other_metrics, other_weights in others:
         assert rows > 1
-        assert furthest(weights, other_weights) < 1e-5
+        # As above, where a gradient is near 0: a hundredth of a step's 1e-3, on some processors.
+        assert furthest(weights, other_weights) < 3e-5
         for mine, theirs in zip(metrics, other_metrics, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     assert furthest(weights, start) > 1e-3
@@ -190,6 +192,26 @@ def test_the_reference_stays_where_it_started(tmp_path: Path):
     assert reduce(step(engine, laid, loss=loss))["loss/kl"] == pytest.approx(0, abs=1e-9)
     assert reduce(step(engine, laid, loss=loss))["loss/kl"] > 1e-4
     assert furthest(hf_weights(engine._reference), hf_weights(engine_of(tmp_path).model)) == 0
+
+
+FROZEN = ("model.embed_tokens.*", "model.layers.0.*", "model.norm.*")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_freezing_weights_changes_nothing_for_the_others(recompute: bool, tmp_path: Path):
+    make_model(tmp_path)
+    engine, masked = engine_of(tmp_path, frozen=FROZEN, recompute=recompute), engine_of(tmp_path)
+    frozen = {name for name, parameter in named_weights(engine.model) if not parameter.requires_grad}
+    assert frozen == {n for n, _ in named_weights(masked.model) if n.startswith(("tok_", "layers.0.", "norm."))}
+    for name, parameter in named_weights(masked.model):
+        if name in frozen:  # without a gradient AdamW leaves a weight alone
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    before = hf_weights(engine.model)
+    for seed in range(2):
+        laid = packed(random_batch(seed, vocab=43))
+        assert reduce(step(engine, laid)) == pytest.approx(reduce(step(masked, laid)), rel=1e-6)
+    assert moved(engine, before) > 1e-4
+    assert furthest(hf_weights(engine.model), hf_weights(masked.model)) < 1e-7
 
 
 @dataclass(frozen=True)
@@ -241,6 +263,10 @@ def test_bfloat16_is_close_and_keeps_float32_weights(family: str, tied: bool, tm
     assert sum(int(d.sum()) for d in differ) < 0.05 * sum(d.numel() for d in differ)
 
 
+FROZEN_OF = {"qwen3 untied": FROZEN, "llama tied": ("model.layers.*.mlp.*", "model.layers.1.*")}
+"""Some models are trained in part: some of FSDP's groups, and parts of others, have no gradient."""
+
+
 def batches() -> list[Batch]:
     return [random_batch(seed, vocab=43, groups=3) for seed in range(3)]
 
@@ -249,7 +275,7 @@ def train_as_rank(rank: int, folders: dict[str, Path]) -> dict[str, tuple[list[d
     """Three steps on each model, the last with nothing for rank 1; metrics and whole weights."""
     results = {}
     for name, folder in folders.items():
-        engine = engine_of(folder, recompute=name == "llama tied")
+        engine = engine_of(folder, recompute=name == "llama tied", frozen=FROZEN_OF.get(name, ()))
         metrics = []
         for batch in batches()[:2]:
             laid = packed(batch, ranks=2, row_tokens=32)
@@ -274,7 +300,7 @@ def test_two_ranks_train_as_one(tmp_path: Path):
             make_model(folders[name], family, tie_word_embeddings=tied, **ODD)
     ranks = run_ranks(train_as_rank, 2, folders)
     for name, folder in folders.items():
-        engine = engine_of(folder, row_tokens=256)
+        engine = engine_of(folder, row_tokens=256, frozen=FROZEN_OF.get(name, ()))
         before = hf_weights(engine.model)
         for index, batch in enumerate(batches()):
             alone = reduce(step(engine, packed(batch, row_tokens=256)))

@@ -1,88 +1,491 @@
-"""The torchstore transport on a real store: what is put comes back, anywhere, until it is deleted."""
+"""The torchstore transport beyond what all transports do: parts of ranks, memory, and a store that fails."""
 
 import asyncio
 import contextlib
-import pickle
-from collections.abc import AsyncIterator
+import gc
+import importlib.metadata
+import os
+import re
+import signal
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from forge_rl.errors import WeightsError
+from forge_rl.errors import ServiceError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service
+from forge_rl.weights import torchstore as module
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
+from forge_rl.weights.segment import readable
 from forge_rl.weights.torchstore import TorchStoreTransport
-from tests.fake_actors import FakeActor, cluster, new_service_name
+from forge_rl.weights.transport import LocalShard
+from tests.conftest import started_processes
+from tests.fake_actors import FakeActor, cluster, new_service_name, pid_of
+from tests.fake_ranks import (
+    BUCKET_BYTES,
+    LAYOUT,
+    RANKS,
+    DyingTransport,
+    FakeRank,
+    held_by_this_process,
+    read,
+    shards_of,
+    specs,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
+class Store(NamedTuple):
+    """A store, the service that it lives in, and what other services need."""
+
+    transport: TorchStoreTransport
+    service: Service
+    cluster: Cluster
+    faults: Faults
+
+
 @contextlib.asynccontextmanager
-async def open_store(logs: Path) -> AsyncIterator[tuple[TorchStoreTransport, Cluster, Faults]]:
+async def open_store(logs: Path) -> AsyncIterator[Store]:
     async with cluster(logs) as (made, faults):
-        name = new_service_name()
-        transport = await TorchStoreTransport.open(made.spawn(name, imports=TorchStoreTransport.imports))
-        yield transport, made, faults
-
-
-def bucket(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def test_buckets_come_back_anywhere_until_they_are_deleted(tmp_path: Path):
-    async def main() -> None:
-        async with open_store(tmp_path) as (transport, made, faults):
-            buckets = {f"1/0/{size}": bucket(size, seed=size) for size in (1, 64, 100_001, 5 << 20)}
-            await asyncio.gather(*(transport.put(key, values) for key, values in buckets.items()))
-            for key, values in buckets.items():
-                found = await transport.get(key)
-                assert found.dtype == torch.uint8
-                assert torch.equal(found, values)
-
-            # What is stored is a copy, and so is what is read.
-            source = bucket(1000)
-            await transport.put("1/1/0", source)
-            (await transport.get("1/1/0")).zero_()
-            before = source.clone()
-            source.zero_()
-            assert torch.equal(await transport.get("1/1/0"), before)
-
-            # The same, pickled, and in another process.
-            again = pickle.loads(pickle.dumps(transport))
-            assert torch.equal(await again.get("1/0/64"), buckets["1/0/64"])
-            service = Service(new_service_name(), made, faults)
-            replica = service.spawn(FakeActor, imports=TorchStoreTransport.imports)
-            await service.watch(replica, deadline_s=60)
-            fetched = await service.call(replica, "fetch", transport, "1/0/64", deadline_s=60)
-            assert fetched == buckets["1/0/64"].tolist()
-            with pytest.raises(WeightsError, match="torchstore holds no bucket 9/0/0"):
-                await service.call(replica, "fetch", transport, "9/0/0", deadline_s=60)
-
-            for key in ("9/0/0", ""):
-                with pytest.raises(WeightsError, match=f"torchstore holds no bucket {key}"):
-                    await transport.get(key)
-            await transport.delete("9/0/0")  # nothing happens
-            await transport.delete("1/0/64")
-            await transport.delete("1/0/64")
-            with pytest.raises(WeightsError, match="no bucket 1/0/64"):
-                await transport.get("1/0/64")
-            assert torch.equal(await transport.get("1/0/1"), buckets["1/0/1"])
-
+        service = Service(new_service_name(), made, faults)
+        try:
+            home = service.spawn(FakeActor, imports=TorchStoreTransport.imports)
+            await service.watch(home, deadline_s=60)
+            yield Store(await TorchStoreTransport.open(home.mesh), service, made, faults)
+        finally:
             faults.closing = True
             await service.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Callable[[Coroutine], None], Store]]:
+    """A store for all tests that leave it whole and empty, and what runs them on its event loop."""
+    before = started_processes()
+    with asyncio.Runner() as runner:
+        context = open_store(tmp_path_factory.mktemp("logs"))
+        store = runner.run(context.__aenter__())
+        yield runner.run, store
+        runner.run(context.__aexit__(None, None, None))
+    assert started_processes() <= before, "processes are left"
+
+
+async def listed(transport: TorchStoreTransport) -> list[str]:
+    """Keys that torchstore's controller knows."""
+    return sorted(await transport._ask("keys"))
+
+
+async def stored(transport: TorchStoreTransport) -> list[str]:
+    """Keys whose bytes its volume holds, which says them when asked for another."""
+    _, volume_id = transport._strategy.select_storage_volume()
+    with pytest.raises(Exception, match="not found") as caught:
+        await transport._strategy.get_storage_volume(volume_id).get_meta.call_one("another")
+    (keys,) = re.findall(r"list\(self\.kv\.keys\(\)\)=\[(.*?)\]", str(caught.value))[-1:]
+    return sorted(re.findall(r"'([^']+)'", keys))
+
+
+def stop_process(pid: int) -> None:
+    """Halt all of its threads, which takes a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.01)
+
+
+def drafted_of(version: int, base: Manifest | None = None) -> Manifest:
+    return draft(specs(), version=version, dtype=torch.bfloat16, base=base, bucket_bytes=BUCKET_BYTES)
+
+
+async def publish(transport: TorchStoreTransport, version: int) -> Manifest:
+    drafted = await transport.reserve(drafted_of(version))
+    return complete(
+        drafted, [await transport.write(drafted, shards_of(version, rank), rank=rank) for rank in range(RANKS)]
+    )
+
+
+def test_each_rank_puts_one_part_of_each_bucket_that_it_holds_something_of(shared):
+    run, (transport, *_) = shared
+
+    async def main() -> None:
+        manifest = await publish(transport, 1)
+        parts: dict[str, list[tuple[int, int]]] = {}
+        for entry in manifest.tensors:
+            assert [piece.box for piece in entry.pieces] == [box for box in LAYOUT[entry.name][1] if box.numel]
+            for piece in entry.pieces:
+                assert piece.part.startswith(f"{entry.bucket}/")
+                parts.setdefault(piece.part, []).append((piece.offset, piece.box.numel * 2))
+        for places in parts.values():
+            end = 0
+            for offset, size in places:
+                assert (offset >= end, offset % 64) == (True, 0)
+                end = offset + size
+        # The last bucket holds three elements of three ranks, and the first rank's scalar.
+        assert [len([part for part in parts if part.startswith(f"{key}/")]) for key in manifest.keys] == [
+            4,
+            4,
+            4,
+            3,
+        ]
+        assert await listed(transport) == await stored(transport) == sorted([*manifest.keys, *parts])
+        await transport.free(manifest.keys[:1])
+        assert not any(key.startswith("1/0") for key in await stored(transport))
+        await transport.free(manifest.keys)
+        assert await listed(transport) == await stored(transport) == []
+
+    run(main())
+
+
+def test_nothing_is_left_of_a_writer_that_is_killed_while_a_part_travels(shared):
+    run, (transport, _, made, faults) = shared
+
+    async def main() -> None:
+        writer = Service(new_service_name(), made, faults)
+        replica = writer.spawn(FakeRank, imports=TorchStoreTransport.imports)
+        await writer.watch(replica, deadline_s=60)
+        drafted = await transport.reserve(drafted_of(1))
+        dying = DyingTransport(transport._controller, transport._strategy)
+        with pytest.raises(ServiceError, match="SIGKILL"):
+            await writer.call(replica, "write_zeros", dying, drafted, deadline_s=60)
+        (part,) = {*await stored(transport)} - {*drafted.keys}
+        assert part.startswith("1/0/0-")
+        await transport.free(drafted.keys)
+        assert await listed(transport) == await stored(transport) == []
+        await transport.free((await publish(transport, 1)).keys)
+        await writer.stop()
+
+    run(main())
+
+
+def test_a_part_that_comes_after_its_bucket_was_freed_is_taken_back(shared):
+    run, (transport, *_) = shared
+
+    async def main() -> None:
+        drafted = await transport.reserve(drafted_of(1))
+        await transport.free(drafted.keys)
+        with pytest.raises(WeightsError, match="bucket 1/0 was freed while it was written"):
+            await transport.write(drafted, shards_of(1, 0), rank=0)
+        assert await listed(transport) == await stored(transport) == []
+
+    run(main())
+
+
+def test_without_room_nothing_is_taken(shared, monkeypatch: pytest.MonkeyPatch):
+    run, (transport, *_) = shared
+
+    async def main() -> None:
+        manifest = await publish(transport, 1)
+        before = await stored(transport)
+        needed = sum(bucket.bytes for bucket in manifest.buckets)
+        monkeypatch.setattr(module, "available_bytes", lambda: needed - 1)
+        said = f"no room for version 2 in torchstore: {needed} bytes are needed, {needed - 1} are free"
+        with pytest.raises(WeightsError, match=said) as caught:
+            await transport.reserve(drafted_of(2))
+        assert "--weights.keep-versions" in caught.value.mend
+        assert await listed(transport) == await stored(transport) == before
+
+        # A version that shares all with the one before needs none.
+        await transport.reserve(
+            draft(specs(LAYOUT), version=2, dtype=torch.bfloat16, base=manifest, bucket_bytes=BUCKET_BYTES)
+        )
+
+        held = held_by_this_process()
+        size = manifest.buckets[0].bytes
+        monkeypatch.setattr(module, "available_bytes", lambda: size - 1)
+        said = f"no room for bucket 1/0 in shared memory: {size} bytes are needed, {size - 1} are free"
+        with pytest.raises(WeightsError, match=said):
+            await read(transport, manifest, None)
+        assert await held_now() == held
+
+    run(main())
+
+
+def test_the_free_memory_is_that_of_this_machine():
+    assert 0 < module.available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
+    shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, (healthy, *_) = shared
+
+    async def main() -> None:
+        async with open_store(tmp_path) as (transport, service, *_):
+            manifest, kept = await publish(transport, 1), await publish(healthy, 1)
+            with pytest.raises(WeightsError, match="torchstore holds no 1/0/"):
+                await read(transport, kept, None)
+            pid = await pid_of(service)
+            calls = {
+                "get": lambda: read(transport, manifest, None),
+                "put": lambda: transport.write(drafted_of(2), shards_of(2, 0), rank=0),
+                "delete": lambda: transport.free(manifest.keys),
+            }
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "_DEADLINE_S", 0.5)
+                stop_process(pid)
+                try:
+                    for method, call in calls.items():
+                        with pytest.raises(WeightsError, match=f"torchstore does not answer to {method}: TimeoutError"):
+                            await call()
+                finally:
+                    os.kill(pid, signal.SIGKILL)
+            for method, call in calls.items():
+                with pytest.raises(WeightsError, match=rf"torchstore does not answer to {method}: .*Killed\(sig=9\)"):
+                    await call()
+            assert (await read(healthy, kept, None)).keys() == LAYOUT.keys()
+            await healthy.free(kept.keys)
+
+    run(main())
+
+
+def test_a_newer_torchstore_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    from torchstore.controller import Controller
+
+    assert module._controller_class() is module.AsyncController
+    assert issubclass(module.AsyncController, Controller)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.0")
+    assert module._controller_class() is Controller
+
+
+class MemoryTransport(TorchStoreTransport):
+    """torchstore's place is taken by a dict in this process, whose calls can be watched and made to fail."""
+
+    def __init__(self, on_call: Callable[[str, str], object] = lambda method, key: None) -> None:
+        self.stored: dict[str, object] = {}
+        self.on_call = on_call
+
+    async def _ask(self, method: str, *args: object) -> object:
+        await asyncio.sleep(0)
+        key = str(args[0]) if args else ""
+        done = self.on_call(method, key)
+        if asyncio.iscoroutine(done):
+            await done
+        match method, args:
+            case "put", (_, value):
+                self.stored[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            case "get", _:
+                return self.stored[key]
+            case "delete", _:
+                del self.stored[key]
+            case "exists", _:
+                return key in self.stored
+            case "keys", _:
+                return list(self.stored)
+        return None
+
+
+SMALL = [TensorSpec(name=f"w{i}", shape=(256,)) for i in range(4)]
+"""Four buckets of 1 KiB."""
+
+
+def small_shards() -> Iterator[LocalShard]:
+    for spec in SMALL:
+        yield LocalShard(name=spec.name, box=Box.whole(spec.shape), values=torch.ones(spec.shape))
+
+
+async def held_now() -> tuple[int, int]:
+    await asyncio.sleep(0)  # the event loop still holds the last error, and that its frames
+    return held_by_this_process()
+
+
+async def reserve_small(transport: TorchStoreTransport) -> Manifest:
+    return await transport.reserve(draft(SMALL, version=1, dtype=torch.float32, bucket_bytes=1024))
+
+
+async def publish_small(transport: TorchStoreTransport) -> Manifest:
+    drafted = await reserve_small(transport)
+    return complete(drafted, [await transport.write(drafted, small_shards(), rank=0)])
+
+
+async def limited(work: Awaitable[None]) -> None:
+    """Fails where two would wait for each other."""
+    async with asyncio.timeout(10):
+        await work
+
+
+def test_a_bucket_travels_while_the_next_one_is_filled():
+    async def main() -> None:
+        filled = [asyncio.Event() for _ in SMALL]
+
+        def on_call(method: str, key: str) -> object:
+            number = int(key.split("/")[1]) if method == "put" and key.count("/") == 2 else len(SMALL)
+            return filled[number + 1].wait() if number + 1 < len(SMALL) else None
+
+        def shards() -> Iterator[LocalShard]:
+            for number, shard in enumerate(small_shards()):
+                yield shard
+                filled[number].set()
+
+        transport = MemoryTransport(on_call)
+        drafted = await reserve_small(transport)
+        await transport.write(drafted, shards(), rank=0)
+        assert len(transport.stored) == 8
+
+    asyncio.run(limited(main()))
+
+
+def test_a_part_travels_while_its_forerunner_is_read():
+    async def main() -> None:
+        asked = [asyncio.Event() for _ in SMALL]
+
+        def on_call(method: str, key: str) -> None:
+            if method == "get":
+                asked[int(key.split("/")[1])].set()
+
+        transport = MemoryTransport(on_call)
+        manifest = await publish_small(transport)
+        number = 0
+        async for _ in transport.fetch(manifest):
+            number += 1
+            if number < len(asked):
+                await asked[number].wait()
+            assert [event.is_set() for event in asked] == [index <= number for index in range(len(asked))]
+
+    asyncio.run(limited(main()))
+
+
+def test_two_buckets_at_most_are_in_memory(monkeypatch: pytest.MonkeyPatch):
+    unpack = module._unpack
+
+    def slowly(*args: object) -> None:
+        time.sleep(0.05)
+        unpack(*args)
+
+    monkeypatch.setattr(module, "_unpack", slowly)
+
+    async def main() -> None:
+        parts: list[weakref.ref] = []
+        seen = []
+
+        async def look() -> None:
+            # A thread that has just copied a part may hold it for another moment.
+            await asyncio.sleep(0.02)
+            gc.collect()
+            segments = sum("forge_rl-weights" in os.readlink(path) for path in fds())
+            seen.append((segments > 0, sum(part() is not None for part in parts)))
+
+        def fds() -> list[Path]:
+            return [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and path.exists()]
+
+        class Watched(MemoryTransport):
+            async def _get(self, part: str) -> torch.Tensor:
+                await look()
+                found = (await super()._get(part)).clone()
+                parts.append(weakref.ref(found))
+                return found
+
+        transport = Watched()
+        manifest = await publish_small(transport)
+        async for bucket in transport.fetch(manifest):
+            assert (bucket.tensors[0].of(readable(bucket.segment)) == 1).all()
+        # When a part is asked for, there is the bucket that is read, and no part before it.
+        assert seen == [(True, 0)] * 4
 
     asyncio.run(main())
 
 
-def test_two_stores_know_nothing_of_each_other(tmp_path: Path):
+def test_a_failure_at_any_call_is_told_and_leaves_nothing_under_way():
+    unseen: list[dict] = []
+
     async def main() -> None:
-        async with open_store(tmp_path) as (one, _, _), open_store(tmp_path) as (other, _, _):
-            await one.put("1/0/0", bucket(10, seed=1))
-            await other.put("1/0/0", bucket(20, seed=2))
-            assert torch.equal(await one.get("1/0/0"), bucket(10, seed=1))
-            await other.delete("1/0/0")
-            assert torch.equal(await one.get("1/0/0"), bucket(10, seed=1))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        await read(good := MemoryTransport(), await publish_small(good), None)  # warm
+        before = held_by_this_process()
+        for method, calls in (("put", 12), ("exists", 4), ("get", 4)):
+            for at in range(1, calls + 1):
+                left = [at]
+
+                def fail(called: str, key: str, left: list = left, method: str = method) -> None:
+                    left[0] -= called == method
+                    if called == method and left[0] == 0:
+                        raise WeightsError(f"{method} of {key} failed")
+
+                transport = MemoryTransport(fail)
+                with pytest.raises(WeightsError, match=f"{method} of .* failed"):
+                    await read(transport, await publish_small(transport), None)
+                assert asyncio.all_tasks() == {asyncio.current_task()}
+                assert await held_now() == before
+        gc.collect()
+
+    asyncio.run(main())
+    gc.collect()
+    assert unseen == []
+
+
+@pytest.mark.parametrize("bucket", ["1/0", "1/1", "1/3"])
+def test_a_write_that_is_cancelled_waits_for_what_is_under_way(bucket: str):
+    async def main() -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        def on_call(method: str, key: str) -> object:
+            if (method, key) == ("exists", bucket):
+                begun.set()
+                return go_on.wait()
+            return None
+
+        transport = MemoryTransport(on_call)
+        drafted = await reserve_small(transport)
+        writing = asyncio.create_task(transport.write(drafted, small_shards(), rank=0))
+        await begun.wait()
+        await asyncio.to_thread(time.sleep, 0.05)  # it fills the next bucket meanwhile
+        writing.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not writing.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await transport.free(drafted.keys)
+        assert transport.stored == {}
+
+    asyncio.run(limited(main()))
+
+
+def test_a_fetch_that_is_given_up_asks_for_nothing_more():
+    async def main() -> None:
+        def on_call(method: str, key: str) -> object:
+            return asyncio.Event().wait() if method == "get" and key.startswith("1/1/") else None
+
+        transport = MemoryTransport(on_call)
+        buckets = transport.fetch(await publish_small(transport))
+        await anext(buckets)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 2, "a part is on its way for this to be a test"
+        await buckets.aclose()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_part_that_is_cut_short_is_told():
+    async def main() -> None:
+        transport = MemoryTransport()
+        manifest = await publish_small(transport)
+        part = manifest.tensors[2].pieces[0].part
+        transport.stored[part] = transport.stored[part][:1000]
+        before = held_by_this_process()
+        with pytest.raises(WeightsError, match=f"{part} is cut short at 1000 bytes, within 'w2'"):
+            await read(transport, manifest, None)
+        assert await held_now() == before
+
+    asyncio.run(main())
+
+
+def test_shards_in_another_order_are_written_too():
+    async def main() -> None:
+        transport = MemoryTransport()
+        drafted = await transport.reserve(draft(SMALL, version=1, dtype=torch.float32, bucket_bytes=2048))
+        shards = [replace(shard, values=shard.values * n) for n, shard in enumerate(small_shards())]
+        order = [shards[2], shards[0], shards[3], shards[1]]
+        manifest = complete(drafted, [await transport.write(drafted, order, rank=0)])
+        found = await read(transport, manifest, None)
+        assert all((found[f"w{n}"] == n).all() for n in range(4))
 
     asyncio.run(main())

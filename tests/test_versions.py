@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -10,17 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.versions import VersionIndex
-from tests.fakes import manifest_of_bytes
+from tests.fakes import manifest_of, manifest_of_bytes
 
 
 def index(*, keep_versions: int = 2, keep_bytes: int = 1 << 40) -> VersionIndex:
     return VersionIndex(keep_versions=keep_versions, keep_bytes=keep_bytes)
 
 
-async def publish(versions: VersionIndex, version: int, size: int = 10) -> list[int]:
-    """Versions that retention gives up."""
-    versions.begin(version)
-    return [manifest.version for manifest in await versions.commit(manifest_of_bytes(version, size))]
+async def publish(
+    versions: VersionIndex, version: int, size: int = 10, shared: dict[str, int] | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Keys that are given up before it is written, and when it is committed."""
+    _, before = versions.begin(version)
+    after = await versions.commit(manifest_of(version, {f"{version}/0": size, **(shared or {})}))
+    return before, after
 
 
 async def settle() -> None:
@@ -176,11 +180,88 @@ def test_a_waiter_that_gives_up_harms_nobody():
     run(main())
 
 
-def test_retention_keeps_the_newest_by_count():
+def test_a_newer_version_that_came_first_is_not_taken_back():
+    async def main() -> None:
+        versions = index()
+        versions.begin(1)
+        versions.begin(2)
+        await versions.commit(manifest_of_bytes(2, 10))
+        with pytest.raises(WeightsError, match="version 1 comes too late: 2 was committed meanwhile"):
+            await versions.commit(manifest_of_bytes(1, 10))
+        assert versions.latest == 2
+        await versions.abort(1, "too late")
+        assert versions.bytes == 10
+
+    run(main())
+
+
+def test_a_version_that_shares_tensors_follows_the_one_that_it_shares_with():
+    async def main() -> None:
+        versions = index()
+        await publish(versions, 1)
+        versions.begin(2)
+        versions.begin(3)
+        await versions.commit(manifest_of_bytes(2, 10))
+        with pytest.raises(WeightsError, match="version 3 shares tensors with 1, and 2 was committed meanwhile"):
+            await versions.commit(manifest_of(3, {"3/0": 5, "1/0": 10}))
+        assert versions.latest == 2
+        await versions.commit(manifest_of_bytes(3, 10))  # all of its own
+        assert versions.latest == 3
+
+    run(main())
+
+
+def test_an_abort_of_what_is_not_being_written_changes_nothing():
+    async def main() -> None:
+        versions = index(keep_versions=1)
+        await publish(versions, 1)
+        assert await versions.abort(1, "late") == ()
+        assert await versions.abort(2, "never begun") == ()
+        waiter = asyncio.ensure_future(versions.wait_for(2))
+        await settle()
+        assert not waiter.done()
+        await publish(versions, 2)
+        assert await waiter == 2
+
+    run(main())
+
+
+def test_begin_makes_room_for_what_comes():
     async def main() -> None:
         versions = index(keep_versions=2)
-        assert [await publish(versions, version) for version in (1, 2, 3, 5)] == [[], [], [1], [2]]
+        assert await publish(versions, 1) == ((), ())
+        assert await publish(versions, 2) == ((), ())
+        assert await publish(versions, 3) == (("1/0",), ())
+        assert await publish(versions, 5) == (("2/0",), ())
         assert versions.bytes == 20
+
+    run(main())
+
+
+def test_the_latest_stays_while_the_next_one_is_written():
+    async def main() -> None:
+        versions = index(keep_versions=1, keep_bytes=1)
+        await publish(versions, 1)
+        base, freed = versions.begin(2)
+        assert base == manifest_of_bytes(1, 10)
+        assert freed == ()
+        assert versions.lease().version == 1
+        assert versions.release(1) == ()
+        assert await versions.commit(manifest_of_bytes(2, 10)) == ("1/0",)
+
+    run(main())
+
+
+def test_what_was_given_up_for_an_aborted_version_does_not_come_back():
+    async def main() -> None:
+        versions = index(keep_versions=2)
+        await publish(versions, 1)
+        await publish(versions, 2)
+        assert versions.begin(3)[1] == ("1/0",)
+        assert await versions.abort(3, "died") == ()
+        with pytest.raises(WeightsError, match="there is no version 1 of the weights; held: 2"):
+            versions.lease(1)
+        assert versions.begin(3)[1] == ()
 
     run(main())
 
@@ -188,8 +269,10 @@ def test_retention_keeps_the_newest_by_count():
 def test_retention_keeps_within_its_bytes_but_always_the_newest():
     async def main() -> None:
         versions = index(keep_versions=9, keep_bytes=25)
-        assert [await publish(versions, version, size=10) for version in (1, 2, 3)] == [[], [], [1]]
-        assert await publish(versions, 4, size=26) == [3, 2]
+        assert await publish(versions, 1) == ((), ())
+        assert await publish(versions, 2) == ((), ())
+        assert await publish(versions, 3) == (("1/0",), ())  # 2 and 3 are 20 bytes
+        assert await publish(versions, 4, size=26) == (("2/0",), ("3/0",))  # it was not expected to be this large
         assert versions.lease().version == 4
 
     run(main())
@@ -201,11 +284,11 @@ def test_a_lease_keeps_a_version_until_its_last_reader_ends():
         await publish(versions, 1)
         versions.lease(1)
         versions.lease(1)
-        assert await publish(versions, 2) == []
+        assert await publish(versions, 2) == ((), ())
         assert versions.release(1) == ()
         assert versions.lease(1).version == 1
         assert versions.release(1) == ()
-        assert [manifest.version for manifest in versions.release(1)] == [1]
+        assert versions.release(1) == ("1/0",)
         with pytest.raises(WeightsError, match="there is no version 1 of the weights; held: 2"):
             versions.lease(1)
 
@@ -218,8 +301,42 @@ def test_a_leased_version_does_not_take_the_place_of_a_kept_one():
         await publish(versions, 1)
         await publish(versions, 2)
         versions.lease(2)
-        assert await publish(versions, 3) == []  # 1 and 3 are kept, 2 is being read
-        assert [manifest.version for manifest in versions.release(2)] == [1]
+        assert await publish(versions, 3) == ((), ())  # 1 and 3 are kept, 2 is being read
+        assert versions.release(2) == ("1/0",)
+
+    run(main())
+
+
+def test_buckets_are_kept_while_any_version_holds_a_tensor_in_them():
+    async def main() -> None:
+        versions = index(keep_versions=2)
+        await publish(versions, 1, size=100)
+        await publish(versions, 2, size=10, shared={"1/0": 100})
+        assert versions.bytes == 110
+        assert await publish(versions, 3, size=10, shared={"1/0": 100}) == ((), ())  # 1 is gone, its bucket is not
+        assert versions.bytes == 120
+        with pytest.raises(WeightsError, match="held: 2, 3"):
+            versions.lease(1)
+        assert await publish(versions, 4, size=10, shared={"1/0": 100}) == (("2/0",), ())
+        assert versions.bytes == 120
+        assert await publish(versions, 5, size=100) == (("3/0",), ())
+        assert versions.bytes == 210  # 4 still needs 1/0
+        assert await publish(versions, 6, size=100) == (("4/0", "1/0"), ())
+        assert versions.bytes == 200
+
+    run(main())
+
+
+def test_a_version_s_buckets_stay_while_the_next_one_that_may_share_them_is_written():
+    async def main() -> None:
+        versions = index(keep_versions=1)
+        await publish(versions, 1)
+        versions.begin(2)  # would share 1/0
+        versions.begin(3)
+        assert await versions.commit(manifest_of_bytes(3, 10)) == ()  # 1 goes, its bucket does not
+        with pytest.raises(WeightsError, match="held: 3"):
+            versions.lease(1)
+        assert await versions.abort(2, "died") == ("1/0",)
 
     run(main())
 
@@ -232,62 +349,88 @@ class Schedule(RuleBasedStateMachine):
         self.keep, self.keep_bytes = 2, 25
         self.loop = asyncio.new_event_loop()
         self.index = VersionIndex(keep_versions=self.keep, keep_bytes=self.keep_bytes)
-        self.held: dict[int, int] = {}  # bytes by version
-        self.writing: set[int] = set()
+        self.held: dict[int, dict[str, int]] = {}  # bytes by bucket, by version
+        self.writing: dict[int, int | None] = {}  # the version before
+        self.base_buckets: dict[int, dict[str, int]] = {}
         self.leases: list[int] = []
-        self.newest: int | None = None
         self.waiters: dict[asyncio.Future[int], int] = {}
 
-    def do(self, awaitable: Awaitable[object]) -> object:
-        async def bounded() -> object:
+    @property
+    def newest(self) -> int | None:
+        return max(self.held, default=None)
+
+    def do(self, awaitable: Awaitable[Any]) -> Any:
+        async def bounded() -> Any:
             result = await awaitable
             await settle()
             return result
 
         return self.loop.run_until_complete(bounded())
 
-    def expect_retired(self, retired: object) -> None:
+    def buckets(self) -> dict[str, int]:
+        """Of all that must be kept."""
+        return {k: n for buckets in (*self.held.values(), *self.base_buckets.values()) for k, n in buckets.items()}
+
+    def retire(self, coming: int = 0) -> None:
         """What the rules say goes: of the unleased, newest first, all past the count or the bytes, but never latest."""
-        assert isinstance(retired, tuple)
         unleased = sorted((v for v in self.held if v not in self.leases), reverse=True)
-        total, gone = 0, []
+        room = self.keep - (coming > 0)
+        newest = self.newest
         for place, version in enumerate(unleased):
-            total += self.held[version]
-            if version != self.newest and (place >= self.keep or total > self.keep_bytes):
-                gone.append(version)
-        for version in gone:
-            del self.held[version]
-        assert [manifest.version for manifest in retired] == gone
+            taken: dict[str, int] = {}
+            for other in unleased[: place + 1]:
+                taken |= self.held.get(other, {})
+            if version != newest and (place >= room or coming + sum(taken.values()) > self.keep_bytes):
+                for gone in unleased[place:]:
+                    if gone != newest:
+                        del self.held[gone]
+                return
 
     @rule(version=st.integers(0, 12))
     def begin(self, version: int) -> None:
         if version in self.writing or (self.newest is not None and version <= self.newest):
             with pytest.raises(WeightsError):
                 self.index.begin(version)
-        else:
-            self.index.begin(version)
-            self.writing.add(version)
+            return
+        before, newest = self.buckets(), self.newest
+        base, freed = self.index.begin(version)
+        assert (base and base.version) == newest
+        self.writing[version] = newest
+        self.base_buckets[version] = self.held[newest] if newest is not None else {}
+        self.retire(coming=base.bytes if base else 0)
+        assert set(freed) == before.keys() - self.buckets().keys()
 
     @precondition(lambda self: self.writing)
-    @rule(size=st.sampled_from([5, 10, 30]), data=st.data())
-    def commit(self, size: int, data: st.DataObject) -> None:
+    @rule(size=st.sampled_from([5, 10, 30]), shares=st.booleans(), data=st.data())
+    def commit(self, size: int, shares: bool, data: st.DataObject) -> None:
         version = data.draw(st.sampled_from(sorted(self.writing)))
-        self.writing.remove(version)
-        retired = self.do(self.index.commit(manifest_of_bytes(version, size)))
-        self.held[version] = size
-        self.newest = version if self.newest is None else max(version, self.newest)  # two may commit out of order
-        self.expect_retired(retired)
+        base = self.writing[version]
+        shared = dict(list(self.base_buckets[version].items())[:2]) if shares else {}
+        manifest = manifest_of(version, {f"{version}/0": size, **shared})
+        if (self.newest is not None and version < self.newest) or (shared and base != self.newest):
+            with pytest.raises(WeightsError, match=r"comes too late|shares tensors"):
+                self.do(self.index.commit(manifest))
+            return
+        before = self.buckets()
+        del self.writing[version], self.base_buckets[version]
+        freed = self.do(self.index.commit(manifest))
+        self.held[version] = {f"{version}/0": size, **shared}
+        self.retire()
+        assert set(freed) == before.keys() - self.buckets().keys()
         for waiter, wanted in list(self.waiters.items()):
             if wanted <= version:
-                assert waiter.result() == self.newest
+                assert waiter.result() == version
                 del self.waiters[waiter]
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         version = data.draw(st.sampled_from(sorted(self.writing)))
-        self.writing.remove(version)
-        self.do(self.index.abort(version, "died"))
+        before = self.buckets()
+        del self.writing[version], self.base_buckets[version]
+        freed = self.do(self.index.abort(version, "died"))
+        self.retire()
+        assert set(freed) == before.keys() - self.buckets().keys()
         for waiter in self.waiters:
             with pytest.raises(WeightsError, match="died"):
                 waiter.result()
@@ -310,7 +453,7 @@ class Schedule(RuleBasedStateMachine):
     def lease(self, version: int | None) -> None:
         wanted = self.newest if version is None else version
         if wanted in self.held:
-            assert self.index.lease(version).bytes == self.held[wanted]
+            assert self.index.lease(version).bytes == sum(self.held[wanted].values())
             self.leases.append(wanted)
         else:
             with pytest.raises(WeightsError, match="there is no version"):
@@ -320,15 +463,18 @@ class Schedule(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         version = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        self.expect_retired(self.index.release(version))
+        before = self.buckets()
+        freed = self.index.release(version)
+        self.retire()
+        assert set(freed) == before.keys() - self.buckets().keys()
 
     @invariant()
     def what_is_held_agrees(self) -> None:
         assert self.index.latest == self.newest
-        assert self.index.bytes == sum(self.held.values())
+        kept = {key: size for buckets in self.held.values() for key, size in buckets.items()}
+        assert self.index.bytes == sum(kept.values())
         assert all(not waiter.done() for waiter in self.waiters)
         assert set(self.leases) <= set(self.held)
-        assert self.newest is None or self.newest in self.held
 
     def teardown(self) -> None:
         for waiter in self.waiters:
@@ -338,4 +484,4 @@ class Schedule(RuleBasedStateMachine):
 
 
 TestSchedule = Schedule.TestCase
-TestSchedule.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestSchedule.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

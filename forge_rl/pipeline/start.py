@@ -16,6 +16,7 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.models import resolve_model
 from forge_rl.data.sources import make_sources, parse_source
 from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import (
@@ -121,6 +122,7 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
         if config.checkpoint_every:
             check_space(folder, _checkpoint_bytes(run._model) * (config.keep_checkpoints + 1))
         await _start_services(run, cluster, faults, display, reward, environment, checkpoint)
+        log.event(run.weights.choice)
         run.mixture, run.held_out = mixture, held_out
         run.tokenizer = Tokenizer(run._model)
         run.rollouts = Rollouts(
@@ -163,6 +165,12 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
 def _checkpoint_bytes(model: Path) -> int:
     """About what a checkpoint takes: weights, two moments and the exported copy, where the model is in bfloat16."""
     return 7 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
+def _version_bytes(model: Path, generator: Generator.Config) -> int:
+    """About what a published version takes, where the model is in bfloat16."""
+    stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return stored * resolve_dtype(generator.dtype).itemsize // 2
 
 
 def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
@@ -227,7 +235,13 @@ async def _start_services(
             (
                 "weights",
                 config.weights.transport,
-                WeightStore.start(config.weights, cluster, faults, deadline_s=deadline_s),
+                WeightStore.start(
+                    config.weights,
+                    cluster,
+                    faults,
+                    deadline_s=deadline_s,
+                    expected_bytes=_version_bytes(run._model, config.generator),
+                ),
             ),
             (
                 "reward",

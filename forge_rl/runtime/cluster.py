@@ -7,39 +7,82 @@ import contextlib
 import functools
 import importlib
 import os
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forge_rl.errors import ConfigError
+
 if TYPE_CHECKING:
-    from monarch.actor import ProcMesh
+    from monarch.actor import HostMesh, ProcMesh
 
 
-_LARGE_MESSAGES = ("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
-"""Monarch's bound on the bytes of a message; torchstore wants this one, and sets it aloud where it is not set."""
+THIS_HOST = "local"
+"""The host of the process that made the cluster."""
+
+_DEFAULTS = {
+    # Bytes of a message at most. torchstore wants this one, and sets it aloud where it is not set.
+    "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240",
+    # Monarch moves an RDMABuffer in chunks of 64 MB. Over TCP chunks of this size take half the time.
+    "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "4",
+    # Otherwise a death on another machine is noticed after 10 s.
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+}
+"""Of Monarch, in the environment of every process, unless they are set."""
+
+
+_ORPHANED_AFTER = "60s"
 
 
 class Cluster:
-    """The machine that this process runs on, as a place for process meshes.
+    """The hosts of a run, as places for process meshes.
 
     Args:
-        logs: folder for what the processes print, one file for each; it exists.
+        logs: folder for what the processes print, one file for each; it exists. Other hosts use the same path.
+        hosts: by name, others than THIS_HOST, on which this process runs; what a Monarch job gives, one host each.
 
-    Every process ends with this one, however this one ends.
+    Processes on this host, and on `local_hosts`, end with this one, however this one ends. Other hosts, such as those
+    of a Slurm job, live on: start them with HYPERACTOR_MESH_ORPHAN_TIMEOUT=60s in their environment, and the processes
+    on them end that long after this one.
+
+    Raises:
+        ConfigError: a host's name is taken, or a mesh has several hosts.
     """
 
-    def __init__(self, logs: Path) -> None:
-        os.environ.setdefault(*_LARGE_MESSAGES)
+    def __init__(self, logs: Path, hosts: Mapping[str, HostMesh] | None = None) -> None:
+        _set_defaults()
         self._logs = logs
+        self._hosts = dict(hosts or {})
         self._meshes: dict[str, ProcMesh] = {}
+        if THIS_HOST in self._hosts:
+            raise ConfigError(f"{THIS_HOST!r} is the host of the controller", mend="name the other host otherwise")
+        for name, mesh in self._hosts.items():
+            if (size := _size(mesh)) != 1:
+                raise ConfigError(f"{name!r} names {size} hosts", mend="give each host of the job a name of its own")
+        if self._hosts:
+            import monarch.config
+
+            monarch.config.configure(mesh_orphan_timeout=_ORPHANED_AFTER)  # the hosts' own setting is not enough
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of all hosts, this one first."""
+        return (THIS_HOST, *self._hosts)
 
     def log_file(self, name: str) -> Path:
         """Where the processes of a mesh print to."""
         return self._logs / f"{name}.log"
 
     def spawn(
-        self, name: str, *, ranks: int = 1, env: Mapping[str, str] | None = None, imports: Sequence[str] = ()
+        self,
+        name: str,
+        *,
+        ranks: int = 1,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+        host: str = THIS_HOST,
     ) -> ProcMesh:
         """A mesh of processes with one axis, `ranks`.
 
@@ -49,12 +92,19 @@ class Cluster:
             env: added to the environment of each.
             imports: modules that each imports first. Actors that share a process unpickle side by side, and would
                 otherwise find modules half imported.
+            host: where.
+
+        Raises:
+            ConfigError: there is no such host.
         """
+        if host not in self.hosts:
+            raise ConfigError(f"there is no host {host!r}", mend=f"choose one of {', '.join(self.hosts)}")
         with _quiet_stderr():  # Monarch announces its log file there, in the middle of the display
             from monarch.actor import default_bootstrap_cmd, this_host
 
             command = default_bootstrap_cmd().with_env({**os.environ, **(env or {})})
-            mesh = this_host().spawn_procs(
+            place = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
+            mesh = place.spawn_procs(
                 per_host={"ranks": ranks},
                 bootstrap=functools.partial(_start_child, str(self.log_file(name)), tuple(imports)),
                 bootstrap_command=lambda _: command,
@@ -75,6 +125,57 @@ class Cluster:
         async with asyncio.TaskGroup() as group:
             for name in list(self._meshes):
                 group.create_task(self.stop(name))
+
+
+@contextlib.asynccontextmanager
+async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]]:
+    """Hosts that are processes of this machine, for `Cluster`: what runs on several hosts can be tried on one.
+
+    They end with the body, or with this process, however it ends.
+
+    Args:
+        names: of the hosts; may be empty.
+    """
+    if not names:
+        yield {}
+        return
+    _set_defaults()
+    from monarch.job import ProcessJob
+
+    job = ProcessJob(dict.fromkeys(names, 1))
+    guard = None
+    try:
+        with _quiet_stderr():
+            job.apply()
+            guard = _guard([host.pid for host in job._host_to_pid.values()], str(job._tmpdir))
+            state = job.state(cached_path=None)
+        yield {name: getattr(state, name) for name in names}
+    finally:
+        await asyncio.to_thread(job.kill)
+        if guard is not None:
+            guard.kill()
+            guard.communicate()
+
+
+def _guard(pids: Sequence[int], folder: str) -> subprocess.Popen[bytes]:
+    """A process that notices the end of this one, by its pipe, and then ends others and removes their folder.
+
+    Monarch gives its hosts sessions of their own and lets them live on. Their children end with them.
+    """
+    script = 'cat; folder="$1"; shift; kill -9 "$@"; rm -rf "$folder"'
+    command = ["/bin/sh", "-c", script, "guard", folder, *map(str, pids)]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def _size(mesh: HostMesh) -> int:
+    return int(mesh.size())
+
+
+def _set_defaults() -> None:
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def _start_child(log_file: str, imports: Sequence[str]) -> None:

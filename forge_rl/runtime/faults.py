@@ -7,11 +7,14 @@ import contextlib
 import fcntl
 import os
 import re
+import select
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from forge_rl.errors import DeadlineError, ServiceError
 
@@ -166,15 +169,35 @@ _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60
 
 
-def exit_status(pidfd: int) -> int | None:
-    """How the ended child behind a pidfd ended; a negative status is a signal.
+def when_process_ends(pid: int, action: Callable[[], None]) -> None:
+    """Run an action in a thread as soon as a process of this user ends; at once if it has ended already."""
 
-    Monarch waits for its children too. Where it came first, Linux 6.15 and later still tell; before that: None.
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            select.select([fd], [], [])
+            os.close(fd)
+        action()
+
+    threading.Thread(target=watch, name=f"watch-{pid}", daemon=True).start()
+
+
+def exit_status(pidfd: int) -> int | None:
+    """How the ended process behind a pidfd ended; a negative status is a signal.
+
+    Monarch waits for its children too. Where it came first, Linux 6.15 and later still tell; before that: None. One
+    that is a child of another host's process is told of in /proc until that one has waited for it.
     """
     with contextlib.suppress(ChildProcessError):
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if ended is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+        pid = next(line.split()[1] for line in lines if line.startswith("Pid:"))
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[-1]))
     info = bytearray(64)
     struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
     with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from forge_rl.errors import DeadlineError, ForgeError, ServiceError
-from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults, cause_of, describe_exit, exit_status
 from forge_rl.runtime.router import least_loaded
 
@@ -31,6 +31,11 @@ class ServiceActor(Actor):
         """Of the process that the actor lives in."""
         return os.getpid()
 
+    @concurrent_endpoint
+    async def process_space(self) -> str:
+        """Where that number means this process."""
+        return _process_space()
+
 
 @dataclass(kw_only=True)
 class Replica:
@@ -41,6 +46,7 @@ class Replica:
     mesh: ProcMesh
     actor: Any  # Monarch's actor mesh has no useful type; typed handles stand before it
     log: Path
+    host: str = THIS_HOST
     in_flight: int = 0
     busy_s: float = 0.0
     busy_since: float = 0.0
@@ -80,6 +86,7 @@ class Service:
         ranks: int = 1,
         env: Mapping[str, str] | None = None,
         imports: Sequence[str] = (),
+        host: str = THIS_HOST,
     ) -> Replica:
         """Spawn the next replica: `ranks` processes with one actor in each.
 
@@ -89,10 +96,14 @@ class Service:
             ranks: processes of the replica.
             env: added to their environment.
             imports: modules that they import first; see Cluster.spawn.
+            host: where they run.
+
+        Raises:
+            ConfigError: there is no such host.
         """
         index = len(self.replicas)
         mesh_name = f"{self.name}-{index}"
-        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env=env, imports=imports)
+        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env=env, imports=imports, host=host)
         actor_name = f"{self.name}_{index}"
         self._faults.name_mesh(actor_name, self.name, index)
         replica = Replica(
@@ -101,6 +112,7 @@ class Service:
             mesh=mesh,
             actor=mesh.spawn(actor_name, actor, *args),
             log=self._cluster.log_file(mesh_name),
+            host=host,
         )
         self.replicas.append(replica)
         return replica
@@ -146,8 +158,15 @@ class Service:
 
     async def watch(self, replica: Replica, *, deadline_s: float) -> None:
         """Wait until a replica's processes run, and from then on notice at once when one of them ends."""
+        # On another machine the same number is a stranger's process. A death there is told by Monarch's supervision,
+        # after seconds, as it is told to the calls that are in flight.
+        near = replica.host == THIS_HOST or _process_space() == await self.call(
+            replica, "process_space", deadline_s=deadline_s, rank=0
+        )
         for rank in range(replica.ranks):
             pid = await self.call(replica, "process_id", deadline_s=deadline_s, rank=rank)
+            if not near:
+                continue
             try:
                 fd = os.pidfd_open(pid)
             except ProcessLookupError:
@@ -238,6 +257,12 @@ class Service:
 
     def _error(self, kind: type[ServiceError], replica: Replica, method: str, message: str) -> ServiceError:
         return kind(message, service=self.name, replica=replica.index, call=method, mend=f"see {replica.log}")
+
+
+def _process_space() -> str:
+    """The machine's boot, and the namespace of processes on it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 async def _await(future: Any) -> Any:

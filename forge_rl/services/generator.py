@@ -12,16 +12,15 @@ from monarch.actor import concurrent_endpoint
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.platform import Dtype, cpu_cores, device_type, resolve_dtype
-from forge_rl.errors import AttestationError, ConfigError, ForgeError, ModelError, WeightsError
+from forge_rl.errors import ConfigError, ForgeError, ModelError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.weights import WeightStore
 from forge_rl.types import Message, Sampling, Turn
-from forge_rl.weights.buckets import Transport, read_version
 from forge_rl.weights.manifest import LoadReport, Manifest
-from forge_rl.weights.segment import Segment
+from forge_rl.weights.transport import Transport
 
 if TYPE_CHECKING:
     from forge_rl.engines.vllm import VLLMEngine
@@ -80,9 +79,12 @@ class Generator:
         self._tokenizer = tokenizer
         self._load_deadline_s = 600.0
         self.version: int | None = None
-        """Version that all engines serve; None before the first load."""
+        """Version that all engines serve; None before the first load, and after one that failed."""
+        self._refusal = "nothing was loaded yet"
         self.attested_in_place = 0.0
         """Share of the weights that the last load attested over the live parameters."""
+        self.load_seconds: dict[str, float] = {}
+        """Of each stage of the last load, by the slowest engine; see LoadReport."""
 
     @classmethod
     async def start(
@@ -92,7 +94,14 @@ class Generator:
         service = Service("generator", cluster, faults)
 
         async def start_one(index: int) -> None:
-            replica = service.spawn(GeneratorActor, config, model, seed + index, env=_environment(config, index))
+            replica = service.spawn(
+                GeneratorActor,
+                config,
+                model,
+                seed + index,
+                f"generator replica {index}",
+                env=_environment(config, index),
+            )
             await service.watch(replica, deadline_s=deadline_s)
             await service.call(replica, "setup", deadline_s=deadline_s)
 
@@ -119,12 +128,12 @@ class Generator:
             sampling: by default as training episodes are drawn.
 
         Raises:
-            WeightsError: no version was loaded yet.
+            WeightsError: no version was loaded yet, or the last load failed.
             ConfigError: prompt and answer can be longer than the engines take.
         """
         chosen = sampling or self.sampling
         if self.version is None:
-            raise WeightsError("the engines hold no weights yet", mend="publish a version and load it first")
+            raise WeightsError(f"the engines hold no weights: {self._refusal}", mend="load a version first")
         if len(prompt_ids) + chosen.max_tokens > self.config.max_model_tokens:
             raise ConfigError(
                 f"a prompt of {len(prompt_ids)} tokens and {chosen.max_tokens} new ones exceed "
@@ -145,31 +154,44 @@ class Generator:
         return (await self.generate(self._tokenizer.render(messages), sampling)).text
 
     async def load(self, store: WeightStore, version: int | None = None) -> int:
-        """Load a version, the latest by default, into every engine, and attest it.
+        """Load a version, the latest by default, into every engine.
+
+        Requests may be in flight: they go on under the new version. Each engine attests what it read before it serves
+        it. If one fails, all refuse requests until a later load succeeds.
 
         Returns:
             The version that the engines say they read.
 
         Raises:
             AttestationError: an engine holds other weights than the trainer published; names the tensors.
-            WeightsError: the engines read different versions.
+            WeightsError: the version cannot be read, or the engines read different ones.
         """
         async with store.lease(version) as manifest:
-            async with task_group() as group:
-                loads = [
-                    group.create_task(
-                        self._service.call(replica, "load", manifest, store.transport, deadline_s=self._load_deadline_s)
-                    )
-                    for replica in self._service.replicas
-                ]
-            reports: list[LoadReport] = [load.result() for load in loads]
-        for replica, report in zip(self._service.replicas, reports, strict=True):
-            attest(manifest, report.fingerprints, f"generator replica {replica.index}")
-        versions = {report.version for report in reports}
-        if len(versions) != 1:
-            raise WeightsError(f"the engines serve different versions: {sorted(versions)}")
-        self.version = versions.pop()
+            try:
+                async with task_group() as group:
+                    loads = [
+                        group.create_task(
+                            self._service.call(
+                                replica,
+                                "load",
+                                manifest,
+                                store.transport(replica.host),
+                                deadline_s=self._load_deadline_s,
+                            )
+                        )
+                        for replica in self._service.replicas
+                    ]
+                reports: list[LoadReport] = [load.result() for load in loads]
+                if any(report.version != manifest.version for report in reports):
+                    read = [report.version for report in reports]
+                    raise WeightsError(f"version {manifest.version} was to be loaded, and the engines read {read}")
+            except BaseException:
+                self.version = None
+                self._refusal = f"loading version {manifest.version} failed"
+                raise
+        self.version = manifest.version
         self.attested_in_place = min(report.in_place for report in reports) / len(manifest.tensors)
+        self.load_seconds = dict(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
         return self.version
 
     def take_busy_s(self) -> list[float]:
@@ -189,26 +211,11 @@ class Generator:
         return f"Generator  version {self.version}  {self.dtype}  requests in flight by replica: {loads}"
 
 
-def attest(manifest: Manifest, fingerprints: dict[str, int], reader: str) -> None:
-    """Compare what a reader holds with what was published.
-
-    Raises:
-        AttestationError: they differ; names the tensors.
-    """
-    differing = [entry.name for entry in manifest.tensors if fingerprints.get(entry.name) != entry.fingerprint]
-    if differing:
-        shown = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
-        raise AttestationError(
-            f"{reader} holds other weights than version {manifest.version}: {len(differing)} of "
-            f"{len(manifest.tensors)} tensors differ: {shown}",
-            mend="do not trust what was sampled from it; report this with the run folder's logs",
-        )
-
-
 class GeneratorActor(ServiceActor):
     """One engine."""
 
-    def __init__(self, config: Generator.Config, model: Path, seed: int) -> None:
+    def __init__(self, config: Generator.Config, model: Path, seed: int, name: str) -> None:
+        self._name = name
         self._config = config
         self._model = model
         self._seed = seed
@@ -252,11 +259,10 @@ class GeneratorActor(ServiceActor):
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, transport: Transport) -> LoadReport:
-        """Fetch a version and put it into the engine; no request may be in flight."""
+        """Fetch a version and put it into the engine, bucket by bucket."""
         assert self._engine is not None, "setup comes first"
-        with Segment(manifest) as segment:
-            await read_version(transport, manifest, segment.tensor)
-            return await self._engine.load(segment.ref, manifest)
+        async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
+            return await self._engine.load(manifest, buckets, reader=self._name)
 
 
 def _environment(config: Generator.Config, index: int) -> dict[str, str]:

@@ -22,8 +22,8 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.services.weights import WeightStore
-from forge_rl.weights.buckets import Transport, write_shards
-from forge_rl.weights.manifest import ShardReport
+from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
+from forge_rl.weights.transport import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,9 @@ class Trainer:
         """Most tokens of a packed row, which is one microbatch; also the longest sequence that can be trained."""
         recompute: bool = False
         """Recompute activations in the backward pass: less memory, a third more work."""
+        frozen: tuple[str, ...] = ()
+        """Weights that are not trained: patterns of Hugging Face names, such as "model.embed_tokens.*"
+        "model.layers.[0-9].*". What is frozen is published once."""
         port: int = 0
         """Port at which the ranks meet; 0 finds a free one."""
         optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -68,6 +71,7 @@ class Trainer:
         self._service = service
         self._total_steps = total_steps
         self._deadline_s = 3600.0
+        self._specs: tuple[TensorSpec, ...] | None = None
         self.version = 0
         """Optimizer steps behind the weights."""
         self.parameters = 0
@@ -170,8 +174,12 @@ class Trainer:
         Returns:
             The version, once it is committed and readers can see it.
         """
-        async with store.publishing(self.version) as publication:
-            parts = await self._all("publish", store.transport, dtype, deadline_s=self._deadline_s)
+        import torch
+
+        if self._specs is None:
+            self._specs = await self._service.call(self._replica, "specs", deadline_s=self._deadline_s, rank=0)
+        async with store.publishing(self.version, self._specs, getattr(torch, dtype)) as publication:
+            parts = await self._all("publish", store.transport(), publication.draft, deadline_s=self._deadline_s)
             self.busy_s += max(seconds for _, seconds in parts)
             await publication.commit([reports for reports, _ in parts])
         return self.version
@@ -247,6 +255,7 @@ class TrainerActor(ServiceActor):
                 optimizer=self._config.optimizer,
                 recompute=self._config.recompute,
                 reference=self._reference,
+                frozen=self._config.frozen,
             )
             if resume is not None:
                 self._engine.load_training_state(resume)
@@ -271,19 +280,16 @@ class TrainerActor(ServiceActor):
             return self.engine.logprobs(rows, temperature=temperature)
 
     @concurrent_endpoint
-    async def publish(self, transport: Transport, dtype: str) -> tuple[list[ShardReport], float]:
-        """Write this rank's shards; returns what was written, and the seconds that it took."""
-        import torch
+    async def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor that is published; asked of rank 0."""
+        return self.engine.specs()
 
+    @concurrent_endpoint
+    async def publish(self, transport: Transport, drafted: Manifest) -> tuple[list[ShardReport], float]:
+        """Write this rank's shards; returns what was written, and the seconds that it took."""
         async with self._turn:
             began = time.monotonic()
-            reports = await write_shards(
-                transport,
-                self.engine.local_shards(),
-                version=self.engine.version,
-                rank=self.engine.rank,
-                dtype=getattr(torch, dtype),
-            )
+            reports = await transport.write(drafted, self.engine.local_shards(), rank=self.engine.rank)
             return reports, time.monotonic() - began
 
     @concurrent_endpoint

@@ -1,28 +1,74 @@
-"""What a version of the weights consists of: written last, so that a reader sees a whole version or none."""
+"""What a version of the weights consists of: committed last, so that a reader sees a whole version or none.
+
+A version lies in buckets, each a run of bytes that holds whole tensors one after the other, whatever the layouts of
+those that wrote them and of those that read them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from forge_rl.errors import WeightsError
+from forge_rl.weights.boxes import Box, tiling_error
 from forge_rl.weights.fingerprint import combine
 
+BUCKET_BYTES = 64 << 20
+"""Past this a bucket is full; a tensor that is larger has one of its own."""
+
+_MOST_SHARED = 1.5
+"""Older buckets also keep what has changed since; past this many times its own bytes, a version is written whole."""
+
+_ALIGN = 64
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
-    """A run of whole rows of one tensor, and where its bytes lie."""
+class TensorSpec:
+    """A tensor that the trainer holds, under its Hugging Face name."""
 
-    bucket: str
-    """Key of the bucket in the transport."""
+    name: str
+    shape: tuple[int, ...]
+    changed: bool = True
+    """Whether it may differ from the latest version; one that does not is not written again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentRef:
+    """A bucket's place in shared memory, for any process of this user on the host."""
+
+    path: str
+    bytes: int
+    """Of the bucket; the file is one page longer, its header."""
+    token: str
+    """Random, and in the header: a segment that was freed and written again has another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """A run of bytes of one version."""
+
+    key: str
+    """VERSION/NUMBER, of the version that wrote it."""
+    bytes: int
+    host: str = ""
+    """Where it was written."""
+    segment: SegmentRef | None = None
+    """On that host; None where the transport keeps buckets in another way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One rank's part of a tensor, for transports that keep each rank's bytes apart."""
+
+    box: Box
+    part: str
+    """Key of what the rank stored."""
     offset: int
-    """Of its first byte in the bucket."""
-    start: int
-    """Flat index, in the whole tensor, of its first element."""
-    elements: int
+    """Of its first byte there; the box lies contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +79,13 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     """torch's name of it, such as "bfloat16"."""
-    fingerprint: int
+    bucket: str
+    """Key of the bucket that holds it; of an older version if it has not changed since."""
+    offset: int
+    """Of its first byte in the bucket."""
+    fingerprint: int = 0
     """Of the published bytes; see fingerprint.py."""
-    shards: tuple[Shard, ...]
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -45,37 +95,54 @@ class TensorEntry:
     def bytes(self) -> int:
         return self.numel * _BYTES[self.dtype]
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def of(self, bucket: torch.Tensor) -> torch.Tensor:
+        """A view of this tensor in its bucket, which is `[bytes] uint8`."""
+        return bucket[self.offset : self.offset + self.bytes].view(self.torch_dtype).view(self.shape)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReport:
     """What one trainer rank wrote of one tensor."""
 
     name: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    dtype: str
+    box: Box
     fingerprint: int
-    """Of the elements that this rank wrote."""
-    shard: Shard | None
-    """None where other ranks hold all of the tensor."""
+    """Of the elements in the box."""
+    piece: Piece | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole version."""
+    """A whole version; before its commit, a draft without fingerprints."""
 
     version: int
     """Optimizer steps behind these weights."""
     tensors: tuple[TensorEntry, ...]
+    buckets: tuple[Bucket, ...]
+    """All that hold a tensor of it, also older ones that it shares with earlier versions."""
 
     @property
     def bytes(self) -> int:
+        """Of all its tensors."""
         return sum(entry.bytes for entry in self.tensors)
 
     @property
-    def buckets(self) -> tuple[str, ...]:
-        """Keys of all its buckets, in the order in which they were written."""
-        return tuple(dict.fromkeys(shard.bucket for entry in self.tensors for shard in entry.shards))
+    def keys(self) -> tuple[str, ...]:
+        return tuple(bucket.key for bucket in self.buckets)
+
+    @property
+    def written(self) -> tuple[Bucket, ...]:
+        """The buckets that this version itself writes."""
+        return tuple(bucket for bucket in self.buckets if is_of(bucket.key, self.version))
+
+    def entries(self, bucket: str) -> tuple[TensorEntry, ...]:
+        """The tensors of this version that lie in a bucket."""
+        return tuple(entry for entry in self.tensors if entry.bucket == bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,40 +155,100 @@ class LoadReport:
     in_place: int
     """How many of them were computed over the live parameters. The rest are over what went into the loader: vLLM
     repacks those layers for the CPU, and the bytes as such exist no more."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
 
 
-def merge_reports(version: int, ranks: Sequence[Sequence[ShardReport]]) -> Manifest:
-    """The manifest of a version from what every rank wrote.
+def is_of(key: str, version: int) -> bool:
+    """Whether a bucket was written by this version."""
+    return key.startswith(f"{version}/")
+
+
+def draft(
+    specs: Sequence[TensorSpec],
+    *,
+    version: int,
+    dtype: torch.dtype,
+    base: Manifest | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Manifest:
+    """Lay out a version: which tensors are written, and where in which buckets.
+
+    What changes and what does not lie in buckets apart, so that older ones keep little that nobody needs.
+
+    Args:
+        specs: every tensor of the model, in an order that stays the same.
+        version: to be written.
+        dtype: of the published tensors.
+        base: the version before; what has not changed since stays where that one has it.
+        bucket_bytes: past this a bucket is full.
 
     Raises:
-        WeightsError: the ranks disagree on a tensor, or together they did not write exactly all of it.
+        WeightsError: there are no tensors, or two of one name.
     """
-    if not ranks or not ranks[0]:
+    if not specs:
         raise WeightsError(f"version {version} holds no tensors")
-    if len({len(rank) for rank in ranks}) != 1:
-        raise WeightsError(f"the trainer's ranks wrote different numbers of tensors for version {version}")
-    return Manifest(version=version, tensors=tuple(_entry(version, reports) for reports in zip(*ranks, strict=True)))
+    if len({spec.name for spec in specs}) != len(specs):
+        raise WeightsError(f"version {version} holds two tensors of one name")
+    name = str(dtype).removeprefix("torch.")
+    before = {entry.name: entry for entry in base.tensors} if base is not None else {}
+    older = {bucket.key: bucket for bucket in base.buckets} if base is not None else {}
+    placed: dict[str, TensorEntry] = {}
+    buckets: list[Bucket] = []
+    used = number = 0
+    for changed in (True, False):
+        for spec in (spec for spec in specs if spec.changed is changed):
+            old = before.get(spec.name)
+            if not changed and old is not None and (old.shape, old.dtype) == (spec.shape, name):
+                placed[spec.name] = old
+                continue
+            entry = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=f"{version}/{number}", offset=used)
+            if used and used + entry.bytes > bucket_bytes:
+                buckets.append(Bucket(key=entry.bucket, bytes=used))
+                used, number = 0, number + 1
+                entry = replace(entry, bucket=f"{version}/{number}", offset=0)
+            placed[spec.name] = entry
+            used += _aligned(entry)
+        if used:
+            buckets.append(Bucket(key=f"{version}/{number}", bytes=used))
+            used, number = 0, number + 1
+    entries = tuple(placed[spec.name] for spec in specs)
+    shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
+    buckets.extend(older[key] for key in shared)
+    if shared and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
+        return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes)
+    return Manifest(version=version, tensors=entries, buckets=tuple(buckets))
 
 
-def _entry(version: int, reports: Sequence[ShardReport]) -> TensorEntry:
-    first = reports[0]
-    if any((report.name, report.shape, report.dtype) != (first.name, first.shape, first.dtype) for report in reports):
-        raise WeightsError(f"the trainer's ranks disagree on {first.name!r} of version {version}")
-    shards = sorted((report.shard for report in reports if report.shard is not None), key=lambda shard: shard.start)
-    at = 0
-    for shard in shards:
-        if shard.start != at:
-            what = "overlap" if shard.start < at else "leave a gap"
-            raise WeightsError(f"the ranks' shards of {first.name!r} for version {version} {what} at element {at}")
-        at += shard.elements
-    if at != math.prod(first.shape):
-        raise WeightsError(
-            f"the ranks wrote {at} of {math.prod(first.shape)} elements of {first.name!r} for version {version}"
+def _aligned(entry: TensorEntry) -> int:
+    """Bytes that a tensor takes in a bucket."""
+    return -(-entry.bytes // _ALIGN) * _ALIGN
+
+
+def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manifest:
+    """The manifest of a version from its draft and what every rank wrote.
+
+    Raises:
+        WeightsError: together the ranks did not write exactly what was to be written.
+    """
+    by_name: dict[str, list[ShardReport]] = {}
+    for report in (report for rank in ranks for report in rank):
+        by_name.setdefault(report.name, []).append(report)
+    entries = []
+    for entry in drafted.tensors:
+        if not is_of(entry.bucket, drafted.version):
+            entries.append(entry)
+            continue
+        reports = by_name.pop(entry.name, [])
+        if wrong := tiling_error(entry.shape, [report.box for report in reports]):
+            raise WeightsError(f"the ranks' shards of {entry.name!r} for version {drafted.version} do not fit: {wrong}")
+        entries.append(
+            replace(
+                entry,
+                fingerprint=combine(report.fingerprint for report in reports),
+                pieces=tuple(report.piece for report in reports if report.piece is not None),
+            )
         )
-    return TensorEntry(
-        name=first.name,
-        shape=first.shape,
-        dtype=first.dtype,
-        fingerprint=combine(report.fingerprint for report in reports),
-        shards=tuple(shards),
-    )
+    if by_name:
+        raise WeightsError(f"version {drafted.version} was not to hold {sorted(by_name)[:3]}, which a rank wrote")
+    return replace(drafted, tensors=tuple(entries))

@@ -1,14 +1,20 @@
 """Names of weights: torchtitan's to Hugging Face's and back.
 
 Both families keep separate q, k, v projections in Hugging Face's rotate-half order (engines/titan.py builds them so),
-so that every weight maps one to one: a shard of one is a shard of the other, and no copy or permutation is needed.
+and torchtitan stacks a layer's experts, which Hugging Face keeps apart. So every published tensor is a block of one
+torchtitan weight as it lies there: a shard of one is a shard of the other, and no copy or permutation is needed.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from forge_rl.errors import ModelError
+from forge_rl.weights.boxes import Box
 
 _TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -25,40 +31,95 @@ _LAYER = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
+    "moe.router.gate": "mlp.gate",
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+_STACK = {"w1_EFD": "gate_proj", "w3_EFD": "up_proj", "w2_EDF": "down_proj"}
+"""[experts, out, in] in torchtitan; [out, in] for each expert in Hugging Face."""
 _LAYER_BACK = {theirs: ours for ours, theirs in _LAYER.items()}
 _TOP_BACK = {theirs: ours for ours, theirs in _TOP.items()}
+_STACK_BACK = {theirs: ours for ours, theirs in _STACK.items()}
 _TITAN = re.compile(r"layers\.(\d+)\.(.+)\.weight")
+_TITAN_STACK = re.compile(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(w\d_E[DF]{2})")
 _HF = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_HF_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
-def to_hf(name: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a block of a torchtitan weight holds of one published tensor."""
+
+    name: str
+    """Hugging Face's."""
+    shape: tuple[int, ...]
+    """Of the whole published tensor."""
+    box: Box
+    """Of the published tensor."""
+    index: int | None = None
+    """Of the expert in the block; None where the block is the part."""
+
+    def of(self, block: torch.Tensor) -> torch.Tensor:
+        """A view of this part of the block."""
+        return block if self.index is None else block[self.index]
+
+
+def parts(name: str, shape: Sequence[int], box: Box | None = None) -> Iterator[Part]:
+    """The published tensors that a block of a torchtitan weight holds, and which box of each.
+
+    Args:
+        name: torchtitan's.
+        shape: of the whole weight.
+        box: the block; by default the whole weight.
+
+    Raises:
+        ModelError: the name is not one of the Llama or Qwen3 family.
+    """
+    box = box or Box.whole(shape)
+    if not _TITAN_STACK.fullmatch(name):
+        yield Part(name=to_hf(name), shape=tuple(shape), box=box)
+        return
+    inner = Box(start=box.start[1:], size=box.size[1:])
+    for index in range(box.size[0]):
+        yield Part(name=to_hf(name, box.start[0] + index), shape=tuple(shape[1:]), box=inner, index=index)
+
+
+def to_hf(name: str, expert: int | None = None) -> str:
     """Hugging Face's name of a torchtitan weight of the Llama or Qwen3 family.
+
+    Args:
+        name: torchtitan's.
+        expert: which one of a stack; None for any other weight.
 
     Raises:
         ModelError: the name is not one of theirs.
     """
-    if name in _TOP:
+    if expert is None and name in _TOP:
         return _TOP[name]
-    if (match := _TITAN.fullmatch(name)) and match[2] in _LAYER:
+    if expert is None and (match := _TITAN.fullmatch(name)) and match[2] in _LAYER:
         return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
+    if expert is not None and (match := _TITAN_STACK.fullmatch(name)) and match[2] in _STACK:
+        return f"model.layers.{match[1]}.mlp.experts.{expert}.{_STACK[match[2]]}.weight"
     raise ModelError(
         f"the torchtitan weight {name!r} has no Hugging Face name", mend="only the Llama and Qwen3 families are known"
     )
 
 
-def from_hf(name: str) -> str:
+def from_hf(name: str) -> tuple[str, int | None]:
     """torchtitan's name of a Hugging Face weight of the Llama or Qwen3 family.
+
+    Returns:
+        The name, and which expert of that stack it is; None where the weight is no stack.
 
     Raises:
         ModelError: the name is not one of theirs.
     """
     if name in _TOP_BACK:
-        return _TOP_BACK[name]
+        return _TOP_BACK[name], None
     if (match := _HF.fullmatch(name)) and match[2] in _LAYER_BACK:
-        return f"layers.{match[1]}.{_LAYER_BACK[match[2]]}.weight"
+        return f"layers.{match[1]}.{_LAYER_BACK[match[2]]}.weight", None
+    if (match := _HF_EXPERT.fullmatch(name)) and match[3] in _STACK_BACK:
+        return f"layers.{match[1]}.moe.routed_experts.inner_experts.{_STACK_BACK[match[3]]}", int(match[2])
     raise ModelError(
         f"the checkpoint holds {name!r}, which neither the Llama nor the Qwen3 family has",
         mend="use a model of the Llama or Qwen3 family without biases or adapters",

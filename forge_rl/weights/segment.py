@@ -1,6 +1,8 @@
-"""One version of the weights in anonymous shared memory, to hand from a replica to its engine's processes.
+"""Segments: files in shared memory, one for each bucket, that trainers write and engines map.
 
-A memfd has no name and dies with its last user, so nothing can leak, also when every process is killed.
+A segment begins with one page, its header: which version it holds, how many bytes, and a random token. A reader checks
+them, so that a foreign, stale or half-made segment is refused. Mappings are kept from one version to the next: freed
+segments are used again, and mapping fresh pages costs more than copying.
 """
 
 from __future__ import annotations
@@ -8,120 +10,208 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator
+import secrets
+import stat
+import struct
+import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.manifest import Manifest, TensorEntry
+from forge_rl.weights.manifest import SegmentRef
 
-_ALIGN = 64
-
-
-def _offsets(manifest: Manifest) -> tuple[list[int], int]:
-    """Byte offset of every tensor, and the size of all; both sides derive the same from the manifest."""
-    offsets, at = [], 0
-    for entry in manifest.tensors:
-        offsets.append(at)
-        at += -(-entry.bytes // _ALIGN) * _ALIGN
-    return offsets, max(at, 1)
+PAGE = mmap.PAGESIZE
+_HEADER = struct.Struct("<8s16sQ")
+_MAGIC = b"forge_rl"
+_MADE_ANEW = "publish the version again, or start the run again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentRef:
-    """Where another process of the same user finds a segment."""
+def create(path: Path, size: int) -> SegmentRef:
+    """Make a segment with room for `size` bytes: its memory is taken now, and its pages are zero.
 
-    pid: int
-    fd: int
-
-    @property
-    def path(self) -> str:
-        return f"/proc/{self.pid}/fd/{self.fd}"
-
-
-class Segment:
-    """Room for every tensor of a manifest; a context manager, which frees it."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        offsets, size = _offsets(manifest)
-        free = _available_bytes()
-        if size > free:
-            raise WeightsError(
-                f"no room for version {manifest.version} in shared memory: {size} bytes are needed, {free} are free",
-                mend="free memory, or use fewer generator replicas",
-            )
-        self._fd = os.memfd_create("forge_rl-weights")
-        try:
-            os.posix_fallocate(self._fd, 0, size)
-        except OSError as error:
-            os.close(self._fd)
-            raise WeightsError(
-                f"no room for version {manifest.version} in shared memory: {size} bytes are needed ({error.strerror})",
-                mend="free memory, or use fewer generator replicas",
-            ) from error
-        self._tensors = dict(_views(self._fd, manifest, offsets, size, writable=True))
-
-    @property
-    def ref(self) -> SegmentRef:
-        return SegmentRef(pid=os.getpid(), fd=self._fd)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """The named tensor's place; writes go to the shared memory."""
-        return self._tensors[name]
-
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tensors.clear()
-        os.close(self._fd)
+    Raises:
+        OSError: there is no room, or the file exists.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, PAGE + size)
+    except OSError:
+        os.close(fd)
+        path.unlink()
+        raise
+    ref = _stamp(fd, str(path), size)
+    os.close(fd)
+    return ref
 
 
-def _available_bytes() -> int:
-    """Memory that can still be taken. A memfd has no limit of its own: past this the kernel kills processes."""
+def create_anonymous(size: int) -> tuple[SegmentRef, int]:
+    """Make a segment without a name, which is gone with the file descriptor that is returned.
+
+    Raises:
+        OSError: there is no room.
+    """
+    fd = os.memfd_create("forge_rl-weights")
+    try:
+        os.posix_fallocate(fd, 0, PAGE + size)
+    except OSError:
+        os.close(fd)
+        raise
+    return _stamp(fd, f"/proc/{os.getpid()}/fd/{fd}", size), fd
+
+
+def available_bytes() -> int:
+    """Memory that can still be taken on this machine; past it the kernel kills processes."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     assert found is not None, "/proc/meminfo has MemAvailable since Linux 3.14"
     return int(found[1]) << 10
 
 
-def read_segment(ref: SegmentRef, manifest: Manifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Map another process's segment and yield each entry with a view of its tensor, without copying.
-
-    Raises:
-        WeightsError: the segment is gone or has another size than the manifest says.
-    """
-    offsets, size = _offsets(manifest)
+def renew(ref: SegmentRef) -> SegmentRef:
+    """Give a segment that was freed a new token, so that a reader of what it held is refused."""
+    fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fd = os.open(ref.path, os.O_RDONLY)
-    except OSError as error:
-        raise WeightsError(
-            f"the segment of version {manifest.version} cannot be opened ({error.strerror})",
-            mend="the process that read it has ended; see its log",
-        ) from error
-    try:
-        if (found := os.fstat(fd).st_size) != size:
-            raise WeightsError(f"the segment of version {manifest.version} has {found} bytes, its manifest says {size}")
-        views = _views(fd, manifest, offsets, size, writable=False)
-        by_name = {entry.name: entry for entry in manifest.tensors}
-        for name, tensor in views:
-            yield by_name[name], tensor
+        return _stamp(fd, ref.path, ref.bytes)
     finally:
         os.close(fd)
 
 
-def _views(
-    fd: int, manifest: Manifest, offsets: list[int], size: int, *, writable: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    # A private mapping of a read-only file is writable memory to torch, and never written back.
-    access = (
-        {"flags": mmap.MAP_SHARED, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-        if writable
-        else {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-    )
-    memory = torch.frombuffer(mmap.mmap(fd, size, **access), dtype=torch.uint8)
-    for entry, offset in zip(manifest.tensors, offsets, strict=True):
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        yield entry.name, memory[offset : offset + entry.bytes].view(dtype).view(entry.shape)
+def readable(ref: SegmentRef) -> torch.Tensor:
+    """A segment's bytes, `[bytes] uint8`; the memory cannot be written through it.
+
+    Raises:
+        WeightsError: it is gone, it is not this user's alone, or it is another one than the reference says.
+    """
+    return _MAPPINGS.get(ref, writable=False)
+
+
+def writable(ref: SegmentRef) -> torch.Tensor:
+    """A segment's bytes, `[bytes] uint8`, to be written.
+
+    Raises:
+        WeightsError: as `readable`.
+    """
+    return _MAPPINGS.get(ref, writable=True)
+
+
+def check(ref: SegmentRef) -> None:
+    """After reading: that the segment still holds what it held. One without a name is not read again: its mapping goes.
+
+    Raises:
+        WeightsError: it was freed, and perhaps written again, meanwhile: what was read must not be used.
+    """
+    _MAPPINGS.get(ref, writable=False)
+    if _is_anonymous(ref.path):
+        release(ref)
+
+
+def release(ref: SegmentRef) -> None:
+    """Forget this process's mappings of a segment; tensors that use them keep them alive."""
+    _MAPPINGS.release(ref.path)
+
+
+@dataclass(kw_only=True)
+class _Mapping:
+    inode: int
+    header: memoryview
+    payload: torch.Tensor
+    fd: int
+
+
+class _Mappings:
+    """This process's mappings, by path and access."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, bool], _Mapping] = {}
+
+    def get(self, ref: SegmentRef, *, writable: bool) -> torch.Tensor:
+        with self._lock:
+            key = (ref.path, writable)
+            try:
+                inode = os.stat(ref.path).st_ino
+            except OSError as error:
+                self._forget(ref.path)
+                raise WeightsError(
+                    f"the segment {ref.path} cannot be opened ({error.strerror}): it was freed, or its store has ended",
+                    mend=_MADE_ANEW,
+                ) from error
+            held = self._held.get(key)
+            if held is None or held.inode != inode:
+                if held is not None:
+                    os.close(self._held.pop(key).fd)
+                self._drop_unlinked()
+                held = self._held[key] = _map(ref, writable=writable)
+            _check_header(ref, held.header)
+            return held.payload
+
+    def release(self, path: str) -> None:
+        with self._lock:
+            self._forget(path)
+
+    def _forget(self, path: str) -> None:
+        for key in [key for key in self._held if key[0] == path]:
+            os.close(self._held.pop(key).fd)
+
+    def _drop_unlinked(self) -> None:
+        for path, _ in list(self._held):
+            held = self._held.get((path, True)) or self._held.get((path, False))
+            if held is not None and os.fstat(held.fd).st_nlink == 0 and not _is_anonymous(path):
+                self._forget(path)
+
+
+_MAPPINGS = _Mappings()
+
+
+def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
+    flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
+    if not _is_anonymous(ref.path):
+        flags |= os.O_NOFOLLOW
+    try:
+        fd = os.open(ref.path, flags)
+    except OSError as error:
+        raise WeightsError(f"the segment {ref.path} cannot be opened ({error.strerror})", mend=_MADE_ANEW) from error
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or (status.st_nlink and stat.S_IMODE(status.st_mode) & 0o077):
+            raise WeightsError(
+                f"the segment {ref.path} is not this user's alone: owner {status.st_uid}, "
+                f"mode {stat.S_IMODE(status.st_mode):o}",
+                mend="find out who made it; its weights are not used",
+            )
+        if status.st_size != PAGE + ref.bytes:
+            raise WeightsError(
+                f"the segment {ref.path} has {status.st_size - PAGE} bytes, its manifest says {ref.bytes}",
+                mend=_MADE_ANEW,
+            )
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        memory = mmap.mmap(fd, PAGE + ref.bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
+    except BaseException:
+        os.close(fd)
+        raise
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors; the pages are
+        payload = torch.frombuffer(memory, dtype=torch.uint8, offset=PAGE, count=ref.bytes)
+    return _Mapping(inode=status.st_ino, header=memoryview(memory)[: _HEADER.size], payload=payload, fd=fd)
+
+
+def _is_anonymous(path: str) -> bool:
+    return path.startswith("/proc/")
+
+
+def _stamp(fd: int, path: str, size: int) -> SegmentRef:
+    token = secrets.token_bytes(16)
+    os.pwrite(fd, _HEADER.pack(_MAGIC, token, size), 0)
+    return SegmentRef(path=path, bytes=size, token=token.hex())
+
+
+def _check_header(ref: SegmentRef, header: memoryview) -> None:
+    magic, token, size = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise WeightsError(f"{ref.path} is no segment of weights", mend=_MADE_ANEW)
+    if token.hex() != ref.token or size != ref.bytes:
+        raise WeightsError(
+            f"the segment {ref.path} was freed and holds another version by now", mend="hold a lease while reading"
+        )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.manifest import Manifest
 
 
 class VersionIndex:
-    """Which versions exist.
+    """Which versions exist, and which buckets they keep.
 
     Args:
-        keep_versions: how many of the newest versions retention keeps.
+        keep_versions: how many of the newest versions retention keeps, the one that is being written included.
         keep_bytes: the most bytes that kept versions may take; the newest is kept whatever its size.
     """
 
@@ -21,7 +22,10 @@ class VersionIndex:
         self._keep_versions = keep_versions
         self._keep_bytes = keep_bytes
         self._versions: dict[int, Manifest] = {}
-        self._writing: set[int] = set()
+        self._writing: dict[int, Manifest | None] = {}
+        """By version that is being written: the one before, whose buckets it may share."""
+        self._needed: dict[str, int] = {}
+        """Bytes by key of the buckets that versions keep, or those that are being written."""
         self._leases: Counter[int] = Counter()
         self._changed = asyncio.Condition()
         self._failure = ""
@@ -33,11 +37,14 @@ class VersionIndex:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all versions that are held."""
-        return sum(manifest.bytes for manifest in self._versions.values())
+        """Of all buckets that are held; one that versions share counts once."""
+        return sum(_buckets(self._versions.values()).values())
 
-    def begin(self, version: int) -> None:
-        """Reserve a version for writing.
+    def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...]]:
+        """Reserve a version for writing; what retention will give up for it is given up now, so that its room is there.
+
+        Returns:
+            The version before, which stays until this one is committed or aborted, and keys of buckets to be freed.
 
         Raises:
             WeightsError: it exists, is being written, or is not newer than the latest.
@@ -46,32 +53,54 @@ class VersionIndex:
             raise WeightsError(f"version {version} is already being written")
         if self.latest is not None and version <= self.latest:
             raise WeightsError(f"version {version} is not newer than the latest, {self.latest}: versions are immutable")
-        self._writing.add(version)
+        base = None if self.latest is None else self._versions[self.latest]
+        self._writing[version] = base
         self._failure = ""
+        return base, self._retire(coming=base.bytes if base else 0)
 
-    async def commit(self, manifest: Manifest) -> tuple[Manifest, ...]:
+    async def commit(self, manifest: Manifest) -> tuple[str, ...]:
         """Make a written version visible and move `latest`.
 
         Returns:
-            The versions that retention gives up; their buckets are to be freed.
+            Keys of the buckets that nothing needs any more.
 
         Raises:
-            WeightsError: the version was not begun, or was aborted.
+            WeightsError: the version was not begun, was aborted, or another one was committed meanwhile, which is newer
+                or which its unchanged tensors do not come from.
         """
-        if manifest.version not in self._writing:
-            raise WeightsError(f"version {manifest.version} was not begun, or was aborted")
-        self._writing.remove(manifest.version)
+        version = manifest.version
+        if version not in self._writing:
+            raise WeightsError(f"version {version} was not begun, or was aborted")
+        if self.latest is not None and version <= self.latest:
+            raise WeightsError(f"version {version} comes too late: {self.latest} was committed meanwhile")
+        base = self._writing[version]
+        if manifest.written != manifest.buckets and (base is None or base.version != self.latest):
+            raise WeightsError(
+                f"version {version} shares tensors with {base and base.version}, and {self.latest} was committed "
+                "meanwhile",
+                mend="publish one version after the other",
+            )
+        del self._writing[version]
         async with self._changed:
-            self._versions[manifest.version] = manifest
+            self._versions[version] = manifest
             self._changed.notify_all()
         return self._retire()
 
-    async def abort(self, version: int, reason: str) -> None:
-        """Give up a version that is being written; it stays invisible, and those who wait for it fail at once."""
-        self._writing.discard(version)
+    async def abort(self, version: int, reason: str) -> tuple[str, ...]:
+        """Give up a version that is being written; it stays invisible, and those who wait for it fail at once.
+
+        Nothing happens for one that is not being written.
+
+        Returns:
+            Keys of the buckets that nothing needs any more; those of the version itself are the writer's to free.
+        """
+        if version not in self._writing:
+            return ()
+        del self._writing[version]
         async with self._changed:
             self._failure = f"version {version} was aborted: {reason}"
             self._changed.notify_all()
+        return self._retire()
 
     async def wait_for(self, version: int) -> int:
         """Wait until this version or a newer one is committed.
@@ -102,26 +131,35 @@ class VersionIndex:
         self._leases[wanted] += 1
         return self._versions[wanted]
 
-    def release(self, version: int) -> tuple[Manifest, ...]:
+    def release(self, version: int) -> tuple[str, ...]:
         """End a lease.
 
         Returns:
-            The versions that retention gives up now.
+            Keys of the buckets that nothing needs any more.
         """
+        assert self._leases[version], f"version {version} is not leased"
         self._leases[version] -= 1
-        if self._leases[version] <= 0:
+        if not self._leases[version]:
             del self._leases[version]
         return self._retire()
 
-    def _retire(self) -> tuple[Manifest, ...]:
-        retired = []
-        kept = kept_bytes = 0
+    def _retire(self, coming: int = 0) -> tuple[str, ...]:
+        """Drop versions past the bounds; `coming` bytes of one more, if not 0, are about to be written."""
+        kept, seen = (1, {"": coming}) if coming else (0, {})
         for version in sorted(self._versions, reverse=True):
-            manifest = self._versions[version]
             if self._leases[version]:
                 continue
             kept += 1
-            kept_bytes += manifest.bytes
-            if version != self.latest and (kept > self._keep_versions or kept_bytes > self._keep_bytes):
-                retired.append(self._versions.pop(version))
-        return tuple(retired)
+            seen |= _buckets([self._versions[version]])
+            if version != self.latest and (kept > self._keep_versions or sum(seen.values()) > self._keep_bytes):
+                del self._versions[version]
+        before, self._needed = self._needed, _buckets(self._held())
+        return tuple(key for key in before if key not in self._needed)
+
+    def _held(self) -> list[Manifest]:
+        return [*self._versions.values(), *(base for base in self._writing.values() if base is not None)]
+
+
+def _buckets(manifests: Iterable[Manifest]) -> dict[str, int]:
+    """Bytes by key of all their buckets."""
+    return {bucket.key: bucket.bytes for manifest in manifests for bucket in manifest.buckets}

@@ -1,11 +1,10 @@
-"""The state of a torchtitan model: read from and written to Hugging Face folders, checkpointed, cut into shards."""
+"""The state of a torchtitan model: read from and written to Hugging Face folders, and checkpointed."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,62 +12,45 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from forge_rl.engines.titan.shards import box_of, named_weights, values_of
 from forge_rl.errors import CheckpointError, ModelError
-from forge_rl.weights.buckets import LocalShard
-from forge_rl.weights.names import to_hf
+from forge_rl.weights.names import parts
 
 _AGAIN = "download or export the model again"
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every weight by its name, which is the same whether or not activations are recomputed; a tied weight once."""
-    for name, parameter in model.named_parameters():
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
-
-
-def local_shards(model: nn.Module) -> Iterator[LocalShard]:
-    """What this rank holds of every weight, under Hugging Face names; a tied weight once, as the embedding."""
-    for name, parameter in named_weights(model):
-        shape = tuple(parameter.shape)
-        if isinstance(parameter, DTensor):
-            local, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-            values = parameter.to_local()
-            first_row = offsets[0] if math.prod(local) else 0
-        else:
-            values, first_row = parameter, 0
-        yield LocalShard(name=to_hf(name), shape=shape, start=first_row * math.prod(shape[1:]), values=values.detach())
-
-
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
-    """Read this rank's rows of every weight from a Hugging Face folder.
+    """Read this rank's block of every weight from a Hugging Face folder.
 
     Raises:
         ModelError: a weight is missing or has another shape, or a file cannot be read.
     """
     index = _tensor_files(folder)
-    with torch.no_grad():
-        for shard, parameter in zip(local_shards(model), model.parameters(), strict=True):
-            name = shard.name
-            if name == "lm_head.weight" and tied and name not in index:
-                name = "model.embed_tokens.weight"
-            if name not in index:
-                raise ModelError(f"{folder} lacks the weight {name!r}", mend=_AGAIN)
-            with _open(index[name]) as file:
-                stored = file.get_slice(name)
-                if tuple(stored.get_shape()) != shard.shape:
+    with torch.no_grad(), ExitStack() as stack:
+        files: dict[Path, safe_open] = {}
+        for ours, parameter in named_weights(model):
+            block = values_of(parameter)
+            for part in parts(ours, parameter.shape, box_of(parameter)):
+                name = part.name
+                if name == "lm_head.weight" and tied and name not in index:
+                    name = "model.embed_tokens.weight"
+                if name not in index:
+                    raise ModelError(f"{folder} lacks the weight {name!r}", mend=_AGAIN)
+                if index[name] not in files:
+                    files[index[name]] = stack.enter_context(_open(index[name]))
+                stored = files[index[name]].get_slice(name)
+                if tuple(stored.get_shape()) != part.shape:
                     raise ModelError(
-                        f"{name!r} in {folder} has shape {tuple(stored.get_shape())}, config.json says {shard.shape}",
+                        f"{name!r} in {folder} has shape {tuple(stored.get_shape())}, config.json says {part.shape}",
                         mend=_AGAIN,
                     )
-                row = math.prod(shard.shape[1:])
-                first = shard.start // row
-                target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                if target.numel():
-                    target.copy_(stored[first : first + target.shape[0]])
+                if part.box.numel:
+                    spans = zip(part.box.start, part.box.size, strict=True)
+                    part.of(block).copy_(stored[tuple(slice(first, first + count) for first, count in spans)])
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -115,7 +97,8 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
     for name, parameter in named_weights(model):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if dist.get_rank() == 0:
-            state[to_hf(name)] = full.detach().to("cpu", dtype, copy=True)
+            for part in parts(name, full.shape):
+                state[part.name] = part.of(full.detach()).to("cpu", dtype, copy=True)
     if dist.get_rank() == 0:
         for path in source.iterdir():
             if (
@@ -134,6 +117,8 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
 
 def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int, folder: Path) -> None:
     """Write float32 weights and optimizer state, each rank its shards; any number of ranks can read them.
+
+    Frozen weights are written without optimizer state.
 
     Raises:
         CheckpointError: a rank could not write.
@@ -158,15 +143,34 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     """
     state = _training_state(model, optimizer, 0)
     try:
+        _check_frozen(set(FileSystemReader(folder).read_metadata().state_dict_metadata), set(state), folder)
         dcp.load(state, checkpoint_id=folder)
+    except CheckpointError:
+        raise
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"the training state in {folder} cannot be read: {_cause(error)}",
             mend="delete that step's folder to continue from the one before it",
         ) from error
     for parameter in model.parameters():
-        optimizer.state[parameter]["step"].copy_(state["steps"])
+        if parameter.requires_grad:
+            optimizer.state[parameter]["step"].copy_(state["steps"])
     return int(state["version"])
+
+
+def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
+    """Raises CheckpointError if a training state is of this model, but other weights of it were trained."""
+
+    def weights(keys: set[str], kind: str) -> set[str]:
+        return {key.removeprefix(kind) for key in keys if key.startswith(kind)}
+
+    trained, train = weights(saved, "exp_avg."), weights(wanted, "exp_avg.")
+    if trained != train and weights(saved, "model.") == weights(wanted, "model."):
+        raise CheckpointError(
+            f"the training state in {folder} is of a run that trained {len(trained)} weights, this one trains "
+            f"{len(train)}: {min(trained ^ train)!r} is frozen in one of them",
+            mend="give --trainer.frozen what that run had, or choose another --out",
+        )
 
 
 def _cause(error: BaseException) -> str:
@@ -181,13 +185,15 @@ def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version:
     state: dict[str, torch.Tensor] = {"version": torch.tensor(version)}
     steps = torch.tensor(0.0)
     for name, parameter in named_weights(model):
+        state[f"model.{name}"] = parameter.detach()
+        if not parameter.requires_grad:
+            continue
         moments = optimizer.state[parameter]
         if not moments:
             moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW wants it
             moments["exp_avg"] = torch.zeros_like(parameter)
             moments["exp_avg_sq"] = torch.zeros_like(parameter)
         steps = moments["step"].detach().clone().cpu()
-        state[f"model.{name}"] = parameter.detach()
         state[f"exp_avg.{name}"] = moments["exp_avg"]
         state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
     state["steps"] = steps

@@ -24,16 +24,12 @@ from forge_rl.data.packing import Row
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_type, local_device
 from forge_rl.engines.titan.model import Architecture, attention_mask, build_model, read_architecture
-from forge_rl.engines.titan.state import (
-    load_training_state,
-    load_weights,
-    local_shards,
-    save_hf,
-    save_training_state,
-)
+from forge_rl.engines.titan.shards import freeze, local_shards, specs
+from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge
-from forge_rl.weights.buckets import LocalShard
+from forge_rl.weights.manifest import TensorSpec
+from forge_rl.weights.transport import LocalShard
 
 
 class TitanEngine:
@@ -46,6 +42,7 @@ class TitanEngine:
         optimizer: AdamW's settings.
         recompute: recompute activations in the backward pass instead of keeping them.
         reference: keep a frozen copy of the starting weights, for a KL penalty.
+        frozen: weights that are not trained, as patterns of Hugging Face names.
 
     The process group must be initialised; every rank of it holds a shard (FSDP2).
     """
@@ -59,6 +56,7 @@ class TitanEngine:
         optimizer: OptimizerConfig,
         recompute: bool = False,
         reference: bool = False,
+        frozen: Sequence[str] = (),
     ) -> None:
         self.rank = dist.get_rank()
         self.architecture = read_architecture(folder)
@@ -68,9 +66,10 @@ class TitanEngine:
         self._row_tokens = row_tokens
         self._recompute = recompute
         self.model = self._build(folder)
+        freeze(self.model, frozen)
         self._reference = self._build(folder).requires_grad_(False) if reference else None
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
             lr=optimizer.lr,
             betas=(optimizer.beta1, optimizer.beta2),
             weight_decay=optimizer.weight_decay,
@@ -127,8 +126,12 @@ class TitanEngine:
         return [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
 
     def local_shards(self) -> Iterator[LocalShard]:
-        """What this rank holds of every weight."""
+        """What this rank publishes of the weights."""
         return local_shards(self.model)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor that is published."""
+        return specs(self.model)
 
     def save(self, folder: Path, model: Path) -> None:
         """Write `folder/model` for Hugging Face and `folder/training` to continue from; all ranks take part."""

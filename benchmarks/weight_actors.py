@@ -1,0 +1,179 @@
+"""The processes that benchmarks/weights.py measures: one that writes versions, and readers with own parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import concurrent_endpoint
+from monarch.rdma import RDMABuffer
+
+from forge_rl.runtime.service import ServiceActor
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.fingerprint import Move, move
+from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport
+from forge_rl.weights.segment import check, create_anonymous, readable, writable
+from forge_rl.weights.transport import LocalShard, Transport
+
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
+
+class WriterActor(ServiceActor):
+    """A trainer of one rank, without the training."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        torch.manual_seed(0)
+        self._weights = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes}
+        self._scratch: SegmentRef | None = None
+
+    @concurrent_endpoint
+    async def step(self) -> None:
+        """What an optimizer step does to the benchmark: other weights."""
+        for weight in self._weights.values():
+            weight.neg_()
+
+    @concurrent_endpoint
+    async def write(self, drafted: Manifest, transport: Transport) -> tuple[list[ShardReport], int]:
+        """What the rank wrote, and bytes of its own that it took at most for it."""
+        shards = [
+            LocalShard(name=name, box=Box.whole(weight.shape), values=weight) for name, weight in self._weights.items()
+        ]
+        with _anonymous_peak() as peak:
+            reports = await transport.write(drafted, shards, rank=0)
+        return reports, peak[0]
+
+    @concurrent_endpoint
+    async def memcpy(self, threads: int) -> float:
+        """Seconds of a plain copy of all weights into shared memory that was touched before."""
+        return self._memcpy(threads)
+
+    @concurrent_endpoint
+    async def move_s(self, attest: bool) -> float:
+        """Seconds of the publish's own loop into the same memory, with and without fingerprints."""
+        at, moves = 0, []
+        assert self._scratch is not None, "memcpy comes first"
+        for weight in self._weights.values():
+            target = writable(self._scratch)[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
+            moves.append(Move(target, weight, tuple(weight.shape), Box.whole(weight.shape)))
+            at += weight.nbytes
+        began = time.perf_counter()
+        move(moves, attest=attest)
+        return time.perf_counter() - began
+
+    @concurrent_endpoint
+    async def torchstore_put(self, transport: Any, prefix: str) -> None:
+        """torchstore as it is: one call a tensor."""
+        client = _torchstore(transport)
+        for name, weight in self._weights.items():
+            await client.put(f"{prefix}{name}", weight)
+
+    @concurrent_endpoint
+    async def torchstore_delete(self, transport: Any, prefix: str) -> None:
+        """Free what was put."""
+        client = _torchstore(transport)
+        for name in self._weights:
+            await client.delete(f"{prefix}{name}")
+
+    @concurrent_endpoint
+    async def rdma_buffers(self, bytes_each: int) -> list[Any]:
+        """RDMABuffers over plain memory, as large as all weights."""
+        self._plain = torch.cat([weight.view(-1).view(torch.uint8) for weight in self._weights.values()])
+        return [RDMABuffer(part) for part in self._plain.split(bytes_each)]
+
+    def _memcpy(self, threads: int) -> float:
+        size = sum(weight.nbytes for weight in self._weights.values())
+        if self._scratch is None:
+            self._scratch, _ = create_anonymous(size)
+            writable(self._scratch).zero_()
+            self._flat = torch.cat([weight.view(-1).view(torch.uint8) for weight in self._weights.values()])
+        target, source, part = writable(self._scratch).data_ptr(), self._flat.data_ptr(), -(-size // threads)
+
+        def copy(thread: int) -> None:
+            at = thread * part
+            ctypes.memmove(target + at, source + at, min(part, size - at))
+
+        with ThreadPoolExecutor(threads) as pool:
+            began = time.perf_counter()
+            list(pool.map(copy, range(threads)))
+            return time.perf_counter() - began
+
+
+class ReaderActor(ServiceActor):
+    """An engine that only loads."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes}
+
+    @concurrent_endpoint
+    async def load(self, manifest: Manifest, transport: Transport) -> tuple[dict[str, int], int]:
+        """Fingerprints of what was loaded, and bytes of its own that the process took at most for it."""
+        fingerprints: dict[str, int] = {}
+        with _anonymous_peak() as peak:
+            async for bucket in transport.fetch(manifest):
+                memory = readable(bucket.segment)
+                moves = [
+                    Move(self._weights[entry.name], entry.of(memory), entry.shape, Box.whole(entry.shape))
+                    for entry in bucket.tensors
+                ]
+                found = await asyncio.to_thread(move, moves)
+                check(bucket.segment)
+                fingerprints |= {entry.name: value for entry, value in zip(bucket.tensors, found, strict=True)}
+        return fingerprints, peak[0]
+
+    @concurrent_endpoint
+    async def torchstore_get(self, transport: Any, prefix: str) -> None:
+        """torchstore as it is: one call a tensor."""
+        client = _torchstore(transport)
+        for name, weight in self._weights.items():
+            weight.copy_(await client.get(f"{prefix}{name}"))
+
+    @concurrent_endpoint
+    async def rdma_read(self, buffers: list[Any], sizes: list[int]) -> float:
+        """Seconds to read RDMABuffers into plain memory, one after the other."""
+        if not hasattr(self, "_plain"):
+            self._plain = torch.zeros(sum(sizes), dtype=torch.uint8)
+        began = time.perf_counter()
+        for buffer, part in zip(buffers, self._plain.split(sizes), strict=True):
+            await buffer.read_into(part)
+        return time.perf_counter() - began
+
+
+def _torchstore(transport: Any) -> Any:
+    """torchstore's own client."""
+    from torchstore.client import LocalClient
+
+    return LocalClient(controller=transport._controller, strategy=transport._strategy)
+
+
+@contextmanager
+def _anonymous_peak() -> Iterator[list[int]]:
+    """How far this process's private memory rises while the body runs, in bytes; sampled every 2 ms."""
+    done, before = threading.Event(), _anonymous()
+    peak = [0]
+
+    def sample() -> None:
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], _anonymous() - before)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def _anonymous() -> int:
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, "Linux says it since 4.5"
+    return int(found[1]) << 10

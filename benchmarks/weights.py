@@ -1,0 +1,343 @@
+"""How fast a version of the weights gets from trainer to engines, against memcpy and torchstore in the same run.
+
+python -m benchmarks.weights --json out.json
+python -m benchmarks.weights --model smollm2-135m
+
+The first moves 1 GiB of bfloat16 in the shapes of Qwen3-0.6B from one writing process to 1, 2 and 4 readers, each with
+parameters of its own, through the store as a run uses it; then to a reader on another host (a Monarch host of its own,
+on this machine). The second is the real trainer and the real vLLM engine, from the end of
+the optimizer step to serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
+from forge_rl.algorithms import group_advantages
+from forge_rl.data.packing import pack
+from forge_rl.pipeline.config import RunConfig
+from forge_rl.pipeline.start import start
+from forge_rl.runtime.cluster import THIS_HOST, Cluster, local_hosts
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.service import Replica, Service
+from forge_rl.services.weights import WeightStore
+from forge_rl.weights.attestation import attest
+from forge_rl.weights.manifest import BUCKET_BYTES, TensorSpec
+
+READERS = (1, 2, 4)
+_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Measure the weights' way from trainer to engines."""
+
+    gib: float = 1.0
+    """Size of a version; the shapes are Qwen3-0.6B's, with as many layers as fit."""
+    repeats: int = 7
+    """Of each measurement."""
+    warm_up: int = 3
+    """Versions that come first and do not count: fresh shared memory is slow to touch."""
+    model: str = ""
+    """Measure the real trainer and engine with this model instead."""
+    transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
+    """With --model: what carries the weights."""
+    smoke: bool = False
+    """A few MiB, one repeat: shows that everything runs, and measures nothing."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < LEAST_REPEATS and not self.smoke:
+            raise BenchmarkError(
+                f"--repeats is {self.repeats}, too few for a median", mend=f"set --repeats to {LEAST_REPEATS} or more"
+            )
+        if self.warm_up < 1:
+            raise BenchmarkError(f"--warm-up is {self.warm_up}", mend="set --warm-up to 1 or more")
+        if self.gib <= 0:
+            raise BenchmarkError(f"--gib is {self.gib}", mend="set --gib above 0")
+
+
+def measure(config: Config, report: Report) -> None:
+    """Run what was asked for."""
+    if config.smoke:
+        report.benchmark += " (smoke: no measurement)"
+    asyncio.run(_measure_model(config, report) if config.model else _measure_store(config, report))
+
+
+def qwen3_shapes(gib: float) -> Shapes:
+    """Names and shapes of Qwen3-0.6B's first layers, about so many GiB of bfloat16."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    room = int(gib * 2**29)
+
+    def add(name: str, *shape: int) -> None:
+        nonlocal room
+        found.append((name, shape))
+        room -= shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+    if room > 2 * 151936 * 1024:
+        add("model.embed_tokens.weight", 151936, 1024)
+    layer = 0
+    while not layer or room > 15_700_000:
+        prefix = f"model.layers.{layer}."
+        for name, shape in (
+            ("input_layernorm.weight", (1024,)),
+            ("self_attn.q_proj.weight", (2048, 1024)),
+            ("self_attn.k_proj.weight", (1024, 1024)),
+            ("self_attn.v_proj.weight", (1024, 1024)),
+            ("self_attn.o_proj.weight", (1024, 2048)),
+            ("self_attn.q_norm.weight", (128,)),
+            ("self_attn.k_norm.weight", (128,)),
+            ("post_attention_layernorm.weight", (1024,)),
+            ("mlp.gate_proj.weight", (3072, 1024)),
+            ("mlp.up_proj.weight", (3072, 1024)),
+            ("mlp.down_proj.weight", (1024, 3072)),
+        ):
+            add(prefix + name, *shape)
+        layer += 1
+    add("model.norm.weight", 1024)
+    return tuple(found)
+
+
+class _Bench:
+    """The store with a writer and readers, and the rows of what was measured."""
+
+    def __init__(self, config: Config, report: Report, cluster: Cluster, faults: Faults) -> None:
+        self.config = config
+        self.report = report
+        self.shapes = qwen3_shapes(0.03 if config.smoke else config.gib)
+        self.specs = [TensorSpec(name=name, shape=shape) for name, shape in self.shapes]
+        self.bytes = sum(2 * torch.Size(shape).numel() for _, shape in self.shapes)
+        self.version = 0
+        self.peak_extra = 0
+        self._cluster = cluster
+        self._faults = faults
+
+    async def spawn(self, service: Service, actor: type, *, host: str = THIS_HOST) -> Replica:
+        replica = service.spawn(actor, self.shapes, host=host)
+        await service.watch(replica, deadline_s=_DEADLINE_S)
+        return replica
+
+    def service(self, name: str) -> Service:
+        return Service(name, self._cluster, self._faults)
+
+    async def store(self, **config: Any) -> WeightStore:
+        hosts = config.pop("hosts", (THIS_HOST,))
+        return await WeightStore.start(
+            WeightStore.Config(**config),
+            self._cluster,
+            self._faults,
+            deadline_s=_DEADLINE_S,
+            hosts=hosts,
+            expected_bytes=self.bytes,
+        )
+
+    def repeats(self) -> list[bool]:
+        """Whether each repeat counts."""
+        if self.config.smoke:
+            return [False, True]
+        return [False] * self.config.warm_up + [True] * self.config.repeats
+
+    async def sync(
+        self, store: WeightStore, writing: Service, reading: Service, readers: Sequence[Replica]
+    ) -> dict[str, float]:
+        """One version from the end of an optimizer step to all readers ready, attested: seconds."""
+        (writer,) = writing.replicas
+        home, host = store.transport(writer.host), store.transport(readers[0].host)
+        await writing.call(writer, "step", deadline_s=_DEADLINE_S)
+        self.version += 1
+        began = time.perf_counter()
+        async with store.publishing(self.version, self.specs, torch.bfloat16, host=writer.host) as publication:
+            reports, extra = await writing.call(writer, "write", publication.draft, home, deadline_s=_DEADLINE_S)
+            await publication.commit([reports])
+        published = time.perf_counter()
+        async with store.lease(self.version) as manifest:
+            loads = [reading.call(reader, "load", manifest, host, deadline_s=_DEADLINE_S) for reader in readers]
+            results = await asyncio.gather(*loads)
+            for index, (fingerprints, _) in enumerate(results):
+                attest(manifest, fingerprints, f"reader {index}")
+        ended = time.perf_counter()
+        held = sum(path.stat().st_size for folder in store._folders for path in folder.iterdir())
+        kept = 2 * manifest.bytes * len(store._folders)
+        extras = [extra, *(each for _, each in results)]
+        self.peak_extra = max(self.peak_extra, held - kept + max(extras))
+        return {"publish": published - began, "load": ended - published, "end_to_end": ended - began}
+
+
+async def _measure_store(config: Config, report: Report) -> None:
+    async with _cluster() as (cluster, faults):
+        bench = _Bench(config, report, cluster, faults)
+        report.results["version_bytes"] = bench.bytes
+        one_host = await _one_host(bench)
+        torchstore = await _torchstore(bench)
+    two_hosts = await _two_hosts(config, report)
+
+    memcpy = report.measure("seconds_memcpy", one_host["memcpy"])
+    parallel = report.measure("seconds_memcpy_parallel", one_host["memcpy_parallel"])
+    publish = report.measure("seconds_publish", one_host["publish_1"])
+    ends = {count: report.measure(f"seconds_end_to_end_{count}", one_host[f"end_to_end_{count}"]) for count in READERS}
+    for count in READERS:
+        report.measure(f"seconds_load_{count}", one_host[f"load_{count}"])
+    attesting = median(one_host["move_attest"]) - median(one_host["move_plain"])
+    torchstore_s = report.measure("seconds_end_to_end_torchstore", torchstore)
+    rdma = report.measure("seconds_rdma", two_hosts["rdma"])
+    remote = report.measure("seconds_load_other_host", two_hosts["load"])
+    gb = bench.bytes / 1e9
+    report.results |= {
+        "gb_s_memcpy": gb / memcpy,
+        "gb_s_publish": gb / publish,
+        "gb_s_load": gb / report.results["seconds_load_1"],
+        "gb_s_end_to_end": gb / ends[1],
+        "publish_over_memcpy": memcpy / publish,
+        "publish_over_parallel_memcpy": parallel / publish,
+        "end_to_end_over_memcpy": memcpy / ends[1],
+        "end_to_end_over_parallel_memcpy": parallel / ends[1],
+        "end_to_end_over_torchstore": torchstore_s / ends[1],
+        "four_readers_over_one": ends[4] / ends[1],
+        "two_hosts_over_rdma": rdma / remote,
+        "attestation_share": 2 * attesting / ends[1],
+        "peak_extra_bytes": bench.peak_extra,
+        "bucket_bytes": max(BUCKET_BYTES, *(2 * torch.Size(shape).numel() for _, shape in bench.shapes)),
+    }
+
+
+async def _one_host(bench: _Bench) -> dict[str, list[float]]:
+    """Seconds of each repeat, by what was measured."""
+    store = await bench.store(transport="shared_memory")
+    writing, reading = bench.service("writer"), bench.service("reader")
+    writer = await bench.spawn(writing, WriterActor)
+    readers = [await bench.spawn(reading, ReaderActor) for _ in range(max(READERS))]
+    found: dict[str, list[float]] = {}
+    for counts in bench.repeats():
+        row: dict[str, float] = {}
+        for name, method, argument in (
+            ("memcpy", "memcpy", 1),
+            ("memcpy_parallel", "memcpy", bench.report.machine["cores"]),
+            ("move_plain", "move_s", False),
+            ("move_attest", "move_s", True),
+        ):
+            row[name] = await writing.call(writer, method, argument, deadline_s=_DEADLINE_S)
+        for count in READERS:
+            seconds = await bench.sync(store, writing, reading, readers[:count])
+            row |= {f"{name}_{count}": value for name, value in seconds.items()}
+        _keep(bench.report, "shared_memory", counts, row, found)
+    for service in (writing, reading):
+        await service.stop()
+    await store.stop()
+    return found
+
+
+async def _torchstore(bench: _Bench) -> list[float]:
+    """torchstore alone: every tensor put and got by its own calls, without versions. Seconds of each repeat."""
+    store = await bench.store(transport="torchstore")
+    writing, reading = bench.service("writer"), bench.service("reader")
+    writer, reader = await bench.spawn(writing, WriterActor), await bench.spawn(reading, ReaderActor)
+    found: dict[str, list[float]] = {}
+    for number, counts in enumerate([False, *[True] * (1 if bench.config.smoke else LEAST_REPEATS)]):
+        began = time.perf_counter()
+        await writing.call(writer, "torchstore_put", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
+        put = time.perf_counter()
+        await reading.call(reader, "torchstore_get", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
+        ended = time.perf_counter()
+        row = {"publish": put - began, "load": ended - put, "end_to_end": ended - began}
+        _keep(bench.report, "torchstore", counts, row, found)
+        await writing.call(writer, "torchstore_delete", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
+    for service in (writing, reading):
+        await service.stop()
+    await store.stop()
+    return found["end_to_end"]
+
+
+async def _two_hosts(config: Config, report: Report) -> dict[str, list[float]]:
+    """A version from one host to a reader on another, and RDMABuffer alone with the same bytes."""
+    found: dict[str, list[float]] = {}
+    async with _cluster(hosts=("trainer", "generator")) as (cluster, faults):
+        bench = _Bench(config, report, cluster, faults)
+        store = await bench.store(transport="shared_memory", hosts=("trainer", "generator"))
+        writing, reading = bench.service("writer"), bench.service("reader")
+        writer = await bench.spawn(writing, WriterActor, host="trainer")
+        reader = await bench.spawn(reading, ReaderActor, host="generator")
+        buffers = await writing.call(writer, "rdma_buffers", BUCKET_BYTES, deadline_s=_DEADLINE_S)
+        sizes = [min(BUCKET_BYTES, bench.bytes - at) for at in range(0, bench.bytes, BUCKET_BYTES)]
+        for counts in [False, *[True] * (1 if config.smoke else LEAST_REPEATS)]:
+            rdma = await reading.call(reader, "rdma_read", buffers, sizes, deadline_s=_DEADLINE_S)
+            row = await bench.sync(store, writing, reading, [reader])
+            _keep(report, "two hosts", counts, {"rdma": rdma, **row}, found)
+        for service in (writing, reading):
+            await service.stop()
+        await store.stop()
+    return found
+
+
+async def _measure_model(config: Config, report: Report) -> None:
+    """The recipe's own services and steps; what is measured is each step's publish and load."""
+    repeats = [False, True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="weights-") as scratch:
+        settings = RunConfig(
+            model=config.model,
+            steps=len(repeats),
+            groups_per_batch=2,
+            eval_every=0,
+            checkpoint_every=0,
+            out=Path(scratch) / "run",
+            display="none",
+            weights=WeightStore.Config(transport=config.transport),
+        )
+        async with start(settings) as run:
+            print(run.weights.choice, flush=True)
+            for counts in repeats:
+                batch = await run.rollouts.next_batch()
+                packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
+                await run.trainer.step(packed, settings.loss, temperature=run.generator.sampling.temperature)
+                run.trainer.busy_s = 0.0
+                began = time.perf_counter()
+                version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
+                published = time.perf_counter()
+                await run.generator.load(run.weights, version)
+                ended = time.perf_counter()
+                write = run.trainer.busy_s
+                stages = {"publish_write": write, "publish_commit": published - began - write}
+                stages |= {f"load_{name}": value for name, value in run.generator.load_seconds.items()}
+                stages["load_calls"] = ended - published - sum(run.generator.load_seconds.values())
+                _keep(report, run.weights.choice, counts, {"end_to_end": ended - began, **stages}, found)
+                run.log({}, batch, packed)
+    total = report.measure("seconds_end_to_end", found.pop("end_to_end"))
+    for name, values in found.items():
+        report.results[f"share_{name}"] = report.measure(f"seconds_{name}", values) / total
+
+
+@asynccontextmanager
+async def _cluster(hosts: Sequence[str] = ()) -> AsyncIterator[tuple[Cluster, Faults]]:
+    """Process meshes, on this host, and on others of these names that are processes of this machine."""
+    with tempfile.TemporaryDirectory(prefix="weights-") as scratch:
+        faults = Faults()
+        faults.install()
+        async with local_hosts(hosts) as meshes:
+            cluster = Cluster(Path(scratch), hosts=meshes)
+            try:
+                yield cluster, faults
+            finally:
+                faults.closing = True
+                await cluster.close()
+
+
+def _keep(report: Report, side: str, counts: bool, row: dict[str, float], found: dict[str, list[float]]) -> None:
+    report.rows.append({"side": side, "warm_up": not counts, **row})
+    if counts:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    print(f"{side}: " + "  ".join(f"{name} {value:.3f} s" for name, value in row.items()), flush=True)
+
+
+if __name__ == "__main__":
+    run_benchmark("weights", Config, measure)

@@ -1,0 +1,143 @@
+"""A torchtitan model cut into shards: which block of a weight a rank holds, which it publishes, what is trained."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from forge_rl.errors import ConfigError
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.manifest import TensorSpec
+from forge_rl.weights.names import parts
+from forge_rl.weights.transport import LocalShard
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every weight by its name, which is the same whether or not activations are recomputed; a tied weight once."""
+    for name, parameter in model.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
+
+def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
+    """Every tensor that is published, under Hugging Face names, the same on all ranks; a tied weight once."""
+    return tuple(
+        TensorSpec(name=part.name, shape=part.shape, changed=parameter.requires_grad)
+        for name, parameter in named_weights(model)
+        for part in parts(name, parameter.shape)
+    )
+
+
+def local_shards(model: nn.Module) -> Iterator[LocalShard]:
+    """What this rank publishes, under Hugging Face names: views, and together those of all ranks are each weight once.
+
+    Of ranks that hold the same block of a weight, the first on each replicated mesh axis publishes it.
+    """
+    for name, parameter in named_weights(model):
+        box = box_of(parameter)
+        if box.numel and _publishes(parameter):
+            values = values_of(parameter)
+            for part in parts(name, parameter.shape, box):
+                yield LocalShard(name=part.name, box=part.box, values=part.of(values))
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude weights from training.
+
+    Args:
+        model: the policy, before its optimizer is made.
+        patterns: of Hugging Face names, as `fnmatch` reads them.
+
+    Raises:
+        ConfigError: a pattern matches nothing or some experts of a layer only, or no weight would be trained.
+    """
+    unused = set(patterns)
+    for name, parameter in named_weights(model):
+        names = [part.name for part in parts(name, parameter.shape)]
+        matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+        unused -= {pattern for pattern, found in matched.items() if found}
+        frozen = {found for each in matched.values() for found in each}
+        if frozen and len(frozen) < len(names):
+            raise ConfigError(
+                f"{name!r} is trained as one, and {len(frozen)} of its {len(names)} experts would be frozen",
+                mend="let the patterns of --trainer.frozen match all experts of a layer, or none",
+            )
+        if frozen:
+            parameter.requires_grad_(False)
+    if unused:
+        raise ConfigError(
+            f"no weight of the model matches {', '.join(map(repr, sorted(unused)))}",
+            mend='give --trainer.frozen patterns of Hugging Face names, such as "model.embed_tokens.*"',
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("every weight of the model is frozen", mend="give --trainer.frozen fewer patterns")
+
+
+def values_of(parameter: nn.Parameter) -> torch.Tensor:
+    """A view of this rank's block."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def box_of(parameter: nn.Parameter) -> Box:
+    """Which block of a weight this rank holds."""
+    if not isinstance(parameter, DTensor):
+        return Box.whole(parameter.shape)
+    box = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
+    assert box.size == tuple(values_of(parameter).shape), f"{parameter.placements} do not put {box} here"
+    return box
+
+
+def block(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> Box:
+    """The block of a weight at one place of a mesh.
+
+    A _StridedShard axis (FSDP over a weight that tensor or expert parallelism has cut already) comes after those to its
+    right: what it cuts is their block. torch's own compute_local_shape_and_global_offset cuts from left to right, and
+    is wrong where that is uneven: 7 rows over FSDP 3 and TP 2, for one.
+
+    Args:
+        shape: of the whole weight.
+        mesh: ranks on each axis.
+        coordinate: the place, on each axis.
+        placements: of the weight, on each axis.
+    """
+    start, size, cuts = [0] * len(shape), list(shape), [1] * len(shape)
+    axes = list(zip(mesh, coordinate, placements, strict=True))
+    strided = [axis for axis in axes if isinstance(axis[2], _StridedShard)]
+    for ranks, place, placement in [axis for axis in axes if axis not in strided] + strided[::-1]:
+        if isinstance(placement, _StridedShard):
+            assert placement.split_factor == cuts[placement.dim], f"{placements} do not make one block"
+        elif not isinstance(placement, Shard):
+            assert placement.is_replicate(), f"a weight is no sum, but {placement}"
+            continue
+        dim, length = placement.dim, size[placement.dim]
+        most = -(-length // ranks)
+        before = min(length, most * place)
+        start[dim] += before
+        size[dim] = min(most, length - before)
+        cuts[dim] *= ranks
+    return Box(start=tuple(start), size=tuple(size))
+
+
+def _publishes(parameter: nn.Parameter) -> bool:
+    """Whether this rank is the one that publishes its block.
+
+    A mesh that is a slice of a larger one, as FSDP's is for a weight that tensor parallelism leaves alone, has its
+    block on the other slices too; the slice with the first rank publishes.
+    """
+    if not isinstance(parameter, DTensor):
+        return dist.get_rank() == 0
+    mesh = parameter.device_mesh
+    by_axis = zip(_coordinate(parameter), parameter.placements, strict=True)
+    first = all(place == 0 for place, placement in by_axis if placement.is_replicate())
+    return first and (mesh.size() == dist.get_world_size() or bool((mesh.mesh == 0).any()))
+
+
+def _coordinate(parameter: DTensor) -> Sequence[int]:
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds the weight"
+    return coordinate

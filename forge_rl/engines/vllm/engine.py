@@ -1,0 +1,203 @@
+"""One vLLM engine: decodes, and takes new weights while requests are in flight."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import torch
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from forge_rl.engines.platform import device_type
+from forge_rl.engines.vllm.transfer import BACKEND, OWNER, SegmentUpdateInfo, WorkerExtension
+from forge_rl.errors import WeightsError
+from forge_rl.metrics.timer import PhaseClock
+from forge_rl.runtime.faults import ENGINE_DIED, when_process_ends
+from forge_rl.types import Sampling, Turn
+from forge_rl.weights.attestation import attest
+from forge_rl.weights.manifest import LoadReport, Manifest
+from forge_rl.weights.transport import LocalBucket
+
+
+class VLLMEngine:
+    """One vLLM engine, in processes of its own below this one."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._closing = False
+        self._failure = ""
+        for process in llm.engine_core.resources.engine_manager.processes:
+            when_process_ends(process.pid, self._on_engine_death)
+
+    @classmethod
+    async def start(
+        cls,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        max_model_tokens: int,
+        max_requests: int,
+        kv_cache_bytes: int | None,
+        memory_share: float,
+        eager: bool,
+        seed: int,
+    ) -> VLLMEngine:
+        """Start an engine; its weights are the folder's until the first load.
+
+        Args:
+            folder: Hugging Face model folder.
+            dtype: of weights and activations.
+            max_model_tokens: longest prompt and answer together.
+            max_requests: most requests decoded at a time; more wait.
+            kv_cache_bytes: room for keys and values; None takes what memory_share leaves on CUDA.
+            memory_share: of the GPU's memory that the engine may take.
+            eager: no compilation and no CUDA graphs; always so on CPU.
+            seed: of the engine's own stream.
+        """
+        arguments = AsyncEngineArgs(
+            model=str(folder),
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=max_model_tokens,
+            max_num_seqs=max_requests,
+            kv_cache_memory_bytes=kv_cache_bytes,
+            gpu_memory_utilization=memory_share,
+            enforce_eager=eager or device_type() == "cpu",
+            distributed_executor_backend="uni",
+            # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
+            enable_chunked_prefill=device_type() != "cpu",
+            max_num_batched_tokens=max(max_model_tokens, 4096),
+            logprobs_mode="processed_logprobs",
+            # The output projection in float32, as in the trainer: logits rounded to bfloat16 alone cost 0.03 a logprob.
+            hf_overrides={"head_dtype": "float32"},
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            seed=seed,
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
+            additional_config={OWNER: os.getpid()},
+        )
+        engine = cls(AsyncLLM.from_engine_args(arguments))
+        await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        return engine
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
+        """Decode one answer.
+
+        Greedy answers carry no logprobs (NaN): they are for evaluation, not for training.
+
+        Raises:
+            WeightsError: the last load failed.
+        """
+        if self._failure:
+            raise WeightsError(f"the engine serves nothing: {self._failure}", mend="load a version that can be read")
+        greedy = sampling.temperature == 0
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            logprobs=None if greedy else 0,
+        )
+        final = None
+        prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)}
+        async for output in self._llm.generate(prompt, parameters, request_id=uuid.uuid4().hex):
+            final = output
+        assert final is not None, "vLLM ended a request without an answer"
+        answer = final.outputs[0]
+        ids = tuple(answer.token_ids)
+        if greedy:
+            logprobs = (math.nan,) * len(ids)
+        else:
+            logprobs = tuple(step[token].logprob for step, token in zip(answer.logprobs, ids, strict=True))
+        versions = [-1] * len(ids)
+        for span in answer.weight_versions or ():
+            if span.version.isdecimal():
+                versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+        return Turn(
+            prompt_ids=tuple(prompt_ids),
+            token_ids=ids,
+            logprobs=logprobs,
+            versions=tuple(versions),
+            text=answer.text,
+            truncated=answer.finish_reason == "length",
+        )
+
+    async def load(
+        self, manifest: Manifest, buckets: AsyncIterator[LocalBucket], *, reader: str = "an engine"
+    ) -> LoadReport:
+        """Replace the weights by those of a version.
+
+        Requests in flight stop at a token boundary, keep their tokens, and go on under the new version; all that was
+        computed from them with the old weights is computed again. When a load has begun and fails, the engine serves
+        nothing until another one succeeds.
+
+        Args:
+            manifest: of the version.
+            buckets: its buckets; one may be gone as soon as the next one is asked for.
+            reader: this engine, in errors.
+
+        Raises:
+            WeightsError: a bucket is gone, or the version does not fit the model.
+            AttestationError: what was read is not what was published.
+        """
+        clock = PhaseClock()
+        with clock.phase("wait"):
+            bucket = await anext(buckets, None)
+        with clock.phase("pause"):
+            # This clears the prefix cache too. Nothing is computed until the engine resumes, and so no block of the old
+            # weights is left for anybody.
+            await self._llm.pause_generation(mode="keep")
+        try:
+            await self._llm.start_weight_update()
+            while bucket is not None:
+                with clock.phase("load"):
+                    update = SegmentUpdateInfo.of(manifest.version, bucket)
+                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+                with clock.phase("wait"):
+                    bucket = await anext(buckets, None)
+            with clock.phase("finish"):
+                await self._llm.finish_weight_update()
+                (read,) = await self._llm.collective_rpc("forge_rl_load_report")
+                attest(manifest, read["fingerprints"], reader)
+                await self._llm.update_weight_version(str(read["version"]))
+        except BaseException as error:
+            self._failure = f"version {manifest.version} could not be loaded"
+            (problem,) = await self._llm.collective_rpc("forge_rl_give_up_load")
+            if problem is not None:
+                message, mend = problem
+                raise WeightsError(message, mend=mend) from error
+            raise
+        self._failure = ""
+        with clock.phase("pause"):
+            await self._llm.resume_generation()
+        return LoadReport(
+            version=read["version"],
+            fingerprints=read["fingerprints"],
+            in_place=read["in_place"],
+            seconds=_stages(clock.finish_step(), read["seconds"]),
+        )
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._closing = True
+        self._llm.shutdown()
+
+    def _on_engine_death(self) -> None:
+        if not self._closing:
+            print("forge_rl: the vLLM engine process died", file=sys.stderr, flush=True)
+            os._exit(ENGINE_DIED)
+
+
+def _stages(whole: dict[str, float], inside: dict[str, float]) -> dict[str, float]:
+    """Seconds by stage, each counted once: those that the worker measured were inside the calls that we measured."""
+    names = ("wait", "pause", "load", "finish")
+    seconds = {name: whole.get(f"seconds/{name}", 0.0) for name in names}
+    for name in ("load", "finish"):
+        seconds[name] -= inside[name]
+    return seconds | {"fingerprint": sum(inside.values())}

@@ -1,0 +1,108 @@
+"""Reading a version by those with a layout of their own: each reads its boxes only, straight to where they belong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.fingerprint import Move, combine, move
+from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.segment import check, readable
+from forge_rl.weights.transport import LocalBucket, Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadReport:
+    """What one reader took of a version."""
+
+    version: int
+    bytes: int
+    """Read from shared memory, as published."""
+    boxes: dict[str, Box]
+    """By Hugging Face name."""
+    fingerprints: dict[str, int]
+    """Of the boxes, over the bytes that were read; `combine_reports` adds those of all readers up."""
+
+
+async def read_boxes(
+    transport: Transport, manifest: Manifest, wants: Mapping[str, Box], into: Callable[[str], torch.Tensor]
+) -> ReadReport:
+    """Copy boxes of a version into their places, fetching only the buckets that hold them.
+
+    Args:
+        transport: of this host.
+        manifest: the version; the caller holds a lease on it.
+        wants: by Hugging Face name, which box of it.
+        into: for a name, where its box goes: of the box's size and the published dtype, contiguous in its last dim.
+            It may be a slice of a larger parameter, such as q's rows of a fused qkv projection.
+
+    Raises:
+        WeightsError: the version lacks a tensor, a box lies outside of it, a place does not fit, or a bucket was freed
+            meanwhile; some boxes may have been written by then.
+    """
+    shapes = {entry.name: entry.shape for entry in manifest.tensors}
+    if lacking := wants.keys() - shapes.keys():
+        raise WeightsError(f"version {manifest.version} lacks {sorted(lacking)[:3]}", mend="load the same model")
+    for name, box in wants.items():
+        if len(box.size) != len(shapes[name]) or box.intersect(Box.whole(shapes[name])) != box:
+            raise WeightsError(f"{box} lies outside of {name!r}, whose shape is {shapes[name]}")
+    fingerprints: dict[str, int] = {}
+    read = 0
+    async with contextlib.aclosing(transport.fetch(manifest, wants.keys())) as buckets:
+        async for bucket in buckets:
+            moves = _moves(bucket, wants, into)
+            sums = await asyncio.to_thread(move, list(moves.values()))
+            check(bucket.segment)
+            fingerprints |= zip(moves, sums, strict=True)
+            read += sum(each.source.nbytes for each in moves.values())
+            del moves  # it has views of the bucket, which may be gone now
+    if missed := wants.keys() - fingerprints.keys():
+        raise WeightsError(f"the buckets of version {manifest.version} did not hold {sorted(missed)[:3]}")
+    return ReadReport(version=manifest.version, bytes=read, boxes=dict(wants), fingerprints=fingerprints)
+
+
+def combine_reports(reports: Sequence[ReadReport]) -> dict[str, int]:
+    """Fingerprints of whole tensors from those of the boxes that several readers took.
+
+    A box that several hold alike, because they keep copies of it, counts once. If the boxes leave out a part of a
+    tensor, its fingerprint is not the manifest's.
+
+    Raises:
+        WeightsError: the readers took different versions, one box is not the same in all that hold it, or two boxes
+            overlap.
+    """
+    if len(versions := {report.version for report in reports}) > 1:
+        raise WeightsError(f"readers of one engine took versions {sorted(versions)}", mend="load one version again")
+    taken: dict[str, dict[Box, int]] = {}
+    for report in reports:
+        for name, box in report.boxes.items():
+            others = taken.setdefault(name, {})
+            found = report.fingerprints[name]
+            if others.setdefault(box, found) != found:
+                raise WeightsError(f"two readers of version {report.version} hold {name!r} with different values")
+            if overlapping := [other for other in others if other != box and other.intersect(box).numel]:
+                raise WeightsError(f"two readers hold parts of {name!r} that overlap: {box} and {overlapping[0]}")
+    return {name: combine(found.values()) for name, found in taken.items()}
+
+
+def _moves(bucket: LocalBucket, wants: Mapping[str, Box], into: Callable[[str], torch.Tensor]) -> dict[str, Move]:
+    memory = readable(bucket.segment)
+    moves = {}
+    for entry in bucket.tensors:
+        if entry.name not in wants:
+            continue
+        box, target = wants[entry.name], into(entry.name).detach()
+        if tuple(target.shape) != box.size or target.dtype != entry.torch_dtype:
+            raise WeightsError(
+                f"the place for {entry.name!r} is {tuple(target.shape)} of {target.dtype}, "
+                f"what is read is {box.size} of {entry.torch_dtype}",
+                mend="publish in the engine's dtype, and load the same model",
+            )
+        moves[entry.name] = Move(target, box.of(entry.of(memory)), entry.shape, box)
+    return moves

@@ -1,0 +1,272 @@
+"""One host's share of the store: a private folder in shared memory, whose segments are made, freed and used again.
+
+The folder belongs to one process, which locks the file `lock` in it for as long as it lives. A folder whose lock is
+free was left behind by a process that was killed: the next volume on the host removes it. Writers share a lock on the
+folder itself while they write: what is freed meanwhile is not used again before they have ended, for a rank of a
+publish that was given up may still be writing into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.manifest import SegmentRef
+from forge_rl.weights.segment import PAGE, available_bytes, create, release, renew
+
+_LOCK = "lock"
+
+
+class Volume:
+    """This host's segments.
+
+    Args:
+        root: a folder in shared memory, such as /dev/shm.
+
+    Raises:
+        WeightsError: the folder cannot be used.
+    """
+
+    def __init__(self, root: Path) -> None:
+        with _home(root) as home:
+            self.reclaimed = _reclaim(home)
+            """Bytes that processes which were killed had left behind."""
+            self.folder = home / secrets.token_hex(16)
+            self.folder.mkdir(mode=0o700)
+            self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._root = root
+        self._used: dict[str, SegmentRef] = {}
+        self._freed: list[SegmentRef] = []
+        """Perhaps still written into."""
+        self._spare: list[SegmentRef] = []
+
+    @property
+    def bytes(self) -> int:
+        """Of all segments, used and freed."""
+        return sum(ref.bytes for ref in (*self._used.values(), *self._freed, *self._spare))
+
+    def reserve(self, sizes: Mapping[str, int]) -> dict[str, SegmentRef]:
+        """Take a segment for each key; all or none.
+
+        Args:
+            sizes: bytes by key; the keys are new.
+
+        Raises:
+            WeightsError: there is no room, or a key is in use.
+        """
+        if taken := [key for key in sizes if key in self._used]:
+            raise WeightsError(f"bucket {taken[0]} is held already")
+        self._settle()
+        found: dict[str, SegmentRef] = {}
+        for key, size in sizes.items():
+            spare = next((ref for ref in self._spare if ref.bytes == size), None)
+            if spare is not None:
+                self._spare.remove(spare)
+                with contextlib.suppress(OSError):  # somebody removed the file
+                    found[key] = renew(spare)
+        self._drop_spare()  # of sizes that are no longer asked for
+        missing = {key: size for key, size in sizes.items() if key not in found}
+        needed = sum(PAGE + -(-size // PAGE) * PAGE for size in missing.values())
+        free = free_bytes(self._root)
+        try:
+            if needed > free:
+                raise _no_room(self._root, needed, free)
+            for key, size in missing.items():
+                found[key] = create(self.folder / secrets.token_hex(16), size)
+        except BaseException as error:
+            self._spare.extend(found.values())
+            self._drop_spare()
+            if isinstance(error, OSError):
+                raise _refused(self._root, needed, error) from error
+            raise
+        self._used |= found
+        return {key: found[key] for key in sizes}
+
+    def find(self, key: str) -> SegmentRef | None:
+        """The segment of a key, or None."""
+        return self._used.get(key)
+
+    def free(self, keys: Collection[str]) -> list[SegmentRef]:
+        """Give segments back; nothing happens for a key that is not held. Their memory waits for the next version.
+
+        Returns:
+            The segments, as they were known.
+        """
+        freed = [self._used.pop(key) for key in keys if key in self._used]
+        for ref in freed:
+            try:
+                self._freed.append(renew(ref))  # whoever still reads or writes it notices
+            except OSError:
+                _remove(ref)
+        self._settle()
+        return freed
+
+    def close(self) -> None:
+        """Remove the folder and all that is in it; who has mapped a segment keeps its memory."""
+        for ref in (*self._used.values(), *self._freed, *self._spare):
+            release(ref)
+        self._used.clear()
+        self._freed.clear()
+        self._spare.clear()
+        with _home(self._root) as home:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            _leave(home)
+        os.close(self._lock)
+
+    def _settle(self) -> None:
+        """What was freed can be used again if nobody is writing now."""
+        if not self._freed:
+            return
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        else:
+            self._spare.extend(self._freed)
+            self._freed.clear()
+        finally:
+            os.close(fd)
+
+    def _drop_spare(self) -> None:
+        for ref in self._spare:
+            _remove(ref)
+        self._spare.clear()
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Tell a volume that its segments are written into; the writer checks them once it is told so, and at the end.
+
+    Raises:
+        WeightsError: the volume is gone.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightsError(
+            f"the store's folder {folder} cannot be opened ({error.strerror}): the store has ended",
+            mend="start the run again",
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def free_bytes(root: Path) -> int:
+    """What can still be taken in a folder of shared memory: its own limit, or the machine's memory."""
+    space = os.statvfs(root)
+    return min(space.f_bavail * space.f_frsize, available_bytes())
+
+
+def problem(root: Path, needed: int) -> str | None:
+    """Why a folder cannot hold so many bytes of weights; None if it can."""
+    if not root.is_dir():
+        return f"{root} is no folder"
+    if not os.access(root, os.W_OK | os.X_OK):
+        return f"{root} cannot be written"
+    free = free_bytes(root)
+    return f"{root} has {free / 2**30:.1f} GiB free, {needed / 2**30:.1f} are needed" if free < needed else None
+
+
+def reclaim(root: Path) -> int:
+    """Remove what volumes of this user whose processes have ended left behind.
+
+    Returns:
+        Bytes that were freed.
+    """
+    with _home(root) as home:
+        freed = _reclaim(home)
+        _leave(home)
+        return freed
+
+
+def _reclaim(home: Path) -> int:
+    freed = 0
+    for folder in home.iterdir():
+        if not folder.is_dir():
+            continue
+        lock = -1
+        with contextlib.suppress(OSError):  # another process is removing it, or holds it
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            freed += sum(path.stat().st_size for path in folder.iterdir())
+            shutil.rmtree(folder, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+    return freed
+
+
+def _leave(home: Path) -> None:
+    """Remove the user's folder if no volume is in it; called under its lock."""
+    if [path.name for path in home.iterdir()] == [_LOCK]:
+        (home / _LOCK).unlink()
+        with contextlib.suppress(OSError):  # another process has just made the lock anew
+            home.rmdir()
+
+
+@contextlib.contextmanager
+def _home(root: Path) -> Iterator[Path]:
+    """This user's folder under the root, which nobody else can enter, locked against this user's other processes."""
+    home = root / f"forge_rl-{os.geteuid()}"
+    while True:
+        try:
+            with contextlib.suppress(FileExistsError):
+                home.mkdir(mode=0o700)
+            status = home.lstat()
+        except FileNotFoundError as error:
+            if root.is_dir():  # the last one that left removed the folder meanwhile
+                continue
+            raise WeightsError(f"{root} is no folder", mend="set --weights.shm to a folder in shared memory") from error
+        except OSError as error:
+            raise WeightsError(
+                f"{home} cannot be made: {error.strerror}", mend="set --weights.shm to a folder in shared memory"
+            ) from error
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise WeightsError(f"{home} is not this user's alone", mend="find out who made it, and remove it")
+        fd = -1
+        try:
+            fd = os.open(home / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:  # else the last one that left removed the folder meanwhile
+                yield home
+                return
+        except FileNotFoundError:
+            if fd >= 0:
+                raise
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+
+def _remove(ref: SegmentRef) -> None:
+    release(ref)
+    Path(ref.path).unlink(missing_ok=True)
+
+
+def _refused(root: Path, needed: int, error: OSError) -> WeightsError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return _no_room(root, needed, free_bytes(root))
+    return WeightsError(
+        f"segments cannot be made in {root}: {error.strerror}",
+        mend="set --weights.shm to a folder in shared memory that can be written",
+    )
+
+
+def _no_room(root: Path, needed: int, free: int) -> WeightsError:
+    return WeightsError(
+        f"no room for a version of the weights in {root}: {needed} bytes are needed, {free} are free",
+        mend="free memory, give the container more shared memory (docker run --shm-size), lower "
+        "--weights.keep-versions, or set --weights.transport torchstore",
+    )

@@ -1,0 +1,231 @@
+"""A store in this process, small versions whose values say what they are, and processes that write and read them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from monarch.actor import concurrent_endpoint
+
+from forge_rl.runtime.service import ServiceActor
+from forge_rl.services.weights import WeightStore, WeightStoreActor
+from forge_rl.weights import shared_memory
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.fingerprint import Move, fingerprint
+from forge_rl.weights.leases import WeightReader
+from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
+from forge_rl.weights.segment import check, readable
+from forge_rl.weights.shared_memory import SharedMemoryTransport
+from forge_rl.weights.transport import LocalShard, Transport
+
+SHAPES = {"a": (40, 16), "b": (7, 5), "c": (3,), "d": (16, 32)}
+RANKS = 2
+BUCKET_BYTES = 2600
+"""So that a version takes two, of which the second holds three tensors."""
+VERSION_BYTES = 2560 + 192 + 64 + 2048
+"""Of a whole version's buckets in float32, tensors being aligned to 64 bytes."""
+
+
+class RemoteError(Exception):
+    """As Monarch hands on what an endpoint raised."""
+
+    def __init__(self, exception: Exception) -> None:
+        super().__init__(str(exception))
+        self.exception = exception
+
+
+class LocalActor:
+    """The endpoints of an actor that lives in this process, for callers that would call a remote one."""
+
+    def __init__(self, actor: ServiceActor) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        body = inspect.unwrap(getattr(type(self._actor), name)._method)
+
+        async def call_one(*args: object) -> Any:
+            try:
+                return await body(self._actor, *args)
+            except Exception as error:
+                raise RemoteError(error) from error
+
+        return SimpleNamespace(call_one=call_one)
+
+
+class LocalService:
+    """As `Service`, with one replica in this process."""
+
+    def __init__(self, actor: ServiceActor) -> None:
+        death = asyncio.get_running_loop().create_future()
+        self.replicas = [SimpleNamespace(actor=LocalActor(actor), death=death, alive=True)]
+
+    async def call(self, replica: Any, method: str, *args: object, deadline_s: float) -> Any:
+        try:
+            return await asyncio.wait_for(getattr(replica.actor, method).call_one(*args), deadline_s)
+        except RemoteError as error:
+            raise error.exception from error
+
+    async def stop(self) -> None:
+        self.replicas.clear()
+
+
+async def open_local(shm: Path, **config: Any) -> tuple[WeightStore, WeightStoreActor]:
+    """A store with all of its own code, but in this process."""
+    settings = WeightStore.Config(shm=shm, **config)
+    actor = WeightStoreActor(settings, "local")
+    service = LocalService(actor)
+    volumes = {"local": service.replicas[0].actor}
+    store = WeightStore(settings, service, {"local": SharedMemoryTransport("local", volumes)}, "")  # type: ignore[arg-type]
+    folder, _ = await service.call(service.replicas[0], "open_volume", volumes, deadline_s=10)
+    store._folders.append(folder)
+    store._bucket_bytes = BUCKET_BYTES
+    return store, actor
+
+
+def specs(changed: Collection[str] = tuple(SHAPES)) -> list[TensorSpec]:
+    return [TensorSpec(name=name, shape=shape, changed=name in changed) for name, shape in SHAPES.items()]
+
+
+def shards(values: Mapping[str, int], rank: int) -> list[LocalShard]:
+    """A rank's rows of all tensors; every element of a tensor is its value, the version that changed it last."""
+    made = []
+    for name, shape in SHAPES.items():
+        rows = -(-shape[0] // RANKS)
+        count = max(0, min(rows, shape[0] - rank * rows))
+        box = Box((rank * rows, *(0 for _ in shape[1:])), (count, *shape[1:]))
+        made.append(LocalShard(name=name, box=box, values=torch.full(box.size, float(values[name]))))
+    return made
+
+
+def all_of(version: int) -> dict[str, int]:
+    return dict.fromkeys(SHAPES, version)
+
+
+async def publish(
+    store: WeightStore, version: int, values: Mapping[str, int] | None = None, changed: Collection[str] = tuple(SHAPES)
+) -> Manifest:
+    values = all_of(version) if values is None else values
+    transport = store.transport()
+    async with store.publishing(version, specs(changed), torch.float32) as publication:
+        return await publication.commit(
+            [await transport.write(publication.draft, shards(values, rank), rank=rank) for rank in range(RANKS)]
+        )
+
+
+async def read(transport: Transport, manifest: Manifest) -> dict[str, int]:
+    """What every element of each tensor says; their fingerprints must be those of the manifest."""
+    found = {}
+    async for bucket in transport.fetch(manifest):
+        memory = readable(bucket.segment)
+        copies = {entry: entry.of(memory).clone() for entry in bucket.tensors}
+        check(bucket.segment)
+        for entry, values in copies.items():
+            (value,) = values.unique().tolist()
+            assert fingerprint(values, entry.shape) == entry.fingerprint, f"{entry.name} says {value}"
+            found[entry.name] = int(value)
+    assert found.keys() == {entry.name for entry in manifest.tensors}
+    return found
+
+
+@contextlib.contextmanager
+def stopping_halfway(reached: Callable[[], None], go_on: Callable[[], object]) -> Iterator[None]:
+    """A transport that writes in this process writes the first half, says so, and waits."""
+    move = shared_memory.move
+
+    def half(moves: Sequence[Move]) -> list[int]:
+        middle = len(moves) // 2
+        first = move(moves[:middle])
+        reached()
+        go_on()
+        return first + move(moves[middle:])
+
+    shared_memory.move = half  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        shared_memory.move = move
+
+
+class Straggler:
+    """A forked process that is halfway through writing a rank's shards, until it is told to go on or is killed.
+
+    Args:
+        lock: the volume's, which must not be this process's too.
+    """
+
+    def __init__(self, transport: SharedMemoryTransport, drafted: Manifest, held: list[LocalShard], lock: int) -> None:
+        written = {entry.name for bucket in drafted.written for entry in drafted.entries(bucket.key)}
+        held = [shard for shard in held if shard.name in written]
+        is_halfway, says_halfway = os.pipe()
+        may_go_on, self._go_on = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.close(lock)
+                os.close(self._go_on)
+                with stopping_halfway(lambda: os.write(says_halfway, b"x"), lambda: os.read(may_go_on, 1)):
+                    transport._write(drafted, held)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(says_halfway)
+        os.close(may_go_on)
+        assert os.read(is_halfway, 1) == b"x", "the writer failed"
+        os.close(is_halfway)
+
+    def finish(self) -> bool:
+        """Let it write the other half. Returns whether its transport says that it was written."""
+        os.write(self._go_on, b"x")
+        os.close(self._go_on)
+        return os.waitpid(self.pid, 0)[1] == 0
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._go_on)
+
+
+class StoreUser(ServiceActor):
+    """A process that writes and reads."""
+
+    def __init__(self) -> None:
+        self._halfway = asyncio.Event()
+        self._end = asyncio.Event()
+
+    @concurrent_endpoint
+    async def write(self, transport: Transport, drafted: Manifest, rank: int) -> list[ShardReport]:
+        return await transport.write(drafted, shards(all_of(drafted.version), rank), rank=rank)
+
+    @concurrent_endpoint
+    async def write_half(self, transport: Transport, drafted: Manifest, rank: int) -> None:
+        """Never ends."""
+        loop = asyncio.get_running_loop()
+        with stopping_halfway(lambda: loop.call_soon_threadsafe(self._halfway.set), threading.Event().wait):
+            await transport.write(drafted, shards(all_of(drafted.version), rank), rank=rank)
+
+    @concurrent_endpoint
+    async def halfway(self) -> None:
+        """Wait until half of a write is done, or a lease is held."""
+        await self._halfway.wait()
+
+    @concurrent_endpoint
+    async def hold(self, reader: WeightReader, version: int | None) -> dict[str, int]:
+        """Lease a version until told to end; returns what was read then."""
+        async with reader.lease(version) as manifest:
+            self._halfway.set()
+            await self._end.wait()
+            return await read(reader.transport, manifest)
+
+    @concurrent_endpoint
+    async def end(self) -> None:
+        self._end.set()

@@ -1,0 +1,259 @@
+"""Random schedules of publish, read, crash and retire on real segments: nothing torn, leaked or going backwards."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Collection, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from forge_rl.errors import WeightsError
+from forge_rl.services.weights import Publication
+from forge_rl.weights.leases import Holder
+from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.segment import PAGE, readable
+from tests.fake_store import RANKS, SHAPES, VERSION_BYTES, Straggler, open_local, publish, read, shards, specs
+
+T = TypeVar("T")
+CHANGES = st.one_of(st.just(tuple(SHAPES)), st.lists(st.sampled_from(list(SHAPES)), unique=True))
+KEEP = 2
+
+
+class Died(Exception):
+    """What the controller meets when a rank dies."""
+
+
+class Schedule(RuleBasedStateMachine):
+    """The store's own code on real segments, without Monarch; processes that die are real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.shm = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="schedule-"))
+        self.next = 1
+        self.stragglers: list[Straggler] = []
+        self.mapped: list[tuple[torch.Tensor, bytes]] = []
+
+    @initialize()
+    def open(self) -> None:
+        self.store, self.actor = self.run(open_local(self.shm, keep_versions=KEEP))
+        self.values: dict[int, dict[str, int]] = {}
+        """By version that was committed, what its tensors say."""
+        self.leases: list[tuple[contextlib.AbstractAsyncContextManager[Manifest], int]] = []
+
+    def run(self, work: Awaitable[T]) -> T:
+        async def bounded() -> T:
+            return await asyncio.wait_for(work, 20)
+
+        return self.runner.run(bounded())
+
+    @property
+    def latest(self) -> int | None:
+        return max(self.values, default=None)
+
+    def coming(self, changed: Collection[str]) -> tuple[int, dict[str, int]]:
+        """The next version, and what its tensors will say."""
+        version, self.next = self.next, self.next + 1
+        before = {} if self.latest is None else self.values[self.latest]
+        return version, {name: version if name in changed else before.get(name, version) for name in SHAPES}
+
+    @rule(changed=CHANGES)
+    def publish(self, changed: Sequence[str]) -> None:
+        version, values = self.coming(changed)
+        self.run(publish(self.store, version, values, changed))
+        assert self.run(self.store.wait_for(version)) == version
+        self.values[version] = values
+        if not self.stragglers:
+            assert not self.actor.volume._freed
+            if not self.actor._leases:
+                assert self.actor.volume.bytes <= (KEEP + 0.5) * VERSION_BYTES
+
+    def give_up(self, changed: Sequence[str], end: Any) -> None:
+        """Publish, and end with an error: all who wait for the version learn it; the next one may have its number."""
+        version, values = self.coming(changed)
+        waiters = []
+
+        async def main() -> None:
+            async with self.store.publishing(version, specs(changed), torch.float32) as publication:
+                waiters.append(asyncio.create_task(self.store.wait_for(version)))
+                await asyncio.sleep(0)
+                await end(publication, values)
+
+        with pytest.raises((Died, WeightsError)):
+            self.run(main())
+        for waiter in (*waiters, self.store.wait_for(version)):
+            with pytest.raises(WeightsError, match=f"version {version} will not come"):
+                self.run(waiter)
+        with pytest.raises(WeightsError, match=f"there is no version {version}"):
+            self.run(self.actor_call("lease", version, "never", Holder.this_process()))
+        self.next = version
+
+    @rule(changed=CHANGES, ranks=st.integers(0, RANKS))
+    def give_up_when_some_ranks_have_written(self, changed: Sequence[str], ranks: int) -> None:
+        async def end(publication: Publication, values: dict[str, int]) -> None:
+            for rank in range(ranks):
+                await self.store.transport().write(publication.draft, shards(values, rank), rank=rank)
+            raise Died
+
+        self.give_up(changed, end)
+
+    @rule()
+    def commit_without_a_rank(self) -> None:
+        async def end(publication: Publication, values: dict[str, int]) -> None:
+            reports = await self.store.transport().write(publication.draft, shards(values, 0), rank=0)
+            await publication.commit([reports])
+
+        self.give_up(tuple(SHAPES), end)
+
+    @rule(changed=CHANGES)
+    def give_up_because_a_writer_is_killed(self, changed: Sequence[str]) -> None:
+        async def end(publication: Publication, values: dict[str, int]) -> None:
+            self.straggler(publication.draft, values).kill()
+            raise Died
+
+        self.give_up(changed, end)
+
+    @precondition(lambda self: len(self.stragglers) < 2)
+    @rule()
+    def give_up_while_a_writer_goes_on(self) -> None:
+        async def end(publication: Publication, values: dict[str, int]) -> None:
+            self.stragglers.append(self.straggler(publication.draft, values))
+            raise Died
+
+        self.give_up(tuple(SHAPES), end)
+
+    @precondition(lambda self: self.stragglers)
+    @rule(killed=st.booleans())
+    def a_writer_that_was_given_up_ends(self, killed: bool) -> None:
+        straggler = self.stragglers.pop(0)
+        if killed:
+            straggler.kill()
+        else:
+            assert not straggler.finish(), "it was told that it wrote a version"
+
+    def straggler(self, drafted: Manifest, values: dict[str, int]) -> Straggler:
+        return Straggler(self.store.transport(), drafted, shards(values, 1), self.actor.volume._lock)  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.values)
+    @rule()
+    def fetch(self) -> None:
+        async def main() -> None:
+            async with self.store.lease() as manifest:
+                assert manifest.version == self.latest
+                assert await read(self.store.transport(), manifest) == self.values[manifest.version]
+
+        self.run(main())
+
+    @precondition(lambda self: self.values and len(self.leases) < 3)
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.actor._index._versions)))
+        context = self.store.lease(version)
+        assert self.run(context.__aenter__()).version == version
+        self.leases.append((context, version))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        context, _ = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.run(context.__aexit__(None, None, None))
+
+    @precondition(lambda self: self.values)
+    @rule(newer=st.integers(0, 3))
+    def a_reader_dies_with_its_lease(self, newer: int) -> None:
+        reader = subprocess.Popen(["sleep", "600"])
+        try:
+            holder = Holder(reader.pid, Holder.this_process().namespace)
+            manifest = self.run(self.actor_call("lease", None, "of the dead", holder))
+            for _ in range(newer):
+                self.publish(tuple(SHAPES))
+            assert self.run(read(self.store.transport(), manifest)) == self.values[manifest.version]
+        finally:
+            reader.kill()
+            reader.wait()
+        self.run(self.until_released("of the dead"))
+
+    async def until_released(self, lease: str) -> None:
+        while lease in self.actor._leases:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async def actor_call(self, method: str, *args: object) -> Any:
+        return await self.store._call(method, *args)
+
+    @precondition(lambda self: self.values)
+    @rule()
+    def map_the_latest(self) -> None:
+        for bucket in self.actor._index._versions[self.latest or 0].buckets[:1]:
+            assert bucket.segment is not None
+            memory = readable(bucket.segment)
+            self.mapped.append((memory, bytes(memory.numpy())))
+
+    @rule()
+    def the_store_dies(self) -> None:
+        """Whatever is mapped stays as it is; the next store finds what is left."""
+        volume = self.actor.volume
+        held = sum(path.stat().st_size for path in volume.folder.iterdir())
+        kept = [(memory, content) for memory, content in self.mapped if bytes(memory.numpy()) == content]
+        os.close(volume._lock)  # as the kernel does
+        for context, _ in self.leases:
+            self.run(context.__aexit__(None, None, None))
+        self.open()
+        assert self.actor.volume.reclaimed == held
+        assert not volume.folder.exists()
+        assert all(bytes(memory.numpy()) == content for memory, content in kept)
+        self.mapped.clear()
+
+    @invariant()
+    def every_version_is_whole(self) -> None:
+        index = self.actor._index
+        assert self.run(self.store.latest()) == self.latest
+        for version, manifest in index._versions.items():
+            assert self.run(read(self.store.transport(), manifest)) == self.values[version]
+
+    @invariant()
+    def what_is_held_follows_the_rules(self) -> None:
+        index = self.actor._index
+        leased = {version for _, version in self.leases}
+        unleased = set(index._versions) - leased
+        assert leased <= set(index._versions)
+        assert self.latest is None or self.latest in index._versions
+        assert len(unleased) <= KEEP
+        assert unleased <= set(sorted(self.values.keys() - leased, reverse=True)[:KEEP])
+
+    @invariant()
+    def no_segment_is_leaked(self) -> None:
+        volume, index = self.actor.volume, self.actor._index
+        needed = {key for manifest in index._versions.values() for key in manifest.keys}
+        held = set(volume._used)
+        assert needed <= held
+        assert held - needed <= set(self.actor._unneeded)
+        known = [*volume._used.values(), *volume._freed, *volume._spare]
+        files = [path for path in self.shm.rglob("*") if path.is_file() and path.name != "lock"]
+        assert sorted(map(str, files)) == sorted(ref.path for ref in known)
+        assert sum(path.stat().st_size - PAGE for path in files) == volume.bytes
+
+    def teardown(self) -> None:
+        for straggler in self.stragglers:
+            straggler.kill()
+        for context, _ in self.leases:
+            self.run(context.__aexit__(None, None, None))
+        self.run(self.store.stop())
+        left = list(self.shm.iterdir())
+        shutil.rmtree(self.shm)
+        self.runner.close()
+        assert not left
+
+
+TestSchedule = Schedule.TestCase
+TestSchedule.settings = settings(
+    max_examples=200, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,95 @@
+"""The Trainer service on real processes: its ranks publish whole versions, and what is frozen once."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.errors import ConfigError
+from forge_rl.services.trainer import Trainer
+from forge_rl.services.weights import WeightStore
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.reading import combine_reports, read_boxes
+from tests.fake_actors import cluster
+from tests.fakes import make_model, packed, random_batch
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+RANKS = 2
+
+
+@contextlib.asynccontextmanager
+async def open_trainer(folder: Path, *frozen: str) -> AsyncIterator[tuple[Trainer, WeightStore]]:
+    """A trainer of two ranks on a random model, and a store whose segments lie in the folder."""
+    (folder / "shm").mkdir()
+    config = Trainer.Config(ranks=RANKS, row_tokens=256, frozen=frozen, optimizer=OptimizerConfig(lr=1e-2))
+    async with cluster(folder) as (made, faults), contextlib.AsyncExitStack() as stack:
+        kept = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
+        store = await WeightStore.start(kept, made, faults, deadline_s=60)
+        stack.push_async_callback(store.stop)
+        trainer = await Trainer.start(
+            config,
+            made,
+            faults,
+            model=folder / "hf",
+            resume=None,
+            reference=False,
+            total_steps=2,
+            deadline_s=120,
+        )
+        stack.push_async_callback(trainer.stop)
+        yield trainer, store
+        faults.closing = True
+
+
+async def read(store: WeightStore) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """The latest version; its fingerprints must be those of the manifest."""
+    async with store.lease() as manifest:
+        found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
+        boxes = {entry.name: Box.whole(entry.shape) for entry in manifest.tensors}
+        report = await read_boxes(store.transport(), manifest, boxes, found.__getitem__)
+    assert combine_reports([report]) == {entry.name: entry.fingerprint for entry in manifest.tensors}
+    return manifest, found
+
+
+def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):
+    model = make_model(tmp_path / "hf")
+    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    frozen = {name for name in start if "layers.0" in name or "embed_tokens" in name}
+
+    async def run() -> None:
+        async with open_trainer(tmp_path, "model.layers.0.*", "model.embed_tokens.*") as (trainer, store):
+            assert await trainer.publish(store, dtype="bfloat16") == 0
+            first, weights = await read(store)
+            assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
+                name: tuple(tensor.shape) for name, tensor in start.items()
+            }
+            assert all(torch.equal(weights[name], start[name].bfloat16()) for name in start)
+            batch = random_batch(0, vocab=43)
+            await trainer.step(packed(batch, ranks=RANKS, row_tokens=256), ClippedSurrogate())
+            assert await trainer.publish(store, dtype="bfloat16") == trainer.version == 1
+            second, weights = await read(store)
+            assert {name for name in start if torch.equal(weights[name], start[name].bfloat16())} == frozen
+            own = {bucket.key for bucket in second.written}
+            assert {entry.name for entry in second.tensors if entry.bucket in own} == start.keys() - frozen
+            assert {entry.name for entry in second.tensors if entry in first.tensors} == frozen
+            assert trainer.busy_s > 0
+
+    asyncio.run(run())
+
+
+def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):
+    make_model(tmp_path / "hf")
+
+    async def run() -> None:
+        async with open_trainer(tmp_path, "layers.0.*"):
+            raise AssertionError("the trainer started")
+
+    with pytest.raises(ConfigError, match="no weight of the model matches 'layers"):
+        asyncio.run(run())

@@ -1,0 +1,395 @@
+"""What every transport of weights must do, on real processes: each rank and each reader is one of its own."""
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_rl.errors import ServiceError, WeightsError
+from forge_rl.runtime.service import Service
+from forge_rl.services.weights import WeightStore
+from forge_rl.weights.fingerprint import fingerprint
+from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
+from forge_rl.weights.torchstore import TorchStoreTransport
+from forge_rl.weights.transport import LocalShard, Transport
+from tests.conftest import started_processes
+from tests.fake_actors import cluster, new_service_name
+from tests.fake_ranks import BUCKET_BYTES, LAYOUT, FakeRank, held_by_this_process, read, specs, values_of
+from tests.tilings import tilings
+
+WRITERS, READERS = (0, 1), (2, 3)
+"""Processes. The first writes as ranks 0 and 2, the second as 1 and 3."""
+
+
+class World:
+    """A transport, and processes that write and read with it."""
+
+    def __init__(self, runner: asyncio.Runner, transport: Transport, service: Service) -> None:
+        self._runner = runner
+        self._service = service
+        self._versions = itertools.count(1)
+        self.transport = transport
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        async def limited() -> Any:
+            return await asyncio.wait_for(work, 60)
+
+        return self._runner.run(limited())
+
+    def new_version(self) -> int:
+        """No test meets another one's."""
+        return next(self._versions)
+
+    async def call(self, process: int, method: str, *args: object) -> Any:
+        return await self._service.call(
+            self._service.replicas[0], method, self.transport, *args, deadline_s=60, rank=process
+        )
+
+    async def ask(self, process: int, method: str) -> Any:
+        return await self._service.call(self._service.replicas[0], method, deadline_s=60, rank=process)
+
+    async def reserve(
+        self, version: int, dtype: torch.dtype = torch.bfloat16, base: Manifest | None = None, unchanged: Any = ()
+    ) -> Manifest:
+        return await self.transport.reserve(
+            draft(specs(unchanged), version=version, dtype=dtype, base=base, bucket_bytes=BUCKET_BYTES)
+        )
+
+    async def write(self, drafted: Manifest, *args: object) -> list[list[ShardReport]]:
+        """By all ranks, side by side."""
+        of_process = await asyncio.gather(
+            *(self.call(process, "write", drafted, (process, process + 2), *args) for process in WRITERS)
+        )
+        return [reports for ranks in of_process for reports in ranks]
+
+    async def publish(self, version: int, **how: Any) -> Manifest:
+        drafted = await self.reserve(version, **how)
+        return complete(drafted, await self.write(drafted))
+
+
+@contextlib.asynccontextmanager
+async def opened(name: str, logs: Path, shm: Path) -> AsyncIterator[tuple[Transport, Service]]:
+    """A store with a transport, and processes that use it."""
+    async with cluster(logs) as (made, faults):
+        store = await WeightStore.start(WeightStore.Config(transport=name, shm=shm), made, faults, deadline_s=60)
+        service = Service(new_service_name(), made, faults)
+        try:
+            await service.watch(service.spawn(FakeRank, ranks=4), deadline_s=60)
+            transport = store.transport()
+            yield transport, service
+            if isinstance(transport, TorchStoreTransport):
+                assert await transport._ask("keys") == [], "parts are left"
+        finally:
+            faults.closing = True
+            await service.stop()
+            await store.stop()
+
+
+@pytest.fixture(scope="module", params=["torchstore", "shared_memory"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    before = started_processes()
+    shm = tmp_path_factory.mktemp("shm")
+    with asyncio.Runner() as runner:
+        context = opened(request.param, tmp_path_factory.mktemp("logs"), shm)
+        world = World(runner, *runner.run(context.__aenter__()))
+        yield world
+        runner.run(context.__aexit__(None, None, None))
+    assert started_processes() <= before, "processes are left"
+    assert [path for path in shm.rglob("*") if path.is_file() and path.name != "lock"] == [], "segments are left"
+
+
+def same(found: dict[str, torch.Tensor], version_of: dict[str, int], dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether all and only these tensors were found, bit for bit those of their versions."""
+    return found.keys() == version_of.keys() and all(
+        tensor.dtype == dtype
+        and tensor.shape == LAYOUT[name][0]
+        and torch.equal(tensor, values_of(version_of[name], name).to(dtype))
+        for name, tensor in found.items()
+    )
+
+
+def all_of(version: int) -> dict[str, int]:
+    return dict.fromkeys(LAYOUT, version)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_ranks_write_is_read_elsewhere_bit_for_bit(world: World, dtype: torch.dtype):
+    version = world.new_version()
+
+    async def main() -> None:
+        manifest = await world.publish(version, dtype=dtype)
+        assert len(manifest.buckets) > 3
+        for entry in manifest.tensors:
+            assert entry.fingerprint == fingerprint(values_of(version, entry.name).to(dtype), entry.shape)
+        # Two readers side by side, and this process.
+        found = await asyncio.gather(
+            *(world.call(reader, "read", manifest) for reader in READERS), read(world.transport, manifest, None)
+        )
+        assert all(same(tensors, all_of(version), dtype) for tensors in found)
+        await world.transport.free(manifest.keys)
+
+    world.run(main())
+
+
+@pytest.mark.parametrize("names", [("out", "bias"), ("head",), ("scale",), ()])
+def test_only_the_buckets_of_the_named_tensors_come(world: World, names: Collection[str]):
+    version = world.new_version()
+
+    async def main() -> None:
+        manifest = await world.publish(version)
+        found = await world.call(READERS[0], "read", manifest, names)
+        assert same(found, dict.fromkeys(names, version))
+        holding = [key for key in manifest.keys if {e.name for e in manifest.entries(key)} & {*names}]
+        came = [bucket async for bucket in world.transport.fetch(manifest, names)]
+        assert [{entry.bucket for entry in bucket.tensors} for bucket in came] == [{key} for key in holding]
+        await world.transport.free(manifest.keys)
+
+    world.run(main())
+
+
+def test_a_transport_works_wherever_it_is_unpickled(world: World):
+    version = world.new_version()
+
+    async def main() -> None:
+        manifest = await world.publish(version)
+        again: Transport = pickle.loads(pickle.dumps(world.transport))
+        assert again.name == world.transport.name
+        assert same(await read(again, manifest, None), all_of(version))
+        await again.free(manifest.keys)
+        with pytest.raises(WeightsError):
+            await read(world.transport, manifest, None)
+
+    world.run(main())
+
+
+def test_a_version_is_read_while_others_come_and_go(world: World):
+    first = world.new_version()
+
+    async def main() -> None:
+        held = await world.publish(first)
+        slow = asyncio.create_task(world.call(READERS[0], "read_slowly", held))
+        read_again = 0
+
+        async def keep_reading() -> None:
+            nonlocal read_again
+            while not slow.done():
+                assert same(await world.call(READERS[1], "read", held), all_of(first))
+                read_again += 1
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(keep_reading())
+            last = None
+            for _ in range(4):
+                newer = await world.publish(world.new_version())
+                assert same(await read(world.transport, newer, None), all_of(newer.version))
+                if last is not None:
+                    await world.transport.free(last.keys)
+                last = newer
+            await world.ask(READERS[0], "go_on")
+            assert same(await slow, all_of(first))
+        assert read_again > 1, "the version must be read while others are published for this to be a test"
+        await world.transport.free([*held.keys, *last.keys])
+
+    world.run(main())
+
+
+def test_a_delta_shares_what_has_not_changed_with_the_version_before(world: World):
+    first, second, third = (world.new_version() for _ in range(3))
+
+    async def main() -> None:
+        one = await world.publish(first)
+        two = await world.publish(second, base=one, unchanged=("embed", "experts"))
+        assert {entry.name for bucket in two.written for entry in two.entries(bucket.key)} == {
+            "out", "head", "bias", "scale"
+        }  # fmt: skip
+        assert two.bytes == one.bytes
+        of_two = {**all_of(second), "embed": first, "experts": first}
+        assert same(await world.call(READERS[0], "read", two), of_two)
+        # What only the first one needs goes.
+        await world.transport.free([key for key in one.keys if key not in two.keys])
+        with pytest.raises(WeightsError):
+            await world.call(READERS[0], "read", one)
+        assert same(await world.call(READERS[0], "read", two), of_two)
+
+        three = await world.publish(third, base=two, unchanged=[name for name in LAYOUT if name != "bias"])
+        assert len(three.written) == 1
+        await world.transport.free([key for key in two.keys if key not in three.keys])
+        of_three = {**of_two, "bias": third}
+        assert same(await world.call(READERS[1], "read", three), of_three)
+        assert same(await world.call(READERS[1], "read", three, ("bias", "embed")), {"bias": third, "embed": first})
+        await world.transport.free(three.keys)
+
+    world.run(main())
+
+
+def test_when_nothing_changed_nothing_is_written(world: World):
+    first, second = world.new_version(), world.new_version()
+
+    async def main() -> None:
+        one = await world.publish(first)
+        drafted = await world.reserve(second, base=one, unchanged=tuple(LAYOUT))
+        reports = await world.write(drafted)
+        assert reports == [[]] * 4
+        two = complete(drafted, reports)
+        assert (two.version, two.keys) == (second, one.keys)
+        assert same(await world.call(READERS[0], "read", two), all_of(first))
+        await world.transport.free(one.keys)
+
+    world.run(main())
+
+
+def test_freed_buckets_are_gone_and_others_stay(world: World):
+    first, second = world.new_version(), world.new_version()
+
+    async def main() -> None:
+        one, two = await world.publish(first), await world.publish(second)
+        # This process and another one have read it before, and notice all the same.
+        assert same(await read(world.transport, one, None), all_of(first))
+        assert same(await world.call(READERS[0], "read", one), all_of(first))
+        for _ in range(2):  # twice is fine
+            await world.transport.free(one.keys)
+            with pytest.raises(WeightsError):
+                await read(world.transport, one, None)
+            for reader in READERS:
+                with pytest.raises(WeightsError):
+                    await world.call(reader, "read", one)
+        await world.transport.free(["999/0"])
+        await world.transport.free([])
+        assert same(await world.call(READERS[0], "read", two), all_of(second))
+        await world.transport.free(two.keys)
+
+    world.run(main())
+
+
+def test_what_is_freed_and_written_again_is_not_taken_for_what_it_was(world: World):
+    first, second = world.new_version(), world.new_version()
+
+    async def main() -> None:
+        one = await world.publish(first)
+        assert same(await world.call(READERS[0], "read", one), all_of(first))
+        await world.transport.free(one.keys)
+        two = await world.publish(second)
+        with pytest.raises(WeightsError):
+            await world.call(READERS[0], "read", one)
+        assert same(await world.call(READERS[0], "read", two), all_of(second))
+        await world.transport.free(two.keys)
+
+    world.run(main())
+
+
+def test_a_publish_that_was_given_up_leaves_its_version_free(world: World):
+    version, other = world.new_version(), world.new_version()
+
+    async def main() -> None:
+        given_up = await world.reserve(version)
+        await world.call(WRITERS[0], "write", given_up, (0, 2), other)
+        await world.transport.free([bucket.key for bucket in given_up.written])
+        # A rank that has not heard of it writes on: in vain, before and after the version is published again.
+        with pytest.raises((WeightsError, ServiceError)):
+            await world.call(WRITERS[1], "write", given_up, (1,), other)
+        manifest = await world.publish(version)
+        with contextlib.suppress(WeightsError):
+            await world.call(WRITERS[1], "write", given_up, (3,), other)
+        for reader in READERS:
+            assert same(await world.call(reader, "read", manifest), all_of(version))
+        await world.transport.free(manifest.keys)
+
+    world.run(main())
+
+
+def test_a_version_that_finds_no_room_is_refused_before_anything_is_written(world: World):
+    version = world.new_version()
+    huge = [TensorSpec(name="small", shape=(64,)), TensorSpec(name="huge", shape=(1 << 50,))]
+
+    async def main() -> None:
+        before = await world.publish(version)
+        number = world.new_version()
+        drafted = draft(huge, version=number, dtype=torch.bfloat16)
+        for _ in range(2):  # nothing is held by the first
+            with pytest.raises(WeightsError, match=r"\d{16} bytes are needed, \d+ are free") as caught:
+                await world.transport.reserve(drafted)
+            assert caught.value.mend
+        assert same(await read(world.transport, before, None), all_of(version))
+        after = await world.publish(number)
+        assert same(await world.call(READERS[0], "read", after), all_of(number))
+        await world.transport.free([*before.keys, *after.keys])
+
+    world.run(main())
+
+
+def test_readers_that_give_up_leave_nothing_behind(world: World):
+    version = world.new_version()
+
+    async def main() -> None:
+        manifest = await world.publish(version)
+        for reader in READERS:
+            await world.call(reader, "read", manifest)  # what is mapped once may stay mapped
+        await read(world.transport, manifest, None)
+        before = [await world.ask(reader, "held") for reader in READERS], held_by_this_process()
+        tasks = asyncio.all_tasks()
+        for _ in range(3):
+            for reader in READERS:
+                assert await world.call(reader, "read_one_bucket", manifest) >= 1
+            # Cancelled while it waits, and while a bucket is on its way.
+            for turns in (0, 1, 5, 50):
+                task = asyncio.create_task(read(world.transport, manifest, None))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        # Never begun, and begun but never ended.
+        await world.transport.fetch(manifest).aclose()
+        buckets = world.transport.fetch(manifest)
+        await anext(buckets)
+        await buckets.aclose()
+        assert asyncio.all_tasks() == tasks
+        assert ([await world.ask(reader, "held") for reader in READERS], held_by_this_process()) == before
+        await world.transport.free(manifest.keys)
+
+    world.run(main())
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 6), st.sampled_from([5, 16, 64])), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    bucket_bytes=st.integers(1, 2000),
+    data=st.data(),
+)
+@settings(max_examples=12, deadline=None)
+def test_any_cut_of_any_model_comes_back(world: World, shapes, dtype, bucket_bytes, data):
+    version = world.new_version()
+    wholes = {f"w{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+    cuts = {name: data.draw(tilings(tuple(whole.shape), step=8)) for name, whole in wholes.items()}
+    ranks = max(len(boxes) for boxes in cuts.values())
+    shards = [
+        [LocalShard(name=n, box=b[rank], values=b[rank].of(wholes[n])) for n, b in cuts.items() if rank < len(b)]
+        for rank in range(ranks)
+    ]
+
+    async def main() -> None:
+        drafted = await world.transport.reserve(
+            draft(
+                [TensorSpec(name=name, shape=tuple(whole.shape)) for name, whole in wholes.items()],
+                version=version,
+                dtype=dtype,
+                bucket_bytes=bucket_bytes,
+            )
+        )
+        manifest = complete(
+            drafted, [await world.transport.write(drafted, own, rank=rank) for rank, own in enumerate(shards)]
+        )
+        found = await read(world.transport, manifest, None)
+        assert found.keys() == wholes.keys()
+        assert all(torch.equal(found[name], whole.to(dtype)) for name, whole in wholes.items())
+        await world.transport.free(manifest.keys)
+
+    world.run(main())

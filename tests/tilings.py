@@ -1,0 +1,35 @@
+"""Random ways to cut a tensor into boxes, for hypothesis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from forge_rl.weights.boxes import Box
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...], *, step: int = 1) -> list[Box]:
+    """Boxes that together hold every element once, some of them perhaps empty.
+
+    Args:
+        draw: hypothesis's.
+        shape: of the tensor.
+        step: cuts in the last dim are multiples of it.
+    """
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 4)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        unit = step if dim == len(shape) - 1 else 1
+        at = unit * draw(st.integers(0, box.size[dim] // unit))
+        boxes += [
+            replace(box, size=_with(box.size, dim, at)),
+            Box(start=_with(box.start, dim, box.start[dim] + at), size=_with(box.size, dim, box.size[dim] - at)),
+        ]
+    return draw(st.permutations(boxes))
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
