@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -55,6 +56,23 @@ def test_a_child_that_somebody_else_waited_for_is_told_or_not_known():
         assert exit_status(fd) in (3, None)  # Linux 6.15 and later still tell
     finally:
         os.close(fd)
+
+
+def test_the_exit_status_of_a_child_of_another_process_is_told():
+    # The shell becomes a program that does not wait for the child which the shell had started.
+    command = ["sh", "-c", "sleep 60 & echo $!; exec sleep 60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        fd = os.pidfd_open(pid)
+        try:
+            assert exit_status(fd) is None
+            os.kill(pid, signal.SIGKILL)
+            select.select([fd], [], [])
+            assert exit_status(fd) == -signal.SIGKILL
+        finally:
+            os.close(fd)
+            parent.kill()
 
 
 def test_a_child_that_runs_has_no_exit_status():

@@ -369,12 +369,13 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
         children = [psutil.Process(int(pid)) for pid in controller.stdout.readline().split()]
         assert len(children) >= 1 + 2 * len(hosts) + bool(hosts)
         assert all(child.is_running() for child in children)
-        assert len(list((tmp_path / "tmp").glob("monarch_process_job_*"))) == bool(hosts)
+        folders = [*(tmp_path / "tmp").glob("monarch_process_job_*"), *(tmp_path / "tmp").glob("forge_rl-hosts-*")]
+        assert len(folders) == (2 if hosts else 0)
         controller.kill()
         controller.wait()
         _, alive = psutil.wait_procs(children, timeout=60)
         assert alive == []
-        assert list((tmp_path / "tmp").glob("monarch_process_job_*")) == []
+        assert not any(folder.exists() for folder in folders)
     finally:
         with contextlib.suppress(ProcessLookupError):
             controller.kill()

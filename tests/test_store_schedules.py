@@ -227,7 +227,6 @@ class Schedule(RuleBasedStateMachine):
         assert leased <= set(index._versions)
         assert self.latest is None or self.latest in index._versions
         assert len(unleased) <= KEEP
-        assert unleased <= set(sorted(self.values.keys() - leased, reverse=True)[:KEEP])
 
     @invariant()
     def no_segment_is_leaked(self) -> None:

@@ -7,8 +7,11 @@ import contextlib
 import functools
 import importlib
 import os
+import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,12 +145,13 @@ async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]
     _set_defaults()
     from monarch.job import ProcessJob
 
-    job = ProcessJob(dict.fromkeys(names, 1))
+    scratch = tempfile.mkdtemp(prefix="forge_rl-hosts-")  # they leave folders behind
+    job = ProcessJob(dict.fromkeys(names, 1), env={"TMPDIR": scratch})
     guard = None
     try:
         with _quiet_stderr():
             job.apply()
-            guard = _guard([host.pid for host in job._host_to_pid.values()], str(job._tmpdir))
+            guard = _guard([host.pid for host in job._host_to_pid.values()], [str(job._tmpdir), scratch])
             state = job.state(cached_path=None)
         yield {name: getattr(state, name) for name in names}
     finally:
@@ -155,17 +159,21 @@ async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]
         if guard is not None:
             guard.kill()
             guard.communicate()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _guard(pids: Sequence[int], folder: str) -> subprocess.Popen[bytes]:
-    """A process that notices the end of this one, by its pipe, and then ends others and removes their folder.
+def _guard(pids: Sequence[int], folders: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process that notices the end of this one, by its pipe, and then ends others and removes their folders.
 
     Monarch gives its hosts sessions of their own and lets them live on. Their children end with them.
     """
-    script = 'cat; folder="$1"; shift; kill -9 "$@"; rm -rf "$folder"'
-    command = ["/bin/sh", "-c", script, "guard", folder, *map(str, pids)]
+    script = f"cat; kill -9 {' '.join(map(str, pids))}; rm -rf {shlex.join(folders)}"
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        ["/bin/sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
 

@@ -1,0 +1,70 @@
+"""The store over two hosts: real Monarch hosts; what one publishes, the other pulls, serves and frees."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_rl.errors import ServiceError, WeightsError
+from forge_rl.runtime.service import Service
+from forge_rl.services.weights import WeightStore
+from forge_rl.weights.manifest import Manifest
+from tests.fake_actors import cluster_of, new_service_name, pid_of
+from tests.fake_ranks import LAYOUT, RANKS, FakeRank, specs, values_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+LONG_S = 120.0
+
+
+def test_a_version_is_published_on_one_host_and_read_on_another(tmp_path: Path, shm: Path):
+    async def main() -> None:
+        async with cluster_of(tmp_path, "a", "b") as (cluster, faults):
+            config = WeightStore.Config(transport="shared_memory", shm=shm)
+            store = await WeightStore.start(config, cluster, faults, deadline_s=LONG_S, hosts=("a", "b"))
+            service = Service(new_service_name(), cluster, faults)
+            for host in ("a", "b"):
+                await service.watch(service.spawn(FakeRank, host=host), deadline_s=LONG_S)
+            writer, reader = service.replicas
+
+            async def publish(version: int, unchanged: tuple[str, ...] = ()) -> Manifest:
+                async with store.publishing(version, specs(unchanged), torch.bfloat16, host="a") as publication:
+                    reports = await service.call(
+                        writer, "write", store.transport("a"), publication.draft, range(RANKS), deadline_s=LONG_S
+                    )
+                    return await publication.commit(reports)
+
+            async def read() -> dict[str, torch.Tensor]:
+                async with store.lease() as manifest:
+                    return await service.call(reader, "read", store.transport("b"), manifest, deadline_s=LONG_S)
+
+            def segments() -> dict[str, int]:
+                """Files in each host's folder, its lock aside."""
+                return {
+                    host: len(list(folder.iterdir())) - 1 for host, folder in zip("ab", store._folders, strict=True)
+                }
+
+            changed = dict.fromkeys(LAYOUT, 1)
+            for version, unchanged in ((1, ()), (2, ("embed", "head")), (3, ()), (4, ())):
+                manifest = await publish(version, unchanged)
+                assert {bucket.host for bucket in manifest.buckets} == {"a"}
+                changed |= {name: version for name in LAYOUT if name not in unchanged}
+                found = await read()
+                for name, of in changed.items():
+                    assert torch.equal(found[name], values_of(of, name).to(torch.bfloat16)), (version, name)
+            # Two versions of one bucket each are kept on both hosts: what was given up has been used again.
+            assert segments() == {"a": 2, "b": 2}
+
+            # A volume that dies: whoever needs it hears of it by name, and nothing of it is left.
+            faults.closing = True
+            await publish(5)
+            os.kill(await pid_of(store._service, replica=1), signal.SIGKILL)
+            with pytest.raises((ServiceError, WeightsError)):
+                await asyncio.wait_for(read(), 60)
+            await service.stop()
+            await store.stop()
+
+    asyncio.run(main())
