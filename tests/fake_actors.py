@@ -102,12 +102,13 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
     """A cluster with other hosts beside this one, each a Monarch host of its own; nothing of them is left."""
     faults = Faults()
     faults.install()
+    before = set(psutil.Process().children(recursive=True))
     async with local_hosts(names) as hosts:
         made = Cluster(logs, hosts=hosts)
         try:
             yield made, faults
         finally:
-            processes = psutil.Process().children(recursive=True)
+            processes = set(psutil.Process().children(recursive=True)) - before
             faults.closing = True
             await made.close()
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=30)

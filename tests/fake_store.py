@@ -8,7 +8,7 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.runtime.service import ServiceActor
+from forge_rl.errors import WeightsError
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.services.weights import WeightStore, WeightStoreActor
 from forge_rl.weights import shared_memory
 from forge_rl.weights.boxes import Box
@@ -26,6 +28,7 @@ from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.segment import check, readable
 from forge_rl.weights.shared_memory import SharedMemoryTransport
 from forge_rl.weights.transport import LocalShard, Transport
+from tests.fake_actors import cluster, new_service_name
 
 SHAPES = {"a": (40, 16), "b": (7, 5), "c": (3,), "d": (16, 32)}
 RANKS = 2
@@ -89,6 +92,70 @@ async def open_local(shm: Path, **config: Any) -> tuple[WeightStore, WeightStore
     store._folders.append(folder)
     store._bucket_bytes = BUCKET_BYTES
     return store, actor
+
+
+def run(main: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(main, 60)
+
+    asyncio.run(bounded())
+
+
+@contextlib.asynccontextmanager
+async def local(shm: Path, **config: object) -> AsyncIterator[tuple[WeightStore, WeightStoreActor]]:
+    """A store in this process."""
+    store, actor = await open_local(shm, **config)
+    try:
+        yield store, actor
+    finally:
+        await store.stop()
+
+
+@contextlib.asynccontextmanager
+async def real(logs: Path, shm: Path, **config: object) -> AsyncIterator[tuple[WeightStore, Service, Faults]]:
+    """A store in a process of its own, and a process that uses it."""
+    async with cluster(logs) as (made, faults):
+        store = await WeightStore.start(WeightStore.Config(shm=shm, **config), made, faults, deadline_s=60)
+        store._bucket_bytes = BUCKET_BYTES
+        users = Service(new_service_name(), made, faults)
+        await users.watch(users.spawn(StoreUser), deadline_s=60)
+        try:
+            yield store, users, faults
+        finally:
+            faults.closing = True
+            await users.stop()
+            await store.stop()
+
+
+async def use(users: Service, method: str, *args: object) -> object:
+    return await users.call(users.replicas[0], method, *args, deadline_s=30)
+
+
+def segments(shm: Path) -> set[Path]:
+    return {path for path in shm.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def nothing_in(shm: Path) -> bool:
+    return not list(shm.iterdir())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def exist(manifest: Manifest) -> list[bool]:
+    """Which of a version's segments can still be read."""
+    found = []
+    for bucket in manifest.buckets:
+        assert bucket.segment is not None
+        try:
+            readable(bucket.segment)
+        except WeightsError:
+            found.append(False)
+        else:
+            found.append(True)
+    return found
 
 
 def specs(changed: Collection[str] = tuple(SHAPES)) -> list[TensorSpec]:

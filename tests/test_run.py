@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.weights.volume import reclaim
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -271,6 +272,7 @@ def test_two_ranks_and_two_replicas_run_and_kill_nine_of_the_controller_leaves_n
     command.process.kill()
     command.end()
     assert command.strays() == []
+    assert reclaim(Path("/dev/shm")) > 0, "what the next start does"
     assert shared_memory() <= before
 
 

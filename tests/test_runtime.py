@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -354,13 +356,19 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder with a path so short that sockets can be named in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("hosts", [(), ("a", "b")])
-def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], tmp_path: Path):
-    (tmp_path / "tmp").mkdir()
+def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], tmp_path: Path, scratch: Path):
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, str(tmp_path), *hosts],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        env={**os.environ, "TMPDIR": str(scratch)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -369,7 +377,7 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
         children = [psutil.Process(int(pid)) for pid in controller.stdout.readline().split()]
         assert len(children) >= 1 + 2 * len(hosts) + bool(hosts)
         assert all(child.is_running() for child in children)
-        folders = [*(tmp_path / "tmp").glob("monarch_process_job_*"), *(tmp_path / "tmp").glob("forge_rl-hosts-*")]
+        folders = [*scratch.glob("monarch_process_job_*"), *scratch.glob("hosts-*")]
         assert len(folders) == (2 if hosts else 0)
         controller.kill()
         controller.wait()

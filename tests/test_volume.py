@@ -137,15 +137,17 @@ def test_a_segment_that_somebody_removed_is_made_anew(shm: Path):
         assert all(readable(ref).numel() == ref.bytes for ref in second.values())
 
 
-def test_too_little_room_is_told_before_anything_is_taken(small_shm: Path):
+def test_too_little_room_is_told_before_anything_is_taken(small_shm: Path, monkeypatch: pytest.MonkeyPatch):
     with opened(small_shm) as volume:
         first = volume.reserve(SIZES)
         writable(first["1/0"]).fill_(3)
         free = module.free_bytes(small_shm)
         assert TAKEN <= 16 * PAGE - free < TAKEN + 2 * PAGE
         message = f"no room for a version of the weights in {small_shm}: {12 * PAGE} bytes are needed, {free} are free"
-        with pytest.raises(WeightsError, match=message) as caught:
-            volume.reserve({"2/0": 9 * PAGE, "2/1": 1})
+        with monkeypatch.context() as patch:
+            patch.delattr(module, "create")
+            with pytest.raises(WeightsError, match=message) as caught:
+                volume.reserve({"2/0": 9 * PAGE, "2/1": 1})
         assert "--shm-size" in caught.value.mend
         assert module.free_bytes(small_shm) == free
         assert files(volume) == paths(first)
@@ -317,6 +319,36 @@ def test_a_forked_child_does_not_keep_the_folder_of_a_volume_that_closes(shm: Pa
     finally:
         child.kill()
         child.join()
+
+
+def test_a_home_that_another_process_removes_meanwhile_is_made_again(shm: Path, monkeypatch: pytest.MonkeyPatch):
+    lstat = Path.lstat
+
+    def vanish(path: Path) -> os.stat_result:
+        monkeypatch.undo()
+        path.rmdir()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", vanish)
+    with opened(shm) as volume:
+        assert volume.folder.is_dir()
+
+
+def test_a_home_that_another_process_enters_while_the_last_one_leaves_stays(shm: Path, monkeypatch: pytest.MonkeyPatch):
+    volume = Volume(shm)
+    lock = volume.folder.parent / "lock"
+    unlink = Path.unlink
+
+    def enter(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        if path == lock:
+            lock.touch(0o600)
+
+    monkeypatch.setattr(Path, "unlink", enter)
+    volume.close()
+    monkeypatch.undo()
+    assert lock.exists()
+    assert reclaim(shm) == 0  # the other one leaves
 
 
 def open_and_close(shm: Path, rounds: int) -> None:

@@ -145,7 +145,7 @@ async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]
     _set_defaults()
     from monarch.job import ProcessJob
 
-    scratch = tempfile.mkdtemp(prefix="forge_rl-hosts-")  # they leave folders behind
+    scratch = tempfile.mkdtemp(prefix="hosts-")  # they leave folders behind; short, for names of sockets
     job = ProcessJob(dict.fromkeys(names, 1), env={"TMPDIR": scratch})
     guard = None
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,10 @@ from forge_rl.runtime.router import least_loaded
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
+
+
+_KILL_S = 5.0
+"""How long a process may take to end once it is killed."""
 
 
 class ServiceActor(Actor):
@@ -226,6 +231,7 @@ class Service:
         for fd in watched:
             with contextlib.suppress(ProcessLookupError):  # it ended, as it should; a hung one has not
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
+            await asyncio.to_thread(select.select, [fd], [], [], _KILL_S)
             os.close(fd)
 
     def _translate(self, error: Exception, replica: Replica, method: str) -> ForgeError:
