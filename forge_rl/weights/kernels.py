@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from forge_rl.weights.fingerprint import KEY_HIGH, KEY_LOW, KEY_SHIFT
 
-_LANES = 4
+_LANES = 8
 _VECTOR = ir.VectorType(ir.IntType(64), _LANES)
 _MASK = 0xFFFFFFFF
 _WRAP = 1 << 64
@@ -35,7 +35,7 @@ def _lanes32() -> Any:
 
 
 def _float_words(builder: Any, address: Any) -> Any:
-    """Four words of bfloat16 from 16 float32, rounded to nearest even; a NaN stays one."""
+    """Words of bfloat16 from four float32 each, rounded to nearest even; a NaN stays one."""
     wide = ir.VectorType(ir.IntType(32), 4 * _LANES)
 
     def constant(value: int) -> Any:
@@ -51,7 +51,7 @@ def _float_words(builder: Any, address: Any) -> Any:
 
 
 def _loop(*, store: bool, bypass: bool, cast: bool, attest: bool = True) -> Any:
-    """An intrinsic (target, source, vectors, first word) -> fingerprint of `vectors` times four words."""
+    """An intrinsic (target, source, vectors, first word) -> fingerprint of `vectors` times _LANES words."""
 
     @intrinsic
     def loop(typing: Any, target: Any, source: Any, vectors: Any, first: Any) -> Any:
@@ -174,8 +174,8 @@ def run_rows(
         The words' fingerprint, 0 with PLAIN.
     """
     total = numba.uint64(0)
-    vectors = words // 4
-    aligned = target % numba.uint64(32) == 0 and (rows == 1 or target_step % 32 == 0)
+    vectors = words // _LANES
+    aligned = target % numba.uint64(8 * _LANES) == 0 and (rows == 1 or target_step % (8 * _LANES) == 0)
     for row in range(rows):
         to = target + numba.uint64(row * target_step)
         at = source + numba.uint64(row * source_step)
@@ -188,7 +188,7 @@ def run_rows(
             total += _cast_bypass(to, at, vectors, index) if aligned else _cast(to, at, vectors, index)
         else:
             total += _plain_bypass(to, at, vectors, index) if aligned else _plain(to, at, vectors, index)
-        for word in range(4 * vectors, words):
+        for word in range(_LANES * vectors, words):
             value = numba.uint64(0)
             if mode == 2:
                 floats = numba.carray(_floats_at(at), 4 * words, numba.uint32)
