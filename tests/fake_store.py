@@ -27,7 +27,7 @@ from forge_rl.weights.leases import WeightReader
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.segment import check, readable
 from forge_rl.weights.shared_memory import SharedMemoryTransport
-from forge_rl.weights.transport import LocalShard, Transport
+from forge_rl.weights.transport import LocalShard, Transport, to_write
 from tests.fake_actors import cluster, new_service_name
 
 SHAPES = {"a": (40, 16), "b": (7, 5), "c": (3,), "d": (16, 32)}
@@ -230,8 +230,7 @@ class Straggler:
     """
 
     def __init__(self, transport: SharedMemoryTransport, drafted: Manifest, held: list[LocalShard], lock: int) -> None:
-        written = {entry.name for bucket in drafted.written for entry in drafted.entries(bucket.key)}
-        held = [shard for shard in held if shard.name in written]
+        placed = list(to_write(drafted, held))
         is_halfway, says_halfway = os.pipe()
         may_go_on, self._go_on = os.pipe()
         self.pid = os.fork()
@@ -241,7 +240,7 @@ class Straggler:
                 os.close(lock)
                 os.close(self._go_on)
                 with stopping_halfway(lambda: os.write(says_halfway, b"x"), lambda: os.read(may_go_on, 1)):
-                    transport._write(drafted, held)
+                    transport._write(drafted, placed)
                 status = 0
             finally:
                 os._exit(status)

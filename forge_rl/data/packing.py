@@ -6,18 +6,15 @@ A row holds whole trees. The attention mask (attends) lets a branch see its pref
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from forge_rl.data.trees import Tree, alone, branch_of, grow, lay, round_up, size_of
 from forge_rl.errors import ConfigError
-from forge_rl.types import Batch, Segment
+from forge_rl.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ class Layout:
         if self.row_tokens % self.pad_multiple:
             raise ConfigError(
                 f"row_tokens is {self.row_tokens}, not a multiple of {self.pad_multiple}, to which rows are padded",
-                mend=f"set --trainer.row-tokens to {_round_up(self.row_tokens, self.pad_multiple)}",
+                mend=f"set --trainer.row-tokens to {round_up(self.row_tokens, self.pad_multiple)}",
             )
 
 
@@ -149,7 +146,7 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
             f"advantages have shape {list(advantages.shape)} and the batch is of shape [P, G] = {shape}",
             mend="compute them from batch.rewards, with group_advantages",
         )
-    trees: list[_Tree] = []
+    trees: list[Tree] = []
     unscored = 0
     for p, group in enumerate(batch.groups):
         if drop_uniform and group.is_uniform:
@@ -157,21 +154,23 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
         branches = []
         for g, episode in enumerate(group.episodes):
             for s, segment in enumerate(episode.segments):
-                branch = _branch(segment, p * shape[1] + g, s, float(advantages[p, g]))
+                branch = branch_of(segment, p * shape[1] + g, s, float(advantages[p, g]))
                 unscored += sum(segment.trained) - int(branch.mask.sum())
                 if branch.mask.any():
                     branches.append(branch)
-        trees += _grow(branches, len(trees)) if layout.share_prefixes else _alone(branches, len(trees))
+        trees += grow(branches, len(trees)) if layout.share_prefixes else alone(branches, len(trees))
 
     needed = max((branch.inputs for tree in trees for branch in tree.branches), default=0)
     if needed > layout.row_tokens:
         raise ConfigError(
             f"an episode needs a row of {needed} tokens and row_tokens is {layout.row_tokens}",
-            mend=f"set --trainer.row-tokens to at least {_round_up(needed, layout.pad_multiple)}, "
+            mend=f"set --trainer.row-tokens to at least {round_up(needed, layout.pad_multiple)}, "
             "or let episodes be shorter",
         )
     return Packed(
-        rows=tuple(_row(row, layout.pad_multiple) for row in _lay(trees, layout)),
+        rows=tuple(
+            _row(row, layout.pad_multiple) for row in lay(trees, row_tokens=layout.row_tokens, ranks=layout.ranks)
+        ),
         trained_tokens=sum(int(branch.mask.sum()) for tree in trees for branch in tree.branches),
         sequence_tokens=sum(branch.inputs for tree in trees for branch in tree.branches),
         unscored_tokens=unscored,
@@ -203,184 +202,8 @@ def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Te
     return dict(zip(episodes.tolist(), ordered.split(counts.tolist()), strict=True))
 
 
-@dataclass(frozen=True, eq=False)
-class _Branch:
-    """A segment with what the trainer needs of it; arrays are [T], entry t about token t, cut after the last target."""
-
-    token_ids: npt.NDArray[np.int64]
-    mask: npt.NDArray[np.bool_]
-    behaviour: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int32]
-    episode: int
-    segment: int
-    advantage: float
-
-    @property
-    def inputs(self) -> int:
-        """Positions it takes alone: the last token is only a target."""
-        return len(self.token_ids) - 1
-
-    @property
-    def shareable(self) -> int:
-        """Tokens that may lie in a shared prefix: those before the first target's predictor."""
-        return int(self.mask.argmax()) - 1
-
-
-@dataclass(frozen=True, eq=False)
-class _Tree:
-    key: int
-    """Pieces of one split tree have the same key."""
-    prefix: int
-    branches: tuple[_Branch, ...]
-
-    @property
-    def size(self) -> int:
-        return self.prefix + sum(branch.inputs - self.prefix for branch in self.branches)
-
-    def split(self, parts: int) -> list[_Tree]:
-        """About equal pieces, each with its own copy of the prefix; at most one a branch."""
-        bins = _spread([branch.inputs - self.prefix for branch in self.branches], min(parts, len(self.branches)))
-        return [replace(self, branches=tuple(self.branches[i] for i in sorted(bin_))) for bin_ in bins if bin_]
-
-    def fit(self, limit: int) -> list[_Tree]:
-        """As few pieces as stay within limit tokens, which each branch alone does."""
-        for parts in range(1, len(self.branches) + 1):
-            pieces = self.split(parts)
-            if max(piece.size for piece in pieces) <= limit:
-                return pieces
-        raise AssertionError(f"a branch of tree {self.key} is longer than {limit} tokens")
-
-
-def _branch(segment: Segment, episode: int, index: int, advantage: float) -> _Branch:
-    behaviour = np.array(segment.logprobs, dtype=np.float32)
-    mask = np.array(segment.trained, dtype=np.bool_) & np.isfinite(behaviour)
-    assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
-    end = int(mask.nonzero()[0][-1]) + 1 if mask.any() else 0
-    return _Branch(
-        token_ids=np.array(segment.token_ids[:end], dtype=np.int64),
-        mask=mask[:end],
-        behaviour=np.where(mask, behaviour, np.float32(0))[:end],
-        versions=np.where(mask, np.array(segment.versions, dtype=np.int32), np.int32(-1))[:end],
-        episode=episode,
-        segment=index,
-        advantage=advantage,
-    )
-
-
-def _alone(branches: list[_Branch], first_key: int) -> list[_Tree]:
-    return [_Tree(first_key + i, 0, (branch,)) for i, branch in enumerate(branches)]
-
-
-def _grow(branches: list[_Branch], first_key: int) -> list[_Tree]:
-    """Partition the segments of a group into trees so that sharing saves the most tokens.
-
-    In lexicographic order a run of segments shares what its neighbours share, so the best partition into runs is a
-    short dynamic program. best[j] is the most tokens saved among the first j, whose last run begins at start[j].
-    """
-    branches = sorted(branches, key=lambda b: b.token_ids[: b.shareable].astype(">i8").tobytes())
-    common = [_common(a.token_ids[: a.shareable], b.token_ids[: b.shareable]) for a, b in pairwise(branches)]
-    best, start, shared = [0], [0], [0]
-    for j in range(1, len(branches) + 1):
-        best.append(best[j - 1])
-        start.append(j - 1)
-        shared.append(0)
-        prefix = branches[j - 1].shareable
-        for i in range(j - 2, -1, -1):
-            prefix = min(prefix, common[i])
-            if prefix == 0:
-                break
-            if (saved := best[i] + (j - i - 1) * prefix) > best[j]:
-                best[j], start[j], shared[j] = saved, i, prefix
-    runs: list[tuple[int, tuple[_Branch, ...]]] = []
-    end = len(branches)
-    while end:
-        runs.append((shared[end], tuple(branches[start[end] : end])))
-        end = start[end]
-    ordered = [(prefix, tuple(sorted(run, key=lambda b: (b.episode, b.segment)))) for prefix, run in runs]
-    ordered.sort(key=lambda run: (run[1][0].episode, run[1][0].segment))
-    return [_Tree(first_key + i, prefix, run) for i, (prefix, run) in enumerate(ordered)]
-
-
-def _common(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
-    """Length of the common prefix."""
-    size = min(len(a), len(b))
-    differs = a[:size] != b[:size]
-    return int(differs.argmax()) if differs.any() else size
-
-
-def _lay(trees: list[_Tree], layout: Layout) -> list[list[_Tree]]:
-    """Trees into rows: as few as first-fit decreasing finds, rounded up to a multiple of ranks, then made equal.
-
-    Ranks run their rows in lockstep, so a plan costs the sum, over rows side by side, of the longest. Splitting trees
-    more finely evens the rows out and copies prefixes; of several grains the cheapest plan wins.
-    """
-    if not trees:
-        return []
-    pieces = [piece for tree in trees for piece in tree.fit(layout.row_tokens)]
-    first = _first_fit(pieces, layout.row_tokens)
-    count = _round_up(len(first), layout.ranks)
-    plans: list[list[list[_Tree]]] = [first + [[] for _ in range(count - len(first))]]
-    fair = max(1.0, sum(tree.size for tree in trees) / count)
-    for grain in (0, 1, 2, 4):
-        finer = [part for piece in pieces for part in piece.split(max(1, math.ceil(piece.size * grain / fair)))]
-        bins = _spread([piece.size for piece in finer], count)
-        plan = [_merge([finer[i] for i in bin_]) for bin_ in bins]
-        if max(_size(row) for row in plan) <= layout.row_tokens:
-            plans.append(plan)
-
-    def cost(plan: list[list[_Tree]]) -> tuple[int, int]:
-        sizes = sorted((_size(row) for row in plan), reverse=True)
-        return sum(sizes[:: layout.ranks]), sum(sizes)
-
-    best = min(plans, key=cost)
-    rows = sorted(best, key=_size, reverse=True)
-    sides = [rows[i : i + layout.ranks] for i in range(0, count, layout.ranks)]
-    # Every other step runs back to front, so that no rank gets the longer row each time.
-    return [row for i, side in enumerate(sides) for row in (side[::-1] if i % 2 else side)]
-
-
-def _first_fit(pieces: list[_Tree], limit: int) -> list[list[_Tree]]:
-    """First-fit decreasing: each piece, longest first, goes into the first row with room."""
-    rows: list[list[_Tree]] = []
-    room: list[int] = []
-    for piece in sorted(pieces, key=lambda piece: -piece.size):
-        size = piece.size
-        i = next((i for i, left in enumerate(room) if left >= size), len(rows))
-        if i == len(rows):
-            rows.append([])
-            room.append(limit)
-        rows[i].append(piece)
-        room[i] -= size
-    return [_merge(row) for row in rows]
-
-
-def _spread(sizes: list[int], bins: int) -> list[list[int]]:
-    """Indexes of sizes in about equal bins: each, largest first, goes into the bin with least."""
-    filled: list[list[int]] = [[] for _ in range(bins)]
-    heap = [(0, i) for i in range(bins)]
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        load, i = heap[0]
-        filled[i].append(index)
-        heapq.heapreplace(heap, (load + sizes[index], i))
-    return filled
-
-
-def _merge(row: list[_Tree]) -> list[_Tree]:
-    """Pieces of one tree that met in a row share one prefix again."""
-    merged: dict[int, _Tree] = {}
-    for piece in sorted(row, key=lambda piece: piece.key):
-        held = merged.get(piece.key)
-        together = piece.branches if held is None else held.branches + piece.branches
-        merged[piece.key] = replace(piece, branches=tuple(sorted(together, key=lambda b: (b.episode, b.segment))))
-    return list(merged.values())
-
-
-def _size(row: list[_Tree]) -> int:
-    return sum(tree.size for tree in row)
-
-
-def _row(trees: list[_Tree], pad_multiple: int) -> Row:
-    length = _round_up(max(1, _size(trees)), pad_multiple)
+def _row(trees: list[Tree], pad_multiple: int) -> Row:
+    length = round_up(max(1, size_of(trees)), pad_multiple)
     token_ids, positions, targets = (np.zeros(length, dtype=np.int64) for _ in range(3))
     branches = np.zeros(length, dtype=np.int32)
     tree_ids, versions, episodes, segments = (np.full(length, -1, dtype=np.int32) for _ in range(4))
@@ -423,7 +246,3 @@ def _row(trees: list[_Tree], pad_multiple: int) -> Row:
         episodes=torch.from_numpy(episodes),
         segments=torch.from_numpy(segments),
     )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.weights.fingerprint import Move, move
-from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport
+from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry
 from forge_rl.weights.segment import check, writable
-from forge_rl.weights.transport import LocalBucket, LocalShard, to_write
+from forge_rl.weights.transport import LocalBucket, LocalShard, to_read, to_write
 from forge_rl.weights.volume import writing
 
 _DEADLINE_S = 600.0
@@ -48,17 +48,12 @@ class SharedMemoryTransport:
         )
 
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
-        chosen = [shard for _, shard in to_write(drafted, shards)]
-        return await asyncio.to_thread(self._write, drafted, chosen)
+        return await asyncio.to_thread(self._write, drafted, list(to_write(drafted, shards)))
 
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
     ) -> AsyncGenerator[LocalBucket, None]:
-        wanted = [
-            (bucket, entries)
-            for bucket in manifest.buckets
-            if (entries := tuple(e for e in manifest.entries(bucket.key) if names is None or e.name in names))
-        ]
+        wanted = to_read(manifest, names)
         if any(bucket.host != self._host for bucket, _ in wanted):
             await self._ask(self._host, "pull", manifest)
         for bucket, entries in wanted:
@@ -74,25 +69,23 @@ class SharedMemoryTransport:
                 for host in self._volumes:
                     group.create_task(self._ask(host, "free", tuple(keys)))
 
-    def _write(self, drafted: Manifest, shards: Iterable[LocalShard]) -> list[ShardReport]:
-        entries = {entry.name: entry for entry in drafted.tensors}
+    def _write(self, drafted: Manifest, placed: Sequence[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
         buckets = {bucket.key: _place(bucket, self._host) for bucket in drafted.written}
         with contextlib.ExitStack() as stack:
             for folder in {Path(ref.path).parent for ref in buckets.values()}:
                 stack.enter_context(writing(folder))
             memory = {key: writable(ref) for key, ref in buckets.items()}
-            moves, names = [], []
-            for shard in shards:
-                entry = entries[shard.name]
-                target = shard.box.of(entry.of(memory[entry.bucket]))
-                moves.append(Move(target, shard.values.detach(), entry.shape, shard.box))
-                names.append(shard.name)
-            fingerprints = move(moves)
+            fingerprints = move(
+                [
+                    Move(shard.box.of(entry.of(memory[entry.bucket])), shard.values.detach(), entry.shape, shard.box)
+                    for entry, shard in placed
+                ]
+            )
             for ref in buckets.values():  # the publish may have been given up meanwhile
                 check(ref)
         return [
-            ShardReport(name=name, box=done.box, fingerprint=value)
-            for name, done, value in zip(names, moves, fingerprints, strict=True)
+            ShardReport(name=shard.name, box=shard.box, fingerprint=value)
+            for (_, shard), value in zip(placed, fingerprints, strict=True)
         ]
 
     async def _ask(self, host: str, method: str, *args: object) -> Any:

@@ -24,7 +24,7 @@ from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprint import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, Piece, SegmentRef, ShardReport, TensorEntry
 from forge_rl.weights.segment import available_bytes, create_anonymous, release, writable
-from forge_rl.weights.transport import LocalBucket, LocalShard, to_write
+from forge_rl.weights.transport import LocalBucket, LocalShard, to_read, to_write
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
@@ -95,11 +95,7 @@ class TorchStoreTransport:
         self, manifest: Manifest, names: Collection[str] | None = None
     ) -> AsyncGenerator[LocalBucket, None]:
         """As `Transport.fetch`. At most two buckets' bytes are in memory: one to be read, the other on its way."""
-        wanted = [
-            (bucket, entries)
-            for bucket in manifest.buckets
-            if (entries := tuple(e for e in manifest.entries(bucket.key) if names is None or e.name in names))
-        ]
+        wanted = to_read(manifest, names)
         ahead = _Ahead(self._get, [part for _, entries in wanted for part in _parts_of(entries)])
         try:
             for bucket, entries in wanted:

@@ -10,7 +10,7 @@ import torch
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.boxes import Box
-from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport, TensorEntry, is_of
+from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry, is_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,15 @@ def to_write(drafted: Manifest, shards: Iterable[LocalShard]) -> Iterator[tuple[
             raise WeightsError(f"version {drafted.version} was not to hold {shard.name!r}, which a rank writes")
         if is_of(entry.bucket, drafted.version):
             yield entry, shard
+
+
+def to_read(manifest: Manifest, names: Collection[str] | None) -> list[tuple[Bucket, tuple[TensorEntry, ...]]]:
+    """The buckets that hold the named tensors (all by default), with those tensors, in the manifest's order."""
+    held: dict[str, list[TensorEntry]] = {}
+    for entry in manifest.tensors:
+        if names is None or entry.name in names:
+            held.setdefault(entry.bucket, []).append(entry)
+    return [(bucket, tuple(held[bucket.key])) for bucket in manifest.buckets if bucket.key in held]
 
 
 class Transport(Protocol):

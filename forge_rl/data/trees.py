@@ -1,0 +1,193 @@
+"""Trees of segments that share a prefix: how they grow, and how they are laid into rows of about equal length."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from forge_rl.types import Segment
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A segment with what the trainer needs of it; arrays are [T], entry t about token t, cut after the last target."""
+
+    token_ids: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.bool_]
+    behaviour: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    episode: int
+    segment: int
+    advantage: float
+
+    @property
+    def inputs(self) -> int:
+        """Positions it takes alone: the last token is only a target."""
+        return len(self.token_ids) - 1
+
+    @property
+    def shareable(self) -> int:
+        """Tokens that may lie in a shared prefix: those before the first target's predictor."""
+        return int(self.mask.argmax()) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    key: int
+    """Pieces of one split tree have the same key."""
+    prefix: int
+    branches: tuple[Branch, ...]
+
+    @property
+    def size(self) -> int:
+        return self.prefix + sum(branch.inputs - self.prefix for branch in self.branches)
+
+    def split(self, parts: int) -> list[Tree]:
+        """About equal pieces, each with its own copy of the prefix; at most one a branch."""
+        bins = _spread([branch.inputs - self.prefix for branch in self.branches], min(parts, len(self.branches)))
+        return [replace(self, branches=tuple(self.branches[i] for i in sorted(bin_))) for bin_ in bins if bin_]
+
+    def fit(self, limit: int) -> list[Tree]:
+        """As few pieces as stay within limit tokens, which each branch alone does."""
+        for parts in range(1, len(self.branches) + 1):
+            pieces = self.split(parts)
+            if max(piece.size for piece in pieces) <= limit:
+                return pieces
+        raise AssertionError(f"a branch of tree {self.key} is longer than {limit} tokens")
+
+
+def branch_of(segment: Segment, episode: int, index: int, advantage: float) -> Branch:
+    behaviour = np.array(segment.logprobs, dtype=np.float32)
+    mask = np.array(segment.trained, dtype=np.bool_) & np.isfinite(behaviour)
+    assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
+    end = int(mask.nonzero()[0][-1]) + 1 if mask.any() else 0
+    return Branch(
+        token_ids=np.array(segment.token_ids[:end], dtype=np.int64),
+        mask=mask[:end],
+        behaviour=np.where(mask, behaviour, np.float32(0))[:end],
+        versions=np.where(mask, np.array(segment.versions, dtype=np.int32), np.int32(-1))[:end],
+        episode=episode,
+        segment=index,
+        advantage=advantage,
+    )
+
+
+def alone(branches: list[Branch], first_key: int) -> list[Tree]:
+    return [Tree(first_key + i, 0, (branch,)) for i, branch in enumerate(branches)]
+
+
+def grow(branches: list[Branch], first_key: int) -> list[Tree]:
+    """Partition the segments of a group into trees so that sharing saves the most tokens.
+
+    In lexicographic order a run of segments shares what its neighbours share, so the best partition into runs is a
+    short dynamic program. best[j] is the most tokens saved among the first j, whose last run begins at start[j].
+    """
+    branches = sorted(branches, key=lambda b: b.token_ids[: b.shareable].astype(">i8").tobytes())
+    common = [_common(a.token_ids[: a.shareable], b.token_ids[: b.shareable]) for a, b in pairwise(branches)]
+    best, start, shared = [0], [0], [0]
+    for j in range(1, len(branches) + 1):
+        best.append(best[j - 1])
+        start.append(j - 1)
+        shared.append(0)
+        prefix = branches[j - 1].shareable
+        for i in range(j - 2, -1, -1):
+            prefix = min(prefix, common[i])
+            if prefix == 0:
+                break
+            if (saved := best[i] + (j - i - 1) * prefix) > best[j]:
+                best[j], start[j], shared[j] = saved, i, prefix
+    runs: list[tuple[int, tuple[Branch, ...]]] = []
+    end = len(branches)
+    while end:
+        runs.append((shared[end], tuple(branches[start[end] : end])))
+        end = start[end]
+    ordered = [(prefix, tuple(sorted(run, key=lambda b: (b.episode, b.segment)))) for prefix, run in runs]
+    ordered.sort(key=lambda run: (run[1][0].episode, run[1][0].segment))
+    return [Tree(first_key + i, prefix, run) for i, (prefix, run) in enumerate(ordered)]
+
+
+def _common(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
+    """Length of the common prefix."""
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def lay(trees: list[Tree], *, row_tokens: int, ranks: int) -> list[list[Tree]]:
+    """Trees into rows: as few as first-fit decreasing finds, rounded up to a multiple of ranks, then made equal.
+
+    Ranks run their rows in lockstep, so a plan costs the sum, over rows side by side, of the longest. Splitting trees
+    more finely evens the rows out and copies prefixes; of several grains the cheapest plan wins.
+    """
+    if not trees:
+        return []
+    pieces = [piece for tree in trees for piece in tree.fit(row_tokens)]
+    first = _first_fit(pieces, row_tokens)
+    count = round_up(len(first), ranks)
+    plans: list[list[list[Tree]]] = [first + [[] for _ in range(count - len(first))]]
+    fair = max(1.0, sum(tree.size for tree in trees) / count)
+    for grain in (0, 1, 2, 4):
+        finer = [part for piece in pieces for part in piece.split(max(1, math.ceil(piece.size * grain / fair)))]
+        bins = _spread([piece.size for piece in finer], count)
+        plan = [_merge([finer[i] for i in bin_]) for bin_ in bins]
+        if max(size_of(row) for row in plan) <= row_tokens:
+            plans.append(plan)
+
+    def cost(plan: list[list[Tree]]) -> tuple[int, int]:
+        sizes = sorted((size_of(row) for row in plan), reverse=True)
+        return sum(sizes[::ranks]), sum(sizes)
+
+    best = min(plans, key=cost)
+    rows = sorted(best, key=size_of, reverse=True)
+    sides = [rows[i : i + ranks] for i in range(0, count, ranks)]
+    # Every other step runs back to front, so that no rank gets the longer row each time.
+    return [row for i, side in enumerate(sides) for row in (side[::-1] if i % 2 else side)]
+
+
+def _first_fit(pieces: list[Tree], limit: int) -> list[list[Tree]]:
+    """First-fit decreasing: each piece, longest first, goes into the first row with room."""
+    rows: list[list[Tree]] = []
+    room: list[int] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.size):
+        size = piece.size
+        i = next((i for i, left in enumerate(room) if left >= size), len(rows))
+        if i == len(rows):
+            rows.append([])
+            room.append(limit)
+        rows[i].append(piece)
+        room[i] -= size
+    return [_merge(row) for row in rows]
+
+
+def _spread(sizes: list[int], bins: int) -> list[list[int]]:
+    """Indexes of sizes in about equal bins: each, largest first, goes into the bin with least."""
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0, i) for i in range(bins)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        load, i = heap[0]
+        filled[i].append(index)
+        heapq.heapreplace(heap, (load + sizes[index], i))
+    return filled
+
+
+def _merge(row: list[Tree]) -> list[Tree]:
+    """Pieces of one tree that met in a row share one prefix again."""
+    merged: dict[int, Tree] = {}
+    for piece in sorted(row, key=lambda piece: piece.key):
+        held = merged.get(piece.key)
+        together = piece.branches if held is None else held.branches + piece.branches
+        merged[piece.key] = replace(piece, branches=tuple(sorted(together, key=lambda b: (b.episode, b.segment))))
+    return list(merged.values())
+
+
+def size_of(row: list[Tree]) -> int:
+    return sum(tree.size for tree in row)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
