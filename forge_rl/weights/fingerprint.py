@@ -93,7 +93,9 @@ def move(moves: Sequence[Move], *, attest: bool = True) -> list[int]:
             cast = source.to(dtype)
             if target is not None:
                 target.copy_(cast)
-            totals[number] = _by_torch(cast, shape, box) if attest else 0
+            if attest:
+                plain = devices == {"cpu"} and len(shape) == 1 and cast.is_contiguous()
+                totals[number] = _by_element(cast, box) if plain else _by_torch(cast, shape, box)
             continue
         mode = PLAIN if not attest else HASH if target is None else COPY
         if source.dtype != dtype:
@@ -181,6 +183,13 @@ def _tasks(
                     base + row * step[0] * size // 8,
                     step[0] * size // 8,
                 )
+
+
+def _by_element(values: torch.Tensor, box: Box) -> int:
+    """Of a contiguous one-dimensional tensor on CPU: biases and norms are many and small."""
+    from forge_rl.weights.kernels import hash_elements
+
+    return int(hash_elements(values.element_size(), values.data_ptr(), values.numel(), box.start[0]))
 
 
 def _by_torch(values: torch.Tensor, shape: Sequence[int], box: Box) -> int:

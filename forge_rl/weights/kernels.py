@@ -129,20 +129,21 @@ _plain = _loop(store=True, bypass=False, cast=False, attest=False)
 _plain_bypass = _loop(store=True, bypass=True, cast=False, attest=False)
 
 
-@intrinsic
-def _words_at(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+def _pointer(kind: Any) -> Any:
+    """An intrinsic address -> pointer."""
 
-    return types.CPointer(types.uint64)(types.uint64), generate
+    @intrinsic
+    def at(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.uint64), generate
+
+    return at
 
 
-@intrinsic
-def _floats_at(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint32)(types.uint64), generate
+_words_at, _floats_at = _pointer(types.uint64), _pointer(types.uint32)
+_uint8_at, _int16_at, _int32_at, _int64_at = map(_pointer, (types.uint8, types.int16, types.int32, types.int64))
 
 
 @numba.njit("uint64(int64, uint64, uint64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
@@ -209,4 +210,31 @@ def run_rows(
                 low = (value + place * numba.uint64(KEY_LOW)) & numba.uint64(0xFFFFFFFF)
                 high = (value >> numba.uint64(32)) + place * numba.uint64(KEY_HIGH) + numba.uint64(KEY_SHIFT)
                 total += low * (high & numba.uint64(0xFFFFFFFF))
+    return total
+
+
+@numba.njit("uint64(int64, uint64, int64, uint64)", nogil=True, cache=True)
+def hash_elements(size: int, source: int, count: int, first: int) -> int:
+    """Fingerprint of adjacent words of one element each.
+
+    Args:
+        size: bytes of an element.
+        source: address of the first.
+        count: how many.
+        first: index of the first in the whole tensor.
+    """
+    total = numba.uint64(0)
+    for item in range(count):
+        if size == 2:
+            value = numba.uint64(numba.int64(numba.carray(_int16_at(source), count, numba.int16)[item]))
+        elif size == 4:
+            value = numba.uint64(numba.int64(numba.carray(_int32_at(source), count, numba.int32)[item]))
+        elif size == 8:
+            value = numba.uint64(numba.carray(_int64_at(source), count, numba.int64)[item])
+        else:
+            value = numba.uint64(numba.carray(_uint8_at(source), count, numba.uint8)[item])
+        place = first + numba.uint64(item)
+        low = (value + place * numba.uint64(KEY_LOW)) & numba.uint64(0xFFFFFFFF)
+        high = (value >> numba.uint64(32)) + place * numba.uint64(KEY_HIGH) + numba.uint64(KEY_SHIFT)
+        total += low * (high & numba.uint64(0xFFFFFFFF))
     return total
