@@ -57,17 +57,24 @@ class WriterActor(ServiceActor):
         return self._memcpy(threads)
 
     @concurrent_endpoint
-    async def move_s(self, attest: bool) -> float:
-        """Seconds of the publish's own loop into the same memory, with and without fingerprints."""
+    async def attestation_s(self, pairs: int) -> list[float]:
+        """By how many seconds fingerprints lengthen the publish's own loop, into the same memory, of each pair of
+        runs with and without them."""
         at, moves = 0, []
         assert self._scratch is not None, "memcpy comes first"
         for weight in self._weights.values():
             target = writable(self._scratch)[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
             moves.append(Move(target, weight, tuple(weight.shape), Box.whole(weight.shape)))
             at += weight.nbytes
-        began = time.perf_counter()
-        move(moves, attest=attest)
-        return time.perf_counter() - began
+        found = []
+        for pair in range(pairs):
+            seconds = {}
+            for attest in (True, False) if pair % 2 else (False, True):  # neither comes always first
+                began = time.perf_counter()
+                move(moves, attest=attest)
+                seconds[attest] = time.perf_counter() - began
+            found.append(seconds[True] - seconds[False])
+        return found
 
     @concurrent_endpoint
     async def torchstore_put(self, transport: Any, prefix: str) -> None:
