@@ -85,5 +85,9 @@ class ServiceError(ForgeError):
         return f"{', '.join(parts)}: {super().__str__()}"
 
 
+class ReplicaError(ServiceError):
+    """A replica that died or hung: what it was asked for can be done again elsewhere."""
+
+
 class DeadlineError(ServiceError):
     """A phase or a remote call that did not end within its deadline."""

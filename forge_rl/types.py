@@ -15,7 +15,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,20 @@ class Outcome(enum.StrEnum):
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
+    """The answer was cut by a token limit. Scored."""
+    MODEL_ERROR = "model_error"
+    """The model broke the environment's protocol, as its Step said. Scored."""
+    ENVIRONMENT_ERROR = "environment_error"
+    """The environment raised. Not scored."""
+    INFRASTRUCTURE_ERROR = "infrastructure_error"
+    """A replica died or hung and the work could not be saved, or a deadline passed. Not scored."""
+    JUDGE_ERROR = "judge_error"
+    """The reward raised, or was no finite number. Not scored."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether the episode says something about the policy; others never enter a group."""
+        return self in (Outcome.COMPLETED, Outcome.TRUNCATED, Outcome.MODEL_ERROR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +82,22 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A piece of an answer as it is decoded: some tokens with what the engine says of each."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """As in Turn; NaN in greedy answers."""
+    versions: tuple[int, ...]
+    text: str
+    """What these tokens add to the answer's text; may lag behind where a character is not complete."""
+    finish: Literal["", "stop", "length"] = ""
+    """Why the answer ends with this chunk; "" while it goes on."""
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Of each token, the likeliest (id, logprob) pairs, if Sampling.top_logprobs asked for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Segment:
     """One training sequence: a longest run of turns in which each prompt extends what came before.
 
@@ -89,20 +119,27 @@ class Episode:
     turns: tuple[Turn, ...]
     reward: float
     outcome: Outcome = Outcome.COMPLETED
+    problem: str = ""
+    """What went wrong, where the outcome is an error."""
     seconds: float = 0.0
     """Wall time from the first request to the score."""
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Turns joined by exact token prefix; a rewritten history starts a new segment, which shares the reward."""
+        """Turns joined by longest exact token prefix; a rewritten history starts a new segment, which shares the
+        reward."""
         joined: list[list[Turn]] = []
-        context: tuple[int, ...] = ()
+        contexts: list[tuple[int, ...]] = []
         for turn in self.turns:
-            if joined and turn.prompt_ids[: len(context)] == context:
-                joined[-1].append(turn)
+            fitting = [at for at, context in enumerate(contexts) if turn.prompt_ids[: len(context)] == context]
+            if fitting:
+                at = max(fitting, key=lambda at: len(contexts[at]))
+                joined[at].append(turn)
             else:
+                at = len(joined)
                 joined.append([turn])
-            context = turn.prompt_ids + turn.token_ids
+                contexts.append(())
+            contexts[at] = turn.prompt_ids + turn.token_ids
         return tuple(_segment(turns) for turns in joined)
 
     @property
@@ -181,3 +218,7 @@ class Sampling:
     """0 is greedy."""
     seed: int | None = None
     """Of this answer alone; None draws from the engine's own stream."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are no part of its text, but their tokens are of its tokens."""
+    top_logprobs: int = 0
+    """How many of each token's likeliest alternatives to report."""

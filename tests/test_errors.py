@@ -65,7 +65,8 @@ def test_a_service_error_says_only_what_is_known(where: dict, said: str):
 
 def test_every_error_can_be_caught_as_one():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert len(kinds) == len(PLAIN) + 2
+    assert len(kinds) == len(PLAIN) + 3
     assert all(issubclass(kind, ForgeError) for kind in kinds)
     assert issubclass(errors.AttestationError, errors.WeightsError)
     assert issubclass(DeadlineError, ServiceError)
+    assert issubclass(errors.ReplicaError, ServiceError)

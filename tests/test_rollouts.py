@@ -1,6 +1,7 @@
-"""Rollouts over staged services: batches, turns, seeds, and the bound on batches that teach nothing."""
+"""Rollouts over staged services: batches, turns, seeds, outcomes, and the bound on groups that teach nothing."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ServiceError, TaskError
+from forge_rl.errors import DeadlineError, ReplicaError, ServiceError, TaskError
+from forge_rl.pipeline.plans import ScheduleConfig
 from forge_rl.pipeline.rollouts import Rollouts, Shape
 from forge_rl.types import Message, Outcome, Sampling, Task, Turn
 
@@ -50,11 +52,22 @@ class StagedGenerator:
 
     sampling = Sampling(max_tokens=4)
 
+    version = 0
+
     def __init__(self, *, truncated: bool = False) -> None:
         self.seen: list[tuple[tuple[int, ...], Sampling]] = []
         self.truncated = truncated
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
+    def engines(self) -> dict[int, int]:
+        return {0: 8, 1: 8}
+
+    async def pause(self) -> None:
+        """Nothing is in flight."""
+
+    async def resume(self) -> None:
+        """Nothing is in flight."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int) -> Turn:
         self.seen.append((tuple(prompt_ids), sampling))
         text = str(sampling.seed)
         ids = tuple(ord(letter) for letter in text)
@@ -117,6 +130,7 @@ def rollouts(**changes: object) -> Rollouts:
     parts: dict[str, object] = {
         "mixture": Mixture({"counting": CountingSource()}),
         "shape": Shape(groups=3, episodes=4),
+        "schedule": ScheduleConfig(max_lag=0),
         "tokenizer": Letters(),
         "generator": StagedGenerator(),
         "environment": StagedEnvironment(SingleTurn),
@@ -137,9 +151,16 @@ def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
 
 
 def test_the_seed_decides_the_batches_and_no_two_episodes_share_one() -> None:
+    async def two_batches(seed: int) -> list[str]:
+        generator = StagedGenerator()
+        made = rollouts(seed=seed, generator=generator)
+        found = []
+        for generator.version in range(2):
+            found += [episode.text for episode in (await made.next_batch()).episodes]
+        return found
+
     def texts(seed: int) -> list[str]:
-        made = rollouts(seed=seed)
-        return [episode.text for _ in range(2) for episode in asyncio.run(made.next_batch()).episodes]
+        return asyncio.run(two_batches(seed))
 
     assert texts(0) == texts(0)
     assert texts(0) != texts(1)
@@ -147,13 +168,20 @@ def test_the_seed_decides_the_batches_and_no_two_episodes_share_one() -> None:
 
 
 def test_a_restored_state_goes_on_with_the_same_batches() -> None:
-    whole = rollouts()
-    asyncio.run(whole.next_batch())
-    state = whole.state()
-    expected = asyncio.run(whole.next_batch())
-    restored = rollouts()
-    restored.restore(state)
-    assert asyncio.run(restored.next_batch()).rewards.tolist() == expected.rewards.tolist()
+    async def main() -> None:
+        generator = StagedGenerator()
+        whole = rollouts(generator=generator)
+        await whole.next_batch()
+        state = json.loads(json.dumps(whole.state()))
+        generator.version = 1
+        expected = await whole.next_batch()
+        restored = rollouts(generator=generator)
+        restored.restore(state)
+        batch = await restored.next_batch()
+        assert [group.task.id for group in batch.groups] == ["4", "5", "6"]
+        assert batch.rewards.tolist() == expected.rewards.tolist()
+
+    asyncio.run(main())
 
 
 def test_a_later_turn_is_shown_the_exact_tokens_of_the_earlier_ones() -> None:
@@ -177,20 +205,87 @@ def test_a_truncated_answer_ends_the_episode_and_its_world() -> None:
 
 
 def test_batches_with_equal_rewards_are_drawn_again_and_the_bound_is_said() -> None:
-    warnings: list[str] = []
-    made = rollouts(reward=StagedReward(lambda task, text: 0.0), warn=warnings.append)
-    with pytest.raises(TaskError, match="8 batches in a row had equal rewards"):
+    source = CountingSource()
+    made = rollouts(mixture=Mixture({"counting": source}), reward=StagedReward(lambda task, text: 0.5))
+    with pytest.raises(TaskError, match=r"counting gave 64 groups in a row that could not be used.*were 0\.5"):
         asyncio.run(made.next_batch())
-    assert len(warnings) == 8
-    assert "0 in 3" in warnings[0]
+    assert source.drawn == 3 + 64
 
 
-def test_an_error_of_one_episode_is_raised_as_itself() -> None:
+def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> None:
+    def even_tasks_teach(task: Task, text: str) -> float:
+        return float(int(text) % 7) if int(task.id) % 2 == 0 else 1.0
+
+    schedule = ScheduleConfig(max_lag=0, replace_uniform=True)
+    made = rollouts(reward=StagedReward(even_tasks_teach), schedule=schedule)
+    batch = asyncio.run(made.next_batch())
+    assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
+    assert made.metrics()["groups/replaced_uniform"] == 3
+
+
+def test_a_judge_that_fails_once_costs_nothing_but_another_attempt() -> None:
+    failed: set[str] = set()
+    warnings: list[str] = []
+
+    def fail_once(task: Task, text: str) -> float:
+        if task.id not in failed:
+            failed.add(task.id)
+            raise ServiceError("ValueError: no", service="reward", replica=0, call="score")
+        return float(int(text) % 7)
+
+    made = rollouts(reward=StagedReward(fail_once), warn=warnings.append)
+    batch = asyncio.run(made.next_batch())
+    assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+    assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+    found = made.metrics()
+    assert (found["outcomes/judge_error"], found["outcomes/completed"]) == (3, 12)
+    assert len(warnings) == 3
+    assert "judge_error: reward replica 0, call score: ValueError: no" in warnings[0]
+
+
+def test_what_fails_again_and_again_is_replaced_and_a_source_that_only_fails_is_named() -> None:
+    def fail_odd(task: Task, text: str) -> float:
+        if int(task.id) % 2:
+            raise DeadlineError("no answer within 1 s", service="reward", replica=0)
+        return float(int(text) % 7)
+
+    made = rollouts(reward=StagedReward(fail_odd))
+    batch = asyncio.run(made.next_batch())
+    assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
+    found = made.metrics()
+    assert found["groups/replaced_failed"] == 3
+    assert found["outcomes/infrastructure_error"] >= 9
+
     def fail(task: Task, text: str) -> float:
-        raise ServiceError("gone", service="reward", replica=0)
+        raise ServiceError("ValueError: no", service="reward", replica=0)
 
-    with pytest.raises(ServiceError, match="reward replica 0: gone"):
+    made = rollouts(reward=StagedReward(fail), schedule=ScheduleConfig(max_lag=0, most_replaced=5))
+    with pytest.raises(TaskError, match=r"counting gave 5 groups in a row.*judge_error: reward replica 0: ValueError"):
+        asyncio.run(made.next_batch())
+
+
+def test_the_death_of_a_process_is_raised_as_itself() -> None:
+    def fail(task: Task, text: str) -> float:
+        raise ReplicaError("gone", service="reward", replica=0)
+
+    with pytest.raises(ReplicaError, match="reward replica 0: gone"):
         asyncio.run(rollouts(reward=StagedReward(fail)).next_batch())
+
+
+def test_a_world_that_raises_and_a_model_that_breaks_its_protocol_are_told_apart() -> None:
+    class Picky(SingleTurn):
+        async def step(self, answer: str) -> Step:
+            if int(self._task.id) == 1:
+                raise ServiceError("KeyError: 'x'", service="environment", replica=0)
+            return Step(done=True, reward=float(int(answer) % 5), model_error=int(answer) % 2 == 0)
+
+    made = rollouts(environment=StagedEnvironment(Picky))
+    batch = asyncio.run(made.next_batch())
+    assert "1" not in [group.task.id for group in batch.groups]
+    broken = [episode for episode in batch.episodes if episode.outcome is Outcome.MODEL_ERROR]
+    assert broken
+    assert all(int(episode.text) % 2 == 0 for episode in broken)
+    assert made.metrics()["outcomes/environment_error"] >= 3
 
 
 def test_evaluation_is_greedy_and_keeps_the_order() -> None:

@@ -52,6 +52,13 @@ def test_a_rewritten_history_starts_a_new_segment():
     assert segments[1].trained == (False, False, False, True, False, True)
 
 
+def test_a_turn_joins_the_segment_with_the_longest_prefix_of_its_prompt():
+    root, other = turn([1, 2], [3]), turn([1, 2], [7])
+    deeper, late = turn([1, 2, 3, 4], [5]), turn([1, 2, 7, 8], [9])
+    segments = episode(root, other, deeper, late).segments
+    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4, 5), (1, 2, 7, 8, 9)]
+
+
 def test_a_prompt_shorter_than_the_history_starts_a_new_segment():
     segments = episode(turn([1, 2], [3, 4]), turn([1, 2, 3], [4])).segments
     assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 3, 4)]

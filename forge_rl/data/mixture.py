@@ -70,17 +70,25 @@ class Mixture:
         return "\n".join([f"{'source':<{width}}  weight   share", *rows])
 
     def quotas(self, groups: int) -> dict[str, int]:
-        """How many of the next batch's P groups each source gives, and take them as given.
+        """How many of the next batch's P groups each source gives, and take them as given; see `turns`."""
+        counts = Counter(self.turns(groups))
+        return {name: counts[name] for name in self._sources}
+
+    def turns(self, groups: int) -> list[str]:
+        """Sources of the next batch's P groups, mingled; they count as given.
 
         By largest remainder, and what rounding leaves is carried to the next batch: while weights stay, the difference
         from the exact shares does not grow with the number of batches.
         """
-        counts = Counter(self._turns(groups))
-        return {name: counts[name] for name in self._sources}
+        return _by_largest(self._owed, self.shares, groups)
 
     def draw(self, groups: int) -> list[Task]:
         """The P tasks of the next batch by its quotas, with the sources mingled."""
-        return [self._sources[name].draw() for name in self._turns(groups)]
+        return [self.draw_from(name) for name in self.turns(groups)]
+
+    def draw_from(self, source: str) -> Task:
+        """The next task of a source; nothing is counted."""
+        return self._sources[self._known(source)].draw()
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
         """Held-out tasks by the shares as they are now: the same for every seed; fewer where a source has fewer."""
@@ -116,9 +124,6 @@ class Mixture:
             source.restore(sources[name])
         self._weights = self._checked({name: weights[name] for name in self._sources})
         self._owed = {name: float(owed[name]) for name in self._sources}
-
-    def _turns(self, groups: int) -> list[str]:
-        return _by_largest(self._owed, self.shares, groups)
 
     def _known(self, name: str) -> str:
         if name not in self._sources:

@@ -25,8 +25,12 @@ class Step:
     """Whether the episode is over."""
     reward: float | None = None
     """A reward of the environment's own for the whole episode, which replaces the verifier's; only when done."""
+    model_error: bool = False
+    """The model broke the environment's protocol, such as by a call that cannot be parsed; only when done. The episode
+    is scored like others, and counted."""
 
     def __post_init__(self) -> None:
+        assert self.done or not self.model_error, "an error of the model ends the episode"
         assert self.done or self.messages, "an episode that goes on must show the model something"
         assert self.done or self.reward is None, "a reward is for the whole episode: give it when done"
 

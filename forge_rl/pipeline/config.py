@@ -9,6 +9,7 @@ from typing import Literal
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.data.bundled import default_cache
 from forge_rl.errors import ConfigError
+from forge_rl.pipeline.plans import ScheduleConfig
 from forge_rl.rewards.verifiers import ReasoningGymReward
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
@@ -40,6 +41,7 @@ class RunConfig:
     """G: episodes of one task; advantages are centered within them."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     """The surrogate that is minimised."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     seed: int = 0
     """Of the tasks' order and of the sampling."""
     held_out_tasks: int = 100

@@ -108,6 +108,7 @@ class Run(Generic[C]):
                 "tokens/unscored": float(packed.unscored_tokens),
             }
             self._clock.tokens("train", packed.sequence_tokens)
+        values |= self.rollouts.metrics()
         values |= self._finish_step()
         bound = _GAP_BOUND[self.generator.dtype]
         if values.get("logprob_gap", 0.0) > bound:

@@ -128,6 +128,7 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
         run.rollouts = Rollouts(
             mixture=mixture,
             shape=Shape(groups=config.groups_per_batch, episodes=config.group_size),
+            schedule=config.schedule,
             tokenizer=run.tokenizer,
             generator=run.generator,
             environment=run.environment,
@@ -156,6 +157,8 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
     finally:
         faults.closing = True
         try:
+            if hasattr(run, "rollouts"):
+                await run.rollouts.close()
             await _stop_services(run, cluster)
         finally:
             log.close()

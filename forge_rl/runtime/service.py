@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from forge_rl.errors import DeadlineError, ForgeError, ServiceError
+from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults, cause_of, describe_exit, exit_status
 from forge_rl.runtime.router import least_loaded
@@ -130,11 +130,12 @@ class Service:
         Raises:
             ForgeError: what the actor raised, if it was one.
             DeadlineError: no answer in time.
-            ServiceError: the process died, or the actor raised something else; see the replica's log.
+            ReplicaError: the process died.
+            ServiceError: the actor raised something else; see the replica's log.
         """
         actor = replica.actor if rank is None else replica.actor.slice(ranks=rank)
         if replica.death.done():
-            raise self._error(ServiceError, replica, method, replica.death.result())
+            raise self._error(ReplicaError, replica, method, replica.death.result())
         if replica.in_flight == 0:
             replica.busy_since = self._clock()
         replica.in_flight += 1
@@ -150,7 +151,7 @@ class Service:
             if answer in done:
                 return answer.result()
             if replica.death in done:
-                raise self._error(ServiceError, replica, method, replica.death.result())
+                raise self._error(ReplicaError, replica, method, replica.death.result())
             raise self._error(DeadlineError, replica, method, f"no answer within {deadline_s:g} s")
         except ForgeError:
             raise
@@ -202,7 +203,7 @@ class Service:
         """Call the living replica with the fewest requests in flight; raises as `call` does."""
         if self.replicas and not any(replica.alive for replica in self.replicas):
             first = min(self.replicas, key=lambda replica: replica.index)
-            raise self._error(ServiceError, first, method, first.death.result())
+            raise self._error(ReplicaError, first, method, first.death.result())
         replica = self.replicas[least_loaded(self.name, self.replicas)]
         return await self.call(replica, method, *args, deadline_s=deadline_s)
 
@@ -243,7 +244,7 @@ class Service:
             return self._error(ServiceError, replica, method, f"{type(remote).__name__}: {remote}")
         cause = cause_of(str(error))
         self._on_death(replica, cause)
-        return self._error(ServiceError, replica, method, cause)
+        return self._error(ReplicaError, replica, method, cause)
 
     def _on_process_end(self, replica: Replica, fd: int) -> None:
         status = exit_status(fd)

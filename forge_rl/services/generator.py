@@ -120,12 +120,27 @@ class Generator:
         """Format of the engines' weights, and so of published versions: "float32" or "bfloat16"."""
         return str(resolve_dtype(self.config.dtype)).removeprefix("torch.")
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> Turn:
-        """One answer, from the engine with the fewest requests in flight.
+    def engines(self) -> dict[int, int]:
+        """Index of each living engine, and how many requests it decodes at a time."""
+        return {replica.index: self.config.max_requests for replica in self._service.replicas if replica.alive}
+
+    async def pause(self) -> None:
+        """All engines stop at a token boundary, and keep their requests."""
+        await self._all("pause")
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._all("resume")
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+    ) -> Turn:
+        """One answer.
 
         Args:
             prompt_ids: everything that the model is shown.
             sampling: by default as training episodes are drawn.
+            engine: index of the one that decodes; by default the one with the fewest requests in flight.
 
         Raises:
             WeightsError: no version was loaded yet, or the last load failed.
@@ -140,9 +155,13 @@ class Generator:
                 f"{self.config.max_model_tokens}",
                 mend="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
             )
-        turn: Turn = await self._service.route(
-            "generate", tuple(prompt_ids), chosen, deadline_s=self.config.request_deadline_s
-        )
+        arguments = ("generate", tuple(prompt_ids), chosen)
+        deadline_s = self.config.request_deadline_s
+        turn: Turn
+        if engine is None:
+            turn = await self._service.route(*arguments, deadline_s=deadline_s)
+        else:
+            turn = await self._service.call(self._service.replicas[engine], *arguments, deadline_s=deadline_s)
         return turn
 
     async def chat(
@@ -193,6 +212,11 @@ class Generator:
         self.attested_in_place = min(report.in_place for report in reports) / len(manifest.tensors)
         self.load_seconds = dict(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
         return self.version
+
+    async def _all(self, method: str) -> None:
+        async with task_group() as group:
+            for replica in self._service.replicas:
+                group.create_task(self._service.call(replica, method, deadline_s=self._load_deadline_s))
 
     def take_busy_s(self) -> list[float]:
         """Seconds in which each engine had work, since this was last asked."""
@@ -256,6 +280,18 @@ class GeneratorActor(ServiceActor):
         """One answer."""
         assert self._engine is not None, "setup comes first"
         return await self._engine.generate(prompt_ids, sampling)
+
+    @concurrent_endpoint
+    async def pause(self) -> None:
+        """See VLLMEngine.pause."""
+        assert self._engine is not None, "setup comes first"
+        await self._engine.pause()
+
+    @concurrent_endpoint
+    async def resume(self) -> None:
+        """See VLLMEngine.resume."""
+        assert self._engine is not None, "setup comes first"
+        await self._engine.resume()
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, transport: Transport) -> LoadReport:

@@ -33,6 +33,7 @@ class VLLMEngine:
         self._llm = llm
         self._closing = False
         self._failure = ""
+        self._paused = False
         for process in llm.engine_core.resources.engine_manager.processes:
             when_process_ends(process.pid, self._on_engine_death)
 
@@ -128,14 +129,25 @@ class VLLMEngine:
             truncated=answer.finish_reason == "length",
         )
 
+    async def pause(self) -> None:
+        """Stop at a token boundary: nothing is decoded from then on. Requests are kept, with their keys and values."""
+        self._paused = True
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on after pause; an engine that holds no whole version stays stopped."""
+        self._paused = False
+        if not self._failure:
+            await self._llm.resume_generation()
+
     async def load(
         self, manifest: Manifest, buckets: AsyncIterator[LocalBucket], *, reader: str = "an engine"
     ) -> LoadReport:
         """Replace the weights by those of a version.
 
         Requests in flight stop at a token boundary, keep their tokens, and go on under the new version; all that was
-        computed from them with the old weights is computed again. When a load has begun and fails, the engine serves
-        nothing until another one succeeds.
+        computed from them with the old weights is computed again. An engine that is paused stays so. When a load has
+        begun and fails, the engine serves nothing until another one succeeds.
 
         Args:
             manifest: of the version.
@@ -174,8 +186,9 @@ class VLLMEngine:
                 raise WeightsError(message, mend=mend) from error
             raise
         self._failure = ""
-        with clock.phase("pause"):
-            await self._llm.resume_generation()
+        if not self._paused:
+            with clock.phase("pause"):
+                await self._llm.resume_generation()
         return LoadReport(
             version=read["version"],
             fingerprints=read["fingerprints"],

@@ -1,0 +1,191 @@
+"""What each schedule makes of heavy-tailed episodes: engines' busy share, tokens an hour, lag, and the mixture.
+
+python -m benchmarks.schedules --json out.json
+
+The schedule and the rollouts are the real ones; engines, worlds and the trainer are staged, on virtual time. 40% of the
+episodes decode for less than 30 s, 10% for 10 to 30 minutes, with tools between turns; a batch is four episodes for
+each request that the engines take at a time. Schedules that decode while training have a part of the cluster for each,
+divided so that neither waits for the other on average; the others use all of it for both, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.staged_services import (
+    HEAVY_TAILED,
+    STEP_S,
+    Kind,
+    StagedEnvironment,
+    StagedGenerator,
+    StagedSource,
+    StagedTokenizer,
+)
+from benchmarks.virtual_time import run
+from forge_rl.data.mixture import Mixture
+from forge_rl.pipeline.plans import ScheduleConfig
+from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.types import Batch
+
+_SCHEDULES = ("synchronous", "one_step", "asynchronous", "pipelined")
+_TOKENS_S = 50.0
+"""Tokens a second of one request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Compare the schedules on a virtual clock."""
+
+    engines: tuple[int, ...] = (1024, 8)
+    """Sizes of the cluster; results of the first have no suffix."""
+    budget: int = 4
+    """Requests that an engine decodes at a time."""
+    group_size: int = 8
+    """G."""
+    batches: int = 8
+    """Batches that count."""
+    warm_up: int = 3
+    """Batches that come first and do not count."""
+    max_lag: int = 2
+    """Of the pipelined schedule."""
+    asynchronous_lag: int = 8
+    """Of the asynchronous one: enough that its engines never wait."""
+    train_share: float = 0.2
+    """Share of the cluster's work that is training."""
+    turn_s: float = 60.0
+    """Most seconds of decoding between two tools."""
+    tool_s: float = 5.0
+    """Mean wait for a tool."""
+    seed: int = 0
+    """Of the episodes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.train_share < 1:
+            raise BenchmarkError(f"--train-share is {self.train_share}", mend="set it between 0 and 1")
+        if self.batches < 2 or self.warm_up < 1 or not self.engines:
+            raise BenchmarkError(
+                "too few batches or engines", mend="set --batches to 2 or more, --warm-up to 1 or more"
+            )
+
+
+Name = Literal["synchronous", "one_step", "asynchronous", "pipelined"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one schedule did, over the batches that count."""
+
+    busy_share: float
+    """Requests decoded over the engines' budgets, in the rollout phases."""
+    busy_share_run: float
+    """The same over the whole run and the whole cluster."""
+    mixture_deviation: float
+    """Largest difference of a source's share of a batch from its quota, where rounding is carried on to the next."""
+    tokens_per_hour: float
+    lag_mean: float
+    lag_max: float
+    length_deviation: float
+    """Standard deviation of batches' mean episode length, over the mean."""
+
+
+async def simulate(config: Config, name: Name, engines: int) -> Outcome:
+    """Run one schedule."""
+    policy = ScheduleConfig(
+        kind=name, max_lag=config.asynchronous_lag if name == "asynchronous" else config.max_lag, max_episodes=1 << 30
+    )
+    split = policy.decodes_while_training
+    decoding = round(engines * (1 - config.train_share)) if split else engines
+    groups = 4 * engines * config.budget // config.group_size
+    mean_s = math.fsum(kind.share * _mean_s(kind) for kind in HEAVY_TAILED)
+    rollout_s = groups * config.group_size * mean_s / (engines * config.budget)
+    train_s = rollout_s * config.train_share / (1 - config.train_share)
+    if split:
+        train_s *= engines / (engines - decoding)
+    loop = asyncio.get_running_loop()
+    generator = StagedGenerator(engines=decoding, budget=config.budget)
+    mixture, same = (
+        Mixture({k.name: StagedSource(k) for k in HEAVY_TAILED}, {k.name: k.share for k in HEAVY_TAILED})
+        for _ in range(2)
+    )
+    quotas = [same.quotas(groups) for _ in range(config.warm_up + config.batches)][config.warm_up :]
+    trained = 0
+    rollouts = Rollouts(
+        mixture=mixture,
+        shape=Shape(groups=groups, episodes=config.group_size),
+        schedule=policy,
+        tokenizer=StagedTokenizer(),  # type: ignore[arg-type]
+        generator=generator,
+        environment=StagedEnvironment(kinds=HEAVY_TAILED, turn_s=config.turn_s, tool_s=config.tool_s, seed=config.seed),
+        reward=None,  # type: ignore[arg-type]  # the worlds score
+        seed=config.seed,
+        version=lambda: trained,
+        warn=print,
+        clock=loop.time,
+    )
+    batches: list[Batch] = []
+    began = decoded = 0.0
+    for number in range(config.warm_up + config.batches):
+        if number == config.warm_up:
+            began, decoded = loop.time(), generator.decoded_s
+            rollouts.take_busy()
+        batch = await rollouts.next_batch()
+        await asyncio.sleep(train_s)
+        trained += 1
+        generator.load(trained)
+        if number >= config.warm_up:
+            batches.append(batch)
+    busy, offered = rollouts.take_busy()
+    wall, decoded = loop.time() - began, generator.decoded_s - decoded
+    await rollouts.close()
+    lags = Counter(
+        batch.version - version
+        for batch in batches
+        for e in batch.episodes
+        for turn in e.turns
+        for version in turn.versions
+    )
+    tokens = lags.total()
+    lengths = [statistics.fmean(e.response_tokens for e in batch.episodes) for batch in batches]
+    return Outcome(
+        busy_share=busy / offered,
+        busy_share_run=decoded / (wall * engines * config.budget),
+        mixture_deviation=max(_deviation(batch, quota) for batch, quota in zip(batches, quotas, strict=True)),
+        tokens_per_hour=tokens * STEP_S * _TOKENS_S / wall * 3600,
+        lag_mean=sum(lag * count for lag, count in lags.items()) / tokens,
+        lag_max=float(max(lags)),
+        length_deviation=statistics.stdev(lengths) / statistics.fmean(lengths),
+    )
+
+
+def measure(config: Config, report: Report) -> None:
+    """Run all schedules at all sizes."""
+    for engines in config.engines:
+        suffix = "" if engines == config.engines[0] else f"_{engines}"
+        for name in get_args(Name):
+            found = run(simulate(config, name, engines))
+            shown = "  ".join(f"{key} {value:.4g}" for key, value in vars(found).items())
+            print(f"{engines} engines, {name}: {shown}", flush=True)
+            report.results |= {f"{key}_{name}{suffix}": value for key, value in vars(found).items()}
+        report.results[f"pipelined_over_asynchronous{suffix}"] = (
+            report.results[f"tokens_per_hour_pipelined{suffix}"]
+            / report.results[f"tokens_per_hour_asynchronous{suffix}"]
+        )
+
+
+def _mean_s(kind: Kind) -> float:
+    return (kind.most_s - kind.least_s) / math.log(kind.most_s / kind.least_s)
+
+
+def _deviation(batch: Batch, quota: dict[str, int]) -> float:
+    counts = Counter(group.task.source for group in batch.groups)
+    return max(abs(counts[name] - groups) for name, groups in quota.items()) / len(batch.groups)
+
+
+if __name__ == "__main__":
+    run_benchmark("schedules", Config, measure)

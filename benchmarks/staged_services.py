@@ -1,0 +1,212 @@
+"""Services without processes, for benchmarks of what drives them: engines that take time, worlds that use tools."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.types import Message, Sampling, Task, Turn
+
+STEP_S = 10.0
+"""Of decoding behind one token that is handed on: to count single tokens of half an hour would only cost time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Episodes of a source: seconds of decoding, spread evenly over the logarithm."""
+
+    name: str
+    share: float
+    least_s: float
+    most_s: float
+
+
+HEAVY_TAILED = (
+    Kind(name="short", share=0.4, least_s=3.0, most_s=30.0),
+    Kind(name="middle", share=0.5, least_s=30.0, most_s=600.0),
+    Kind(name="long", share=0.1, least_s=600.0, most_s=1800.0),
+)
+"""40% under 30 s, 10% from 10 to 30 minutes."""
+
+
+class StagedSource:
+    """Tasks without end; what an episode of one takes is drawn from the task and the attempt."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.name = kind.name
+        self._drawn = 0
+
+    def draw(self) -> Task:
+        self._drawn += 1
+        return Task(id=str(self._drawn), source=self.name, messages=({"role": "user", "content": self.name},))
+
+    def held_out(self, tasks: int) -> tuple[Task, ...]:
+        return ()
+
+    def state(self) -> dict[str, object]:
+        return {"drawn": self._drawn}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        self._drawn = int(str(state["drawn"]))
+
+
+class StagedTokenizer:
+    """Prompts of one token, which says how many milliseconds the next turn takes to decode."""
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (int(messages[-1]["content"]),)
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        return self.render(messages)
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    seconds: float
+    answer: asyncio.Future[None]
+    began: float
+    done_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    versions: list[tuple[float, int]] = field(default_factory=list)
+    """From which second of decoding which version."""
+
+
+class StagedGenerator:
+    """Engines that decode each request at the same speed, up to their budget, on the loop's clock.
+
+    Args:
+        engines: how many.
+        budget: requests that each decodes at a time.
+    """
+
+    sampling = Sampling(max_tokens=1 << 20)
+
+    def __init__(self, *, engines: int, budget: int) -> None:
+        self.version = 0
+        self.decoded_s = 0.0
+        """Seconds of decoding, over all requests that ended."""
+        self._budgets = dict.fromkeys(range(engines), budget)
+        self._running: set[_Request] = set()
+        self._paused = False
+
+    def engines(self) -> dict[int, int]:
+        return self._budgets
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+    ) -> Turn:
+        seconds = prompt_ids[0] / 1000
+        loop = asyncio.get_running_loop()
+        request = _Request(seconds=seconds, answer=loop.create_future(), began=loop.time())
+        request.versions.append((0.0, self.version))
+        self._running.add(request)
+        if not self._paused:
+            self._start(request)
+        try:
+            await request.answer
+        finally:
+            self._running.discard(request)
+            if request.timer is not None:
+                request.timer.cancel()
+        self.decoded_s += seconds
+        tokens = max(1, math.ceil(seconds / STEP_S))
+        versions, at = [], 0
+        for token in range(tokens):
+            while at + 1 < len(request.versions) and request.versions[at + 1][0] <= token * STEP_S:
+                at += 1
+            versions.append(request.versions[at][1])
+        return Turn(
+            prompt_ids=tuple(prompt_ids),
+            token_ids=(1,) * tokens,
+            logprobs=(-1.0,) * tokens,
+            versions=tuple(versions),
+            text="",
+        )
+
+    async def pause(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._paused = True
+        for request in self._running:
+            if request.timer is not None:
+                request.timer.cancel()
+                request.timer = None
+                request.done_s += now - request.began
+
+    async def resume(self) -> None:
+        self._paused = False
+        for request in self._running:
+            self._start(request)
+
+    def load(self, version: int) -> None:
+        """Serve other weights; requests go on under them."""
+        now = asyncio.get_running_loop().time()
+        self.version = version
+        for request in self._running:
+            done = request.done_s + (now - request.began if request.timer is not None else 0.0)
+            request.versions.append((done, version))
+
+    def _start(self, request: _Request) -> None:
+        loop = asyncio.get_running_loop()
+        request.began = loop.time()
+        request.timer = loop.call_later(request.seconds - request.done_s, _answer, request)
+
+
+def _answer(request: _Request) -> None:
+    if not request.answer.done():
+        request.answer.set_result(None)
+
+
+class StagedEnvironment:
+    """Worlds whose tools take a while between turns.
+
+    Args:
+        kinds: of the sources' episodes.
+        turn_s: most seconds of one turn.
+        tool_s: mean wait for a tool.
+        seed: of all that is drawn.
+    """
+
+    def __init__(self, *, kinds: Sequence[Kind], turn_s: float, tool_s: float, seed: int) -> None:
+        self._kinds = {kind.name: kind for kind in kinds}
+        self._turn_s = turn_s
+        self._tool_s = tool_s
+        self._seed = seed
+        self._opened = 0
+
+    async def open(self, task: Task) -> tuple[Any, Observation]:
+        self._opened += 1
+        drawn = random.Random(f"{self._seed}/{self._opened}")
+        kind = self._kinds[task.source]
+        seconds = math.exp(drawn.uniform(math.log(kind.least_s), math.log(kind.most_s)))
+        world = StagedWorld(seconds, self._turn_s, self._tool_s, drawn)
+        return world, Observation(messages=world.next_turn())
+
+
+class StagedWorld:
+    """Wants turns until the episode's seconds are decoded."""
+
+    def __init__(self, decode_s: float, turn_s: float, tool_s: float, drawn: random.Random) -> None:
+        self._left_s = decode_s
+        self._turn_s = turn_s
+        self._tool_s = tool_s
+        self._drawn = drawn
+
+    def next_turn(self) -> tuple[Message, ...]:
+        """What it shows the model: how long the next turn takes."""
+        seconds = min(self._left_s, self._turn_s)
+        self._left_s -= seconds
+        return ({"role": "tool", "content": str(max(1, round(seconds * 1000)))},)
+
+    async def step(self, answer: str) -> Step:
+        if self._left_s <= 0:
+            return Step(done=True, reward=self._drawn.random())
+        await asyncio.sleep(self._drawn.expovariate(1 / self._tool_s))
+        return Step(messages=self.next_turn(), done=False)
+
+    async def close(self) -> None:
+        """Nothing to close."""
