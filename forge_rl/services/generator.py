@@ -12,10 +12,10 @@ from monarch.actor import concurrent_endpoint
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.platform import Dtype, cpu_cores, device_type, resolve_dtype
-from forge_rl.errors import ConfigError, ForgeError, ModelError, WeightsError
+from forge_rl.errors import ConfigError, ForgeError, ModelError, ServiceError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.weights import WeightStore
 from forge_rl.types import Message, Sampling, Turn
@@ -78,6 +78,7 @@ class Generator:
         self._service = service
         self._tokenizer = tokenizer
         self._load_deadline_s = 600.0
+        self._pause_deadline_s = 120.0
         self.version: int | None = None
         """Version that all engines serve; None before the first load, and after one that failed."""
         self._refusal = "nothing was loaded yet"
@@ -121,21 +122,13 @@ class Generator:
         return str(resolve_dtype(self.config.dtype)).removeprefix("torch.")
 
     def engines(self) -> dict[int, int]:
-        """Index of each living engine, and how many requests it decodes at a time."""
+        """Index of each living engine, with the most requests that it decodes at a time."""
         return {replica.index: self.config.max_requests for replica in self._service.replicas if replica.alive}
-
-    async def pause(self) -> None:
-        """All engines stop at a token boundary, and keep their requests."""
-        await self._all("pause")
-
-    async def resume(self) -> None:
-        """Go on after `pause`."""
-        await self._all("resume")
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> Turn:
-        """One answer.
+        """One answer. While the engines are paused it waits.
 
         Args:
             prompt_ids: everything that the model is shown.
@@ -144,7 +137,8 @@ class Generator:
 
         Raises:
             WeightsError: no version was loaded yet, or the last load failed.
-            ConfigError: prompt and answer can be longer than the engines take.
+            ConfigError: prompt and answer can be longer than the engines take, or vLLM does not take such a request.
+            ServiceError: the engine does not exist, or died.
         """
         chosen = sampling or self.sampling
         if self.version is None:
@@ -155,14 +149,24 @@ class Generator:
                 f"{self.config.max_model_tokens}",
                 mend="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
             )
-        arguments = ("generate", tuple(prompt_ids), chosen)
-        deadline_s = self.config.request_deadline_s
-        turn: Turn
+        request, deadline_s = ("generate", tuple(prompt_ids), chosen), self.config.request_deadline_s
         if engine is None:
-            turn = await self._service.route(*arguments, deadline_s=deadline_s)
+            turn: Turn = await self._service.route(*request, deadline_s=deadline_s)
         else:
-            turn = await self._service.call(self._service.replicas[engine], *arguments, deadline_s=deadline_s)
+            turn = await self._service.call(self._replica(engine), *request, deadline_s=deadline_s)
         return turn
+
+    async def pause(self) -> None:
+        """Stop all living engines at a token boundary; requests are kept, and new ones wait.
+
+        Raises:
+            ServiceError: an engine died meanwhile, or did not stop in time.
+        """
+        await self._call_living("pause")
+
+    async def resume(self) -> None:
+        """Let all living engines go on; raises as pause does."""
+        await self._call_living("resume")
 
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
@@ -175,8 +179,8 @@ class Generator:
     async def load(self, store: WeightStore, version: int | None = None) -> int:
         """Load a version, the latest by default, into every engine.
 
-        Requests may be in flight: they go on under the new version. Each engine attests what it read before it serves
-        it. If one fails, all refuse requests until a later load succeeds.
+        Requests may be in flight: they go on under the new version. Paused engines stay paused. Each engine attests
+        what it read before it serves it. If one fails, all refuse requests until a later load succeeds.
 
         Returns:
             The version that the engines say they read.
@@ -213,10 +217,19 @@ class Generator:
         self.load_seconds = dict(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
         return self.version
 
-    async def _all(self, method: str) -> None:
+    def _replica(self, engine: int) -> Replica:
+        for replica in self._service.replicas:
+            if replica.index == engine:
+                return replica
+        raise ServiceError(
+            f"there is no engine {engine}", service=self._service.name, mend=f"name one of {sorted(self.engines())}"
+        )
+
+    async def _call_living(self, method: str) -> None:
         async with task_group() as group:
             for replica in self._service.replicas:
-                group.create_task(self._service.call(replica, method, deadline_s=self._load_deadline_s))
+                if replica.alive:
+                    group.create_task(self._service.call(replica, method, deadline_s=self._pause_deadline_s))
 
     def take_busy_s(self) -> list[float]:
         """Seconds in which each engine had work, since this was last asked."""
@@ -283,13 +296,13 @@ class GeneratorActor(ServiceActor):
 
     @concurrent_endpoint
     async def pause(self) -> None:
-        """See VLLMEngine.pause."""
+        """Stop decoding at a token boundary."""
         assert self._engine is not None, "setup comes first"
         await self._engine.pause()
 
     @concurrent_endpoint
     async def resume(self) -> None:
-        """See VLLMEngine.resume."""
+        """Go on decoding."""
         assert self._engine is not None, "setup comes first"
         await self._engine.resume()
 

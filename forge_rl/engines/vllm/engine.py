@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+import contextlib
 import os
 import sys
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
 import torch
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from forge_rl.engines.platform import device_type
+from forge_rl.engines.vllm.stream import decode
 from forge_rl.engines.vllm.transfer import BACKEND, OWNER, SegmentUpdateInfo, WorkerExtension
 from forge_rl.errors import WeightsError
 from forge_rl.metrics.timer import PhaseClock
 from forge_rl.runtime.faults import ENGINE_DIED, when_process_ends
-from forge_rl.types import Sampling, Turn
+from forge_rl.types import Chunk, Sampling, Turn
 from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.transport import LocalBucket
@@ -34,6 +35,10 @@ class VLLMEngine:
         self._closing = False
         self._failure = ""
         self._paused = False
+        """Whether a pause was asked for."""
+        self._loading = False
+        self._switch = asyncio.Lock()
+        """Held while vLLM stops or goes on."""
         for process in llm.engine_core.resources.engine_manager.processes:
             when_process_ends(process.pid, self._on_engine_death)
 
@@ -88,57 +93,45 @@ class VLLMEngine:
         await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         return engine
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
-        """Decode one answer.
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Decode one answer, a chunk for each step; closing the generator ends the request.
 
         Greedy answers carry no logprobs (NaN): they are for evaluation, not for training.
 
         Raises:
             WeightsError: the last load failed.
+            ConfigError: vLLM does not take such a request.
         """
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", mend="load a version that can be read")
-        greedy = sampling.temperature == 0
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
-            logprobs=None if greedy else 0,
-        )
-        final = None
-        prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)}
-        async for output in self._llm.generate(prompt, parameters, request_id=uuid.uuid4().hex):
-            final = output
-        assert final is not None, "vLLM ended a request without an answer"
-        answer = final.outputs[0]
-        ids = tuple(answer.token_ids)
-        if greedy:
-            logprobs = (math.nan,) * len(ids)
-        else:
-            logprobs = tuple(step[token].logprob for step, token in zip(answer.logprobs, ids, strict=True))
-        versions = [-1] * len(ids)
-        for span in answer.weight_versions or ():
-            if span.version.isdecimal():
-                versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+        async with contextlib.aclosing(decode(self._llm, prompt_ids, sampling)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
+        """One whole answer; see stream."""
+        async with contextlib.aclosing(self.stream(prompt_ids, sampling)) as chunks:
+            parts = [chunk async for chunk in chunks]
         return Turn(
             prompt_ids=tuple(prompt_ids),
-            token_ids=ids,
-            logprobs=logprobs,
-            versions=tuple(versions),
-            text=answer.text,
-            truncated=answer.finish_reason == "length",
+            token_ids=tuple(token for chunk in parts for token in chunk.token_ids),
+            logprobs=tuple(logprob for chunk in parts for logprob in chunk.logprobs),
+            versions=tuple(version for chunk in parts for version in chunk.versions),
+            text="".join(chunk.text for chunk in parts),
+            truncated=parts[-1].finish == "length",
         )
 
     async def pause(self) -> None:
-        """Stop at a token boundary: nothing is decoded from then on. Requests are kept, with their keys and values."""
+        """Stop at a token boundary: nothing is decoded until resume. Requests are kept, with their keys and values, and
+        new ones wait."""
         self._paused = True
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        async with self._switch:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        """Go on after pause; an engine that holds no whole version stays stopped."""
+        """Go on after pause; when a load is under way, or failed, as soon as one has succeeded."""
         self._paused = False
-        if not self._failure:
-            await self._llm.resume_generation()
+        await self._go_on()
 
     async def load(
         self, manifest: Manifest, buckets: AsyncIterator[LocalBucket], *, reader: str = "an engine"
@@ -146,8 +139,8 @@ class VLLMEngine:
         """Replace the weights by those of a version.
 
         Requests in flight stop at a token boundary, keep their tokens, and go on under the new version; all that was
-        computed from them with the old weights is computed again. An engine that is paused stays so. When a load has
-        begun and fails, the engine serves nothing until another one succeeds.
+        computed from them with the old weights is computed again. A paused engine stays paused. When a load has begun
+        and fails, the engine serves nothing until another one succeeds.
 
         Args:
             manifest: of the version.
@@ -161,10 +154,12 @@ class VLLMEngine:
         clock = PhaseClock()
         with clock.phase("wait"):
             bucket = await anext(buckets, None)
+        self._loading = True
         with clock.phase("pause"):
             # This clears the prefix cache too. Nothing is computed until the engine resumes, and so no block of the old
             # weights is left for anybody.
-            await self._llm.pause_generation(mode="keep")
+            async with self._switch:
+                await self._llm.pause_generation(mode="keep")
         try:
             await self._llm.start_weight_update()
             while bucket is not None:
@@ -185,16 +180,23 @@ class VLLMEngine:
                 message, mend = problem
                 raise WeightsError(message, mend=mend) from error
             raise
+        finally:
+            self._loading = False
         self._failure = ""
-        if not self._paused:
-            with clock.phase("pause"):
-                await self._llm.resume_generation()
+        with clock.phase("pause"):
+            await self._go_on()
         return LoadReport(
             version=read["version"],
             fingerprints=read["fingerprints"],
             in_place=read["in_place"],
             seconds=_stages(clock.finish_step(), read["seconds"]),
         )
+
+    async def _go_on(self) -> None:
+        """Resume vLLM, unless something still keeps it stopped."""
+        async with self._switch:
+            if not (self._paused or self._loading or self._failure):
+                await self._llm.resume_generation()
 
     def close(self) -> None:
         """End the engine's processes."""
