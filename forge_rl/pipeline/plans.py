@@ -16,7 +16,8 @@ class ScheduleConfig:
     kind: Literal["pipelined", "synchronous", "one_step", "asynchronous"] = "pipelined"
     """pipelined: engines work ahead on the next batches while one waits for its stragglers, and pause while the trainer
     trains. synchronous: one batch at a time. one_step: train on a batch while the next one is generated. asynchronous:
-    what is complete first is trained first, and engines never pause. All but asynchronous keep the mixture exact."""
+    what is complete first is trained first, and engines never pause; what would be too old is left out, and counted as
+    groups/replaced_aged. All but asynchronous keep the mixture exact."""
     max_lag: int = 1
     """Most optimizer steps between the weights that made a token and those that train on it; also how many batches
     pipelined works ahead. With 0, pipelined is synchronous."""

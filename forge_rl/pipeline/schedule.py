@@ -337,17 +337,17 @@ class Schedule:
         return chosen
 
     def _others_fit(self, batch: _Batch, chosen: set[GroupPlan]) -> bool:
-        """Whether the surplus that this choice leaves can be part of later batches in time. If not, better wait for
+        """Whether what this choice leaves can be part of later batches in time. If not, better wait for
         what is older; where nothing is left to wait for, it cannot be helped."""
-        if self.config.over_sampling == 1 or batch.ended == len(batch.groups):
+        if (self.config.exact and self.config.over_sampling == 1) or batch.ended == len(batch.groups):
             return True
-        left = Counter((g.task.source, self._deadline(g)) for g in self.planned() if g.since is not None)
-        left.subtract((group.task.source, self._deadline(group)) for group in chosen)
-        for source in batch.needed:
+        groups = [group for group in self.planned() if group.since is not None and group not in chosen]
+        left = Counter((self._pool(group.task.source), self._deadline(group)) for group in groups)
+        for pool in batch.needed:
             due = room = 0
             for number in range(batch.number + 1, batch.number + self.config.lag + 1):
-                due += left[source, number]
-                room += self._batch(number).needed[source]
+                due += left[pool, number]
+                room += self._batch(number).needed[pool]
                 if due > room:
                     return False
         return True
