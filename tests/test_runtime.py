@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ServiceError
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime import service as service_module
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.service import Service
@@ -121,7 +121,7 @@ def test_a_process_killed_during_a_call_is_named_with_its_cause(number: signal.S
             os.kill(await pid_of(service), number)
             with pytest.raises(ServiceError, match=number.name) as caught:
                 await hanging
-            assert type(caught.value) is ServiceError
+            assert type(caught.value) is ReplicaError
             assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "hang")
             assert [(fault.service, fault.replica) for fault in faults.seen] == [(service.name, 0)]
             assert number.name in faults.seen[0].cause
@@ -137,7 +137,7 @@ def test_an_exit_during_a_call_is_named_with_its_status(tmp_path: Path):
         async with fake_service(tmp_path) as (service, faults):
             with pytest.raises(ServiceError, match="its process exited with status 7") as caught:
                 await service.call(service.replicas[0], "exit", 7, deadline_s=LONG_S)
-            assert type(caught.value) is ServiceError
+            assert type(caught.value) is ReplicaError
             assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "exit")
             assert (await faults.wait()).message == "its process exited with status 7"
 
