@@ -1,9 +1,11 @@
 """What a person sees, drawn to a string at several widths, and once on a real pseudo-terminal."""
 
+import asyncio
+import contextlib
 import io
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from forge_rl.errors import ConfigError
-from forge_rl.metrics import Display, Mode, PhaseClock, RunInfo
+from forge_rl.metrics import Display, Histogram, Mode, PhaseClock, Recovery, RolloutStatus, RunInfo
 from forge_rl.metrics.format import count, countdown, duration, keep_end, number, sparkline
 
 STEP = {
@@ -246,6 +248,200 @@ def test_waiting_ends_when_told_or_when_a_step_ends() -> None:
         assert any("generator/1, 3.0s so far" in line for line in bench.panel())
         end()
         assert not any("generator/1" in line for line in bench.panel())
+
+
+STATUS = RolloutStatus(
+    batch=7,
+    groups_done=2,
+    groups=8,
+    episodes_done=16,
+    episodes=64,
+    episodes_running=12,
+    episodes_waiting=9,
+    queue=30,
+    engines_serving=7,
+    engines=8,
+    lag_max=2,
+)
+
+
+def look_for(bench: Bench, seconds: int, *, status: RolloutStatus | None = None, text: str = "generator/1") -> None:
+    """As the run does, once a second."""
+    for _ in range(seconds):
+        bench.seconds += 1.0
+        bench.display.look(waiting=lambda: text, status=lambda: status)
+
+
+def test_what_is_waited_for_is_told_when_nothing_has_moved_for_ten_seconds() -> None:
+    bench = Bench(mode="none")
+    with bench.phases.phase("train"):
+        bench.display.look()
+        look_for(bench, 9)
+        assert bench.display.state.stalled is None
+        look_for(bench, 1, text="trainer, call step for 10 s")
+        assert any("waiting trainer, call step for 10 s; 10.0s without progress" in line for line in bench.panel())
+        look_for(bench, 30, text="trainer, call step for 40 s")
+        assert any("trainer, call step for 40 s; 40.0s without progress" in line for line in bench.panel())
+        look_for(bench, 1, text="")
+        assert not any("waiting" in line for line in bench.panel())
+
+
+@pytest.mark.parametrize("moved", ["phase", "episode", "group", "step", "service", "job"])
+def test_anything_that_moves_ends_the_wait(moved: str) -> None:
+    bench, status = Bench(mode="none"), STATUS
+    with contextlib.ExitStack() as phase:
+        phase.enter_context(bench.phases.phase("train"))
+        look_for(bench, 12, status=status)
+        assert bench.display.state.stalled == ("generator/1", 1.0)
+        match moved:
+            case "phase":
+                phase.close()
+                phase.enter_context(bench.phases.phase("train"))
+            case "episode":
+                status = replace(status, episodes_done=17)
+            case "group":
+                status = replace(status, groups_done=3)
+            case "step":
+                bench.display.log(1, {})
+            case "service":
+                bench.display.startup("generator", "starting")
+            case "job":
+                bench.display.progress("load", 0.5)
+        look_for(bench, 1, status=status)
+        assert bench.display.state.stalled is None
+        look_for(bench, 10, status=status)
+        assert bench.display.state.stalled == ("generator/1", 13.0)
+
+
+def test_a_wait_in_plain_mode_is_a_line_every_thirty_seconds() -> None:
+    bench = Bench()
+    with bench.phases.phase("publish"):
+        bench.display.look()
+        look_for(bench, 75)
+    assert bench.lines()[1:] == [
+        f"publish: waiting for generator/1; {passed} without progress" for passed in ("10.0s", "40.0s", "1:10")
+    ]
+
+
+def test_a_long_rollout_that_moves_is_told_in_plain_mode_every_thirty_seconds() -> None:
+    bench = Bench()
+    with bench.phases.phase("rollout"):
+        for done in range(64):
+            look_for(bench, 1, status=replace(STATUS, episodes_done=done))
+    assert bench.lines()[1:] == [
+        f"rollout: batch 7: episodes {done}/64, groups 2/8, decoding 12, in tools 9, queued 30, engines 7/8, "
+        "lag up to 2"
+        for done in (29, 59)
+    ]
+
+
+def test_a_short_rollout_and_other_phases_say_nothing_of_rollouts_in_plain_mode() -> None:
+    bench = Bench()
+    for phase, seconds in (("rollout", 29), ("train", 64)):
+        with bench.phases.phase(phase):
+            for done in range(seconds):
+                look_for(bench, 1, status=replace(STATUS, episodes_done=done))
+    assert len(bench.lines()) == 1
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_the_panel_shows_the_rollouts_at_every_width(width: int) -> None:
+    bench = busy_run(width, height=60)
+    bench.display.log(19, STEP | {"busy_rollout/generator/0": 0.97, "busy_rollout/generator/1": 0.5})
+    with bench.phases.phase("rollout"):
+        look_for(bench, 12, status=STATUS)
+        lines = bench.panel()
+    assert len({cell_len(line) for line in lines}) == 1
+    text = " ".join(" ".join(line.strip("│ ") for line in lines).split())  # However it is broken into lines.
+    shown = ("batch 7 ━━━━────────────", "episodes 16/64", "groups 2/8", "decoding 12", "in tools 9", "queued 30")
+    for part in (*shown, "engines 7/8", "lag up to 2", "25% (rollout 97%)", "generator/1; 11.0s without progress"):
+        assert part in text, f"{part!r} is not in\n{text}"
+    bench.display.look(status=lambda: replace(STATUS, episodes=0))
+    assert "episodes" not in "\n".join(bench.panel())
+    bench.display.close()
+    assert "batch 7" not in "\n".join(bench.panel())
+
+
+def test_the_share_of_the_rollout_of_many_devices_is_their_mean() -> None:
+    bench = Bench(mode="none", width=100)
+    shares = {f"busy/generator/{i}": 0.5 for i in range(5)}
+    bench.display.log(1, shares | {f"busy_rollout/generator/{i}": 0.9 + i / 50 for i in range(5)})
+    assert "generator x5 ━━━━──── 50% (50% to 50%, rollout 94%)" in "\n".join(bench.panel())
+
+
+def test_a_blocked_event_loop_is_told_by_the_drawing_thread() -> None:
+    bench = Bench(mode="none")
+    bench.seconds += 60.0
+    assert not any("event loop" in line for line in bench.panel())
+    look_for(bench, 20)
+    bench.seconds += 9.0
+    assert not any("event loop" in line for line in bench.panel())
+    bench.seconds += 3.0
+    text = "\n".join(bench.panel())
+    assert "the controller, whose event loop has been blocked for 12.0s" in text
+    assert "generator/1" not in text
+
+
+def test_the_display_watches_until_cancelled() -> None:
+    async def run() -> None:
+        looked = asyncio.Event()
+
+        def status() -> RolloutStatus:
+            looked.set()
+            return STATUS
+
+        bench = Bench(mode="none")
+        watching = asyncio.ensure_future(bench.display.watch(status=status))
+        await asyncio.wait_for(looked.wait(), 60)
+        assert bench.display.state.rollout == STATUS
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert bench.display.state.rollout is None
+
+    asyncio.run(run())
+
+
+def test_a_histogram_is_no_number_for_the_console() -> None:
+    bench = Bench()
+    bench.display.log(3, STEP | {"lag/hist": Histogram({0: 1})})
+    assert bench.lines()[-1].startswith("step  3/20  reward 0.453")
+    assert "lag/hist" not in bench.display.state.last
+
+
+def test_the_summary_has_a_table_of_faults_and_recoveries_in_the_order_of_time() -> None:
+    bench = Bench(width=100)
+    killed = Recovery(
+        service="generator", replica=1, cause="its process was ended by SIGKILL", phase="rollout", at_s=3725.0
+    )
+    bench.display.summary(
+        faults=[
+            replace(killed, recovered_s=12.34),
+            replace(killed, service="environment", replica=None, at_s=5.0, cause="hung → stopped", phase=""),
+            replace(killed, service="trainer", replica=0, at_s=4000.0, fatal=True),
+        ]
+    )
+    assert [line.rstrip() for line in bench.lines()[1:]] == [
+        "",
+        "     at  fault of     phase    recovered  cause",
+        "   0:05  environment                  no  hung → stopped",
+        "1:02:05  generator/1  rollout      12.3s  its process was ended by SIGKILL",
+        "1:06:40  trainer/0    rollout      fatal  its process was ended by SIGKILL",
+        "",
+        "steps      0 of 20",
+        "wall time  0.00s",
+        "faults     3, 1 recovered",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_long_cause_is_told_whole_in_a_narrow_summary(width: int) -> None:
+    bench = Bench(width=width)
+    cause = "died 5 times in a row; the last: ImportError: no module named something_with_a_long_name [red]x[/red]"
+    bench.display.summary(faults=[Recovery(service="reward", replica=12, cause=cause, phase="evaluate", at_s=1.0)])
+    table = bench.lines()[2 : bench.lines().index("", 2)]
+    assert max(cell_len(line) for line in table) <= width
+    column = table[0].index("cause")
+    assert "".join(line[column:].rstrip() for line in table[1:]).replace(" ", "") == cause.replace(" ", "")
 
 
 def test_the_summary_tells_before_after_and_where_things_lie() -> None:

@@ -1,12 +1,14 @@
-"""Merging of metric values, and the phase clock."""
+"""Merging of metric values, gauges, and the phase clock."""
 
+import json
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 
 from forge_rl.errors import ForgeError, ServiceError
-from forge_rl.metrics import Max, Mean, Min, PhaseClock, Sum, Value, merge, merge_all, reduce
+from forge_rl.metrics import Gauges, Histogram, Max, Mean, Min, PhaseClock, Sum, Trace, Value, merge, merge_all, reduce
 
 
 class FakeClock:
@@ -60,8 +62,62 @@ def test_two_kinds_under_one_name_are_refused_and_the_name_is_told() -> None:
 
 
 def test_values_pickle() -> None:
-    values = [Sum(1), Mean(1, 2), Max(3), Min(4)]
+    values = [Sum(1), Mean(1, 2), Max(3), Min(4), Histogram({0: 3, 2: 1})]
     assert pickle.loads(pickle.dumps(values)) == values
+
+
+def test_histograms_merge_by_adding_counts_and_reduce_to_their_mean() -> None:
+    one, other = Histogram.of([0, 2, 0, 1]), Histogram({2: 3, -1: 2})
+    merged = merge(one, other)
+    assert merged == merge(other, one) == Histogram({-1: 2, 0: 2, 1: 1, 2: 4})
+    assert isinstance(merged, Histogram)
+    assert list(merged.counts) == [-1, 0, 1, 2]
+    assert (merged.total, reduce({"lag": merged})) == (9, {"lag": 7 / 9})
+    assert math.isnan(reduce({"lag": Histogram({})})["lag"])
+
+
+def test_a_bin_holds_one_number_until_there_are_too_many() -> None:
+    histogram = Histogram({2: 5, 5: 7, 6: 1})
+    assert histogram.bins() == ([5, 0, 0, 7, 1], [1.5, 2.5, 3.5, 4.5, 5.5, 6.5])
+    assert histogram.bins(most=5) == histogram.bins()
+    assert histogram.bins(most=4) == ([5, 7, 1], [1.5, 3.5, 5.5, 7.5])
+    assert Histogram({}).bins() == ([], [])
+    counts, edges = Histogram({0: 1, 100_000: 2}).bins()
+    assert (sum(counts), len(counts) <= 512, len(edges) - len(counts)) == (3, True, 1)
+
+
+def test_a_gauge_has_its_mean_over_time_and_its_highest_value_since_it_was_taken() -> None:
+    time = FakeClock()
+    gauges = Gauges(clock=time)
+    assert gauges.take() == {}
+    gauges.set("queue", 10)
+    time.seconds += 1.0
+    gauges.set("queue", 30)
+    gauges.set("queue", 2)
+    time.seconds += 3.0
+    assert gauges.take() == {"queue/mean": 4.0, "queue/max": 30}
+    assert gauges.take() == {"queue/mean": 2, "queue/max": 2}
+    time.seconds += 1.0
+    gauges.set("queue", 6)
+    gauges.set("running", 1)
+    time.seconds += 1.0
+    assert gauges.take() == {"queue/mean": 4.0, "queue/max": 6, "running/mean": 1.0, "running/max": 1}
+
+
+def test_gauges_are_drawn_in_the_trace_ten_times_a_second_at_most(tmp_path: Path) -> None:
+    time = FakeClock()
+    trace = Trace(tmp_path / "trace.json", clock=time)
+    gauges = Gauges(trace, time)
+    for i in range(4):
+        gauges.set("queue", i)
+        gauges.set("running", 0)
+        time.seconds += 0.0625
+    gauges.take()
+    trace.close()
+    counters = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "C"]
+    drawn = [(event["ts"], event["args"]["value"]) for event in counters if event["name"] == "queue"]
+    assert drawn == [(0, 0), (125_000, 2), (250_000, 3)]
+    assert len(counters) == 6
 
 
 def test_a_step_reports_seconds_tokens_and_busy_shares() -> None:
@@ -105,6 +161,26 @@ def test_the_next_step_begins_where_the_last_ended() -> None:
     with clock.phase("train"):
         time.seconds += 3.0
     assert clock.finish_step() == {"seconds/train": 3.0, "seconds/step": 4.0}
+
+
+def test_busy_seconds_of_a_phase_are_a_share_of_that_phase_alone() -> None:
+    time = FakeClock()
+    clock = PhaseClock(time)
+    for seconds in (3.0, 5.0):
+        with clock.phase("rollout"):
+            time.seconds += seconds
+    time.seconds += 2.0
+    clock.busy("generator/0", 5.0)
+    clock.busy("generator/0", 2.0, phase="rollout")
+    clock.busy("generator/0", 4.0, phase="rollout")
+    clock.busy("generator/0", 1.0, phase="never entered")
+    values = clock.finish_step()
+    assert {name: share for name, share in values.items() if name.startswith("busy")} == {
+        "busy/generator/0": 0.5,
+        "busy_rollout/generator/0": 0.75,
+    }
+    time.seconds += 1.0
+    assert clock.finish_step() == {"seconds/step": 1.0}
 
 
 def test_tokens_of_a_phase_that_took_no_time_have_no_rate() -> None:
@@ -152,6 +228,26 @@ def test_a_phase_that_fails_is_timed_and_ended() -> None:
         fail()
     assert clock.current == ""
     assert clock.finish_step()["seconds/rollout"] == 2.0
+
+
+def test_a_listener_is_told_each_phase_at_its_end_also_one_that_fails() -> None:
+    time = FakeClock()
+    clock = PhaseClock(time)
+    told: list[tuple[str, float, float, str]] = []
+    clock.on_phase = lambda name, begin, end: told.append((name, begin, end, clock.current))
+
+    def fail() -> None:
+        time.seconds += 4.0
+        raise KeyError
+
+    with clock.phase("rollout"):
+        time.seconds += 2.0
+        assert told == []
+    time.seconds += 1.0
+    with pytest.raises(KeyError), clock.phase("train"):
+        fail()
+    assert told == [("rollout", 100.0, 102.0, ""), ("train", 103.0, 107.0, "")]
+    assert clock.finish_step() == {"seconds/rollout": 2.0, "seconds/train": 4.0, "seconds/step": 7.0}
 
 
 def test_a_service_error_learns_the_phase_that_it_broke() -> None:

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +16,12 @@ from forge_rl.metrics import (
     Display,
     EpisodeSink,
     EventSink,
+    Histogram,
     JSONLSink,
     Level,
+    Metric,
     PhaseClock,
+    Recovery,
     RunInfo,
     RunLog,
     TensorBoardSink,
@@ -63,6 +67,18 @@ def test_what_is_not_finite_is_null_in_the_file_and_nan_in_the_history(tmp_path:
     again = write_steps(path, range(0), resume_from=1)
     (step, values) = again.history[0]
     assert (step, values["d"], math.isnan(values["a"])) == (1, 1.0, True)
+
+
+def test_a_histogram_is_an_object_in_the_file_and_left_out_of_the_history(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JSONLSink(path)
+    sink.start(info(tmp_path))
+    sink.log(1, {"loss": 0.5, "lag/hist": Histogram({2: 40, 0: 512})})
+    sink.close()
+    assert rows(path) == [{"step": 1, "loss": 0.5, "lag/hist": {"0": 512, "2": 40}}]
+    sink = write_steps(path, range(2, 3), resume_from=1)
+    assert sink.history == [(1, {"loss": 0.5})]
+    assert rows(path)[0]["lag/hist"] == {"0": 512, "2": 40}
 
 
 def test_a_step_that_is_logged_in_parts_stays_one_line(tmp_path: Path) -> None:
@@ -230,6 +246,28 @@ def test_tensorboard_reads_the_scalars_of_a_resumed_run_once(tmp_path: Path) -> 
     assert [(point.step, point.value) for point in events.Scalars("loss")] == [(1, 2.0), (2, 3.0), (3, 12.0), (4, 13.0)]
 
 
+def test_tensorboard_reads_a_histogram_as_it_was(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    sink.start(info(tmp_path))
+    sink.log(1, {"lag/hist": Histogram({1: 512, 3: 40}), "empty": Histogram({})})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["histograms"] == ["lag/hist"]
+    (point,) = events.Histograms("lag/hist")
+    drawn = point.histogram_value
+    assert (point.step, drawn.min, drawn.max, drawn.num) == (1, 1, 3, 552)
+    assert (drawn.sum, drawn.sum_squares) == (632, 872)
+    filled = [
+        (low, high, count)
+        for low, high, count in zip([None, *drawn.bucket_limit], drawn.bucket_limit, drawn.bucket, strict=False)
+        if count
+    ]
+    assert filled == [(0.5, 1.5, 512), (2.5, 3.5, 40)]
+
+
 def test_wandb_that_is_missing_is_told_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="'papers'") as caught:
@@ -242,12 +280,17 @@ class FakeWandb:
 
     def __init__(self) -> None:
         self.inits: list[dict[str, object]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.logged: list[tuple[int, dict[str, object]]] = []
         self.finished = 0
 
     def init(self, **options: object) -> SimpleNamespace:
         self.inits.append(options)
         return SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=self._finish)
+
+    def Histogram(self, *, np_histogram: tuple[list[int], list[float]]) -> object:
+        counts, edges = np_histogram
+        assert len(edges) == len(counts) + 1
+        return ("histogram", counts, edges)
 
     def _finish(self) -> None:
         self.finished += 1
@@ -272,6 +315,17 @@ def test_a_resumed_run_is_the_same_run_in_wandb_and_a_new_one_is_not(
     assert fake.finished == 3
 
 
+def test_wandb_gets_a_histogram_in_its_own_form_and_none_that_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = WandbSink("papers")
+    sink.start(info(tmp_path))
+    sink.log(1, {"lag/hist": Histogram({0: 5, 2: 1}), "empty": Histogram({}), "loss": 0.5})
+    assert fake.logged == [(1, {"lag/hist": ("histogram", [5, 0, 1], [-0.5, 0.5, 1.5, 2.5]), "loss": 0.5})]
+
+
 class Recorder:
     """A sink that records its calls, and fails in those named."""
 
@@ -287,7 +341,7 @@ class Recorder:
     def start(self, info: RunInfo) -> None:
         self._called("start")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric]) -> None:
         self._called("log")
 
     def event(self, text: str, level: Level) -> None:
@@ -333,6 +387,39 @@ def test_the_run_log_writes_steps_and_samples_and_gives_a_resumed_display_its_pa
     assert [row["step"] for row in rows(tmp_path / "episodes.jsonl")] == [1, 2]
     assert again.display.state.rewards == (0.25, 0.5)
     assert again.display.state.held_out == {"": (0.5,)}
+
+
+def test_a_fault_and_its_recovery_are_two_events(tmp_path: Path) -> None:
+    log = RunLog(quiet(), EventSink(tmp_path / "events.jsonl"))
+    log.start(info(tmp_path))
+    fault = Recovery(service="generator", replica=1, cause="its process was ended by SIGTERM", phase="rollout", at_s=65)
+    log.fault(fault)
+    log.fault(replace(fault, recovered_s=12.34))
+    log.fault(replace(fault, service="trainer", replica=None, phase="", fatal=True))
+    log.close()
+    assert [(row["level"], row["text"]) for row in rows(tmp_path / "events.jsonl")] == [
+        ("fault", "generator/1 failed in phase rollout: its process was ended by SIGTERM"),
+        ("info", "generator/1 has recovered after 12.3s"),
+        ("fault", "trainer failed: its process was ended by SIGTERM"),
+    ]
+    assert log.display.state.faults == 2
+
+
+def test_a_fault_becomes_json_with_its_time_since_the_run_began() -> None:
+    fault = SimpleNamespace(
+        service="reward", replica=0, cause="hung", phase="train", at_s=1065.00049, fatal=False, recovered_s=2.4
+    )
+    assert json.loads(json.dumps(Recovery.of(fault, begun_s=1000.0).as_json())) == {
+        "service": "reward",
+        "replica": 0,
+        "cause": "hung",
+        "phase": "train",
+        "at_s": 65.0,
+        "fatal": False,
+        "recovered_s": 2.4,
+    }
+    fault.recovered_s = None
+    assert Recovery.of(fault, begun_s=1000.0).recovered_s is None
 
 
 def test_importing_metrics_imports_no_heavy_library() -> None:

@@ -1,30 +1,42 @@
-"""Metrics: values that merge, the clock of the phases, and where both go."""
+"""Metrics: values that merge, the clock of the phases, the trace, and where they go."""
 
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
 from forge_rl.metrics.console import Display, Mode
+from forge_rl.metrics.gauges import Gauges
+from forge_rl.metrics.histogram import Histogram, lag_histogram
 from forge_rl.metrics.logger import RunLog
-from forge_rl.metrics.sinks import EpisodeSink, EventSink, JSONLSink, Level, RunInfo, Sink
+from forge_rl.metrics.recoveries import Recovery
+from forge_rl.metrics.sinks import EpisodeSink, EventSink, JSONLSink, Level, Metric, RunInfo, Sink
+from forge_rl.metrics.status import RolloutStatus
 from forge_rl.metrics.timer import PhaseClock
+from forge_rl.metrics.trace import Trace
 from forge_rl.metrics.values import Max, Mean, Min, Sum, Value, merge, merge_all, reduce
 
 __all__ = [
     "Display",
     "EpisodeSink",
     "EventSink",
+    "Gauges",
+    "Histogram",
     "JSONLSink",
     "Level",
     "Max",
     "Mean",
+    "Metric",
     "Min",
     "Mode",
     "PhaseClock",
+    "Recovery",
+    "RolloutStatus",
     "RunInfo",
     "RunLog",
     "Sink",
     "Sum",
     "TensorBoardSink",
+    "Trace",
     "Value",
     "WandbSink",
+    "lag_histogram",
     "merge",
     "merge_all",
     "reduce",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError
-from forge_rl.metrics.sinks import Level, RunInfo, writing
+from forge_rl.metrics.histogram import Histogram
+from forge_rl.metrics.sinks import Level, Metric, RunInfo, writing
 
 if TYPE_CHECKING:
     import wandb
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """A scalar for each metric; a resumed run hides what was logged beyond the step that it resumed from.
+    """A curve for each metric; a resumed run hides what was logged beyond the step that it resumed from.
 
     Args:
         folder: where the event files go, such as `<run folder>/tensorboard`.
@@ -31,18 +32,25 @@ class TensorBoardSink:
         self._step = 0
 
     def start(self, info: RunInfo) -> None:
+        self.go_back(info.step)
+
+    def go_back(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self.close()
         with writing(self._folder):
-            self._writer = SummaryWriter(str(self._folder), purge_step=info.step + 1, flush_secs=10)
-        self._step = info.step
+            self._writer = SummaryWriter(str(self._folder), purge_step=step + 1, flush_secs=10)
+        self._step = step
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric]) -> None:
         assert self._writer is not None, "the sink was not started"
         self._step = step
         with writing(self._folder):
             for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+                if isinstance(value, Histogram):
+                    _add_histogram(self._writer, name, value, step)
+                else:
+                    self._writer.add_scalar(name, value, step)
 
     def event(self, text: str, level: Level) -> None:
         assert self._writer is not None, "the sink was not started"
@@ -93,9 +101,17 @@ class WandbSink:
             resume="allow",
         )
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric]) -> None:
         assert self._run is not None, "the sink was not started"
-        self._run.log(dict(values), step=step)
+        drawn = {
+            name: self._wandb.Histogram(np_histogram=value.bins()) if isinstance(value, Histogram) else value
+            for name, value in values.items()
+            if not isinstance(value, Histogram) or value.counts
+        }
+        self._run.log(drawn, step=step)
+
+    def go_back(self, step: int) -> None:
+        """W&B cannot."""
 
     def event(self, text: str, level: Level) -> None:
         """W&B keeps the console's output itself."""
@@ -104,6 +120,24 @@ class WandbSink:
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
+
+
+def _add_histogram(writer: SummaryWriter, name: str, histogram: Histogram, step: int) -> None:
+    counts, edges = histogram.bins()
+    if not counts:
+        return
+    writer.add_histogram_raw(
+        name,
+        min=min(histogram.counts),
+        max=max(histogram.counts),
+        num=histogram.total,
+        sum=sum(value * count for value, count in histogram.counts.items()),
+        sum_squares=sum(value**2 * count for value, count in histogram.counts.items()),
+        # A bucket begins where the one before it ends: an empty one gives the first its lower edge.
+        bucket_limits=edges,
+        bucket_counts=[0, *counts],
+        global_step=step,
+    )
 
 
 def _run_id(info: RunInfo) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from forge_rl.metrics.console import Display
-from forge_rl.metrics.sinks import EpisodeSink, JSONLSink, Level, RunInfo, Sink
+from forge_rl.metrics.recoveries import Recovery
+from forge_rl.metrics.sinks import EpisodeSink, JSONLSink, Level, Metric, RunInfo, Sink, Steps
 from forge_rl.types import Batch
 
 
@@ -32,10 +33,17 @@ class RunLog:
         if self._episodes is not None:
             calls.append(partial(self._episodes.start, info))
         _all(calls)
-        past = next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
-        self.display.start(info, past)
+        self.display.start(info, self._past)
 
-    def log(self, step: int, values: Mapping[str, float], batch: Batch | None = None) -> None:
+    def go_back(self, step: int) -> None:
+        """The run goes on from an earlier step: drop what was logged beyond it."""
+        calls = [partial(sink.go_back, step) for sink in self._sinks]
+        if self._episodes is not None:
+            calls.append(partial(self._episodes.go_back, step))
+        _all(calls)
+        self.display.go_back(step, self._past)
+
+    def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         """The values of a step, and the batch that it trained on, if samples of it shall be kept."""
         calls = [partial(sink.log, step, values) for sink in (self.display, *self._sinks)]
         if self._episodes is not None and batch is not None:
@@ -45,6 +53,14 @@ class RunLog:
     def event(self, text: str, level: Level = "info") -> None:
         """Something that happened between steps."""
         _all([partial(sink.event, text, level) for sink in (self.display, *self._sinks)])
+
+    def fault(self, recovery: Recovery) -> None:
+        """A fault, or that one has been recovered from: an event like others."""
+        self.event(*recovery.event)
+
+    @property
+    def _past(self) -> Steps:
+        return next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
 
     def close(self) -> None:
         """Write what is held back and stop the display."""

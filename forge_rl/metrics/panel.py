@@ -13,6 +13,7 @@ from rich.text import Text
 
 from forge_rl.metrics import format as fmt
 from forge_rl.metrics.progress import GAP, GRAD, LOSS, Progress, Startup, busy, phases
+from forge_rl.metrics.status import RolloutStatus
 
 WIDEST = 100
 """Columns: beyond this, bars stretch and say no more."""
@@ -20,6 +21,8 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 COLORS = {"info": "dim", "warning": "yellow", "fault": "bold red"}
 DEVICES_SHOWN = 4
 """Devices of one service that are shown each; more are shown as their mean and range."""
+DEAF_S = 10.0
+"""Seconds that the controller may go without a look at itself before the panel says so."""
 
 
 class LivePanel:
@@ -89,9 +92,10 @@ def _rows(progress: Progress, phase: tuple[str, float, float], now: float) -> It
         yield "step", _steps(progress, in_step)
         current = Text.assemble((f"{spin} {name} ", "bold cyan"), fmt.duration(in_phase)) if name else Text("none")
         yield "phase", _Flow([current, _pair("elapsed", fmt.countdown(now - progress.begun))])
-    if progress.waiting is not None:
-        text, since = progress.waiting
-        yield "waiting", Text(f"{text}, {fmt.duration(now - since)} so far", style="yellow")
+    if progress.rollout is not None:
+        yield "rollout", _rollout(progress.rollout)
+    for text in _waits(progress, now):
+        yield "waiting", Text(text, style="yellow")
     if progress.rewards:
         yield "reward", _Rewards(progress.rewards)
     if progress.held_out:
@@ -104,7 +108,9 @@ def _rows(progress: Progress, phase: tuple[str, float, float], now: float) -> It
     if spent := phases(last):
         yield "took", _Flow([_spent(phase, *item) for phase, item in spent.items()])
     if shares := busy(last):
-        yield "busy", _Flow([chip for item in shares.items() for chip in _busy(*item)])
+        rolling = busy(last, "rollout")
+        chips = [chip for name, devices in shares.items() for chip in _busy(name, devices, rolling.get(name, {}))]
+        yield "busy", _Flow(chips)
 
 
 def _services(progress: Progress, now: float, spin: str) -> Iterator[tuple[str, RenderableType]]:
@@ -121,6 +127,29 @@ def _services(progress: Progress, now: float, spin: str) -> Iterator[tuple[str, 
         if row.detail:
             line.append(f"  {row.detail}", style="red" if row.state == "failed" else "dim")
         yield "services" if i == 0 else "", line
+
+
+def _waits(progress: Progress, now: float) -> Iterator[str]:
+    """What is waited for, and for how long."""
+    if progress.waiting is not None:
+        text, since = progress.waiting
+        yield f"{text}, {fmt.duration(now - since)} so far"
+    if progress.looked is not None and now - progress.looked >= DEAF_S:
+        # Only the drawing thread can tell; what was waited for before may be over.
+        yield f"the controller, whose event loop has been blocked for {fmt.duration(now - progress.looked)}"
+    elif progress.stalled is not None:
+        text, since = progress.stalled
+        yield f"{text}; {fmt.duration(now - since)} without progress"
+
+
+def _rollout(status: RolloutStatus) -> RenderableType:
+    weak = status.engines_serving < status.engines
+    start = Text.assemble((f"batch {status.batch} ", "bold"), bar(status.share, 16))
+    pairs = [
+        Text.assemble((f"{name} ", "dim"), (number, "yellow" if weak and name == "engines" else ""))
+        for name, number in status.parts()
+    ]
+    return _Flow([start, *pairs])
 
 
 def _steps(progress: Progress, in_step: float) -> RenderableType:
@@ -172,14 +201,20 @@ def _spent(phase: str, seconds: float, tokens_per_s: float | None) -> Text:
     return line if tokens_per_s is None else line.append(f" {fmt.count(tokens_per_s)} tok/s", style="cyan")
 
 
-def _busy(service: str, devices: dict[str, float]) -> Iterator[Text]:
+def _busy(service: str, devices: dict[str, float], rolling: dict[str, float]) -> Iterator[Text]:
+    """The share of the step, and of the rollout phase where that is known."""
     if len(devices) <= DEVICES_SHOWN:
         for device, share in devices.items():
-            yield Text.assemble(f"{device} ", bar(share, 8), f" {fmt.percent(share)}")
+            yield _share(device, share, f"rollout {fmt.percent(rolling[device])}" if device in rolling else "")
         return
     mean = sum(devices.values()) / len(devices)
     spread = f"{fmt.percent(min(devices.values()))} to {fmt.percent(max(devices.values()))}"
-    yield Text.assemble(f"{service} x{len(devices)} ", bar(mean, 8), f" {fmt.percent(mean)}", (f" ({spread})", "dim"))
+    inside = f", rollout {fmt.percent(sum(rolling.values()) / len(rolling))}" if rolling else ""
+    yield _share(f"{service} x{len(devices)}", mean, spread + inside)
+
+
+def _share(name: str, share: float, more: str) -> Text:
+    return Text.assemble(f"{name} ", bar(share, 8), f" {fmt.percent(share)}", (f" ({more})" if more else "", "dim"))
 
 
 def _events(progress: Progress, room: int) -> Iterator[tuple[str, RenderableType]]:

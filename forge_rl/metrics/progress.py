@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from forge_rl.metrics.sinks import Level, RunInfo
+from forge_rl.metrics.status import RolloutStatus
 
 REWARD, LOSS, GAP, GRAD = "reward/mean", "loss", "logprob_gap", "grad_norm"
 """Metrics that the console shows by name, when a step has them."""
@@ -58,6 +59,11 @@ class Progress:
     jobs: Mapping[str, float] = field(default_factory=dict)
     """Long jobs that are under way, with the fraction done."""
     waiting: tuple[str, float] | None = None
+    stalled: tuple[str, float] | None = None
+    """What is waited for while nothing moves, and since when nothing has."""
+    rollout: RolloutStatus | None = None
+    looked: float | None = None
+    """When the controller last looked at itself; None if it does not."""
     events: tuple[Event, ...] = ()
     """The last few."""
     warnings: int = 0
@@ -79,6 +85,7 @@ class Progress:
             last=dict(values) if whole or not self.last else {**self.last, **values},
             step_seconds=(*self.step_seconds, seconds)[-10:] if whole and seconds is not None else self.step_seconds,
             waiting=None,
+            stalled=None,
         )
 
     def happened(self, event: Event) -> Progress:
@@ -128,11 +135,13 @@ def phases(values: Mapping[str, float]) -> dict[str, tuple[float, float | None]]
     return {name: (values[prefix + name], values.get(f"tokens_per_s/{name}")) for name in names}
 
 
-def busy(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Busy share of each device, grouped by service: {"generator": {"generator/0": 0.8, ...}, ...}."""
+def busy(values: Mapping[str, float], phase: str = "") -> dict[str, dict[str, float]]:
+    """Busy share of each device in the step, or in a phase of it, grouped by service:
+    {"generator": {"generator/0": 0.8, ...}, ...}."""
+    prefix = f"busy_{phase}/" if phase else "busy/"
     services: dict[str, dict[str, float]] = {}
     for name, share in values.items():
-        if name.startswith("busy/"):
-            device = name.removeprefix("busy/")
+        if name.startswith(prefix):
+            device = name.removeprefix(prefix)
             services.setdefault(device.split("/")[0], {})[device] = share
     return services

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
 from forge_rl.errors import CheckpointError
+from forge_rl.metrics.histogram import Histogram
 from forge_rl.types import Batch, Episode
 
 Level = Literal["info", "warning", "fault"]
+Metric = float | Histogram
 Steps = list[tuple[int, dict[str, float]]]
 
 
@@ -42,18 +44,23 @@ class Sink(Protocol):
     def start(self, info: RunInfo) -> None:
         """Open, and drop what was logged beyond `info.step`."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric]) -> None:
         """Take the values of a step. Steps never go back; a step that is logged again gains values."""
 
     def event(self, text: str, level: Level) -> None:
         """Take something that happened between steps."""
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from an earlier step: drop what was logged beyond it, where that can be."""
 
     def close(self) -> None:
         """Write what is held back. Does nothing when never started or closed already."""
 
 
 class JSONLSink:
-    """`{"step": 3, "reward": 0.4, ...}`: exactly one line for each step, flushed at once; NaN and infinity are null.
+    """`{"step": 3, "reward": 0.4, ...}`: exactly one line for each step, flushed at once.
+
+    NaN and infinity are null; a histogram is an object, `{"0": 512, "1": 40}`.
 
     Raises:
         CheckpointError: there is no space, or the file cannot be read or written.
@@ -63,17 +70,20 @@ class JSONLSink:
         self._lines = _StepLines(path)
         self._row: dict[str, object] = {}
         self.history: Steps = []
-        """What the file held up to the step that the run resumed from."""
+        """What the file held up to the step that the run resumed from, without its histograms."""
 
     def start(self, info: RunInfo) -> None:
-        rows = self._lines.open(info.step)
+        self.go_back(info.step)
+
+    def go_back(self, step: int) -> None:
+        rows = self._lines.open(step)
         self._row = rows[-1] if rows else {}
         self.history = [(_step(row), _floats(row)) for row in rows]
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric]) -> None:
         assert "step" not in values, "a metric may not be named 'step'"
         again = self._row.get("step") == step
-        row: dict[str, object] = {name: float(v) if math.isfinite(v) else None for name, v in values.items()}
+        row: dict[str, object] = {name: _as_json(value) for name, value in values.items()}
         self._row = (self._row if again else {"step": step}) | row
         self._lines.append(step, self._row, replace=again)
 
@@ -102,13 +112,16 @@ class EventSink:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric]) -> None:
         """Steps are in a file of their own: JSONLSink."""
+
+    def go_back(self, step: int) -> None:
+        """What happened, happened."""
 
     def event(self, text: str, level: Level) -> None:
         assert self._file is not None, "the sink was not started"
         with writing(self._path):
-            _write(self._file, _encode({"time": round(self._clock(), 3), "level": level, "text": text}))
+            write_all(self._file, _encode({"time": round(self._clock(), 3), "level": level, "text": text}))
 
     def close(self) -> None:
         if self._file is not None:
@@ -130,6 +143,10 @@ class EpisodeSink:
 
     def start(self, info: RunInfo) -> None:
         self._lines.open(info.step)
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from an earlier step."""
+        self._lines.open(step)
 
     def log(self, step: int, batch: Batch) -> None:
         episodes = batch.episodes
@@ -168,6 +185,7 @@ class _StepLines:
 
     def open(self, step: int) -> list[dict[str, object]]:
         """Drop what lies beyond the step, and return what stays."""
+        self.close()
         rows: list[dict[str, object]] = []
         with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +206,7 @@ class _StepLines:
                 self._file.truncate(self._last)
                 self._end = self._last
             try:
-                _write(self._file, data)
+                write_all(self._file, data)
             except OSError:
                 with contextlib.suppress(OSError):
                     self._file.truncate(self._end)
@@ -232,7 +250,7 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(message, mend=f"{mend}, then run the same command again: it resumes") from error
 
 
-def _write(file: BinaryIO, data: bytes) -> None:
+def write_all(file: BinaryIO, data: bytes) -> None:
     """All of it: the write that meets a full disk may first be cut short."""
     view = memoryview(data)
     while view:
@@ -263,5 +281,11 @@ def _floats(row: Mapping[str, object]) -> dict[str, float]:
     return {
         name: float(value) if isinstance(value, int | float) else math.nan
         for name, value in row.items()
-        if name != "step"
+        if name != "step" and not isinstance(value, dict)
     }
+
+
+def _as_json(value: Metric) -> object:
+    if isinstance(value, Histogram):
+        return value.as_json()
+    return float(value) if math.isfinite(value) else None

@@ -25,10 +25,12 @@ class PhaseClock:
         self._current: tuple[str, float] = ("", clock())
         self.used = False
         """Whether a phase has ever begun."""
+        self.on_phase: Callable[[str, float, float], None] | None = None
+        """Told each phase when it has ended, also when it failed: its name, begin and end in the clock's seconds."""
         self._begun = clock()
         self._seconds: dict[str, float] = defaultdict(float)
         self._tokens: dict[str, int] = defaultdict(int)
-        self._busy: dict[str, float] = defaultdict(float)
+        self._busy: dict[tuple[str, str], float] = defaultdict(float)  # by device, and the phase or ""
 
     @property
     def current(self) -> str:
@@ -72,21 +74,30 @@ class PhaseClock:
             ended = self._clock()
             self._seconds[name] += ended - begun
             self._current = ("", ended)
+            if self.on_phase is not None:
+                self.on_phase(name, begun, ended)
 
     def tokens(self, phase: str, count: int) -> None:
         """Count tokens that a phase of this step worked on."""
         self._tokens[phase] += count
 
-    def busy(self, device: str, seconds: float) -> None:
-        """Count seconds that a device, such as "trainer" or "generator/0", computed in this step."""
-        self._busy[device] += seconds
+    def busy(self, device: str, seconds: float, *, phase: str = "") -> None:
+        """Count seconds that a device, such as "trainer" or "generator/0", computed in this step.
+
+        Args:
+            device: its name.
+            seconds: of computing.
+            phase: count them for the device's share of this phase, and not for its share of the step.
+        """
+        self._busy[device, phase] += seconds
 
     def finish_step(self) -> dict[str, float]:
         """End the step and begin the next.
 
         Returns:
-            `seconds/<phase>`, `tokens/<phase>`, `tokens_per_s/<phase>`, `busy/<device>` (share of the step's wall time)
-            and `seconds/step`, which is at least the sum of the phases.
+            `seconds/<phase>`, `tokens/<phase>`, `tokens_per_s/<phase>`, `busy/<device>` (share of the step's wall
+            time), `busy_<phase>/<device>` (share of the phase's) and `seconds/step`, which is at least the sum of the
+            phases.
 
         Raises:
             ForgeError: a phase has not ended.
@@ -103,12 +114,15 @@ class PhaseClock:
             values[f"tokens/{name}"] = float(count)
             if self._seconds.get(name, 0.0) > 0.0:
                 values[f"tokens_per_s/{name}"] = count / self._seconds[name]
-        if wall > 0.0:
-            values.update({f"busy/{device}": seconds / wall for device, seconds in self._busy.items()})
+        for (device, phase), seconds in self._busy.items():
+            lasted = self._seconds.get(phase, 0.0) if phase else wall
+            if lasted > 0.0:
+                values[f"busy_{phase}/{device}" if phase else f"busy/{device}"] = seconds / lasted
         values["seconds/step"] = wall
         self._begun = ended
-        for counts in (self._seconds, self._tokens, self._busy):
-            counts.clear()
+        self._seconds.clear()
+        self._tokens.clear()
+        self._busy.clear()
         return values
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from forge_rl.metrics.histogram import Histogram
+
 
 @dataclass(frozen=True, slots=True)
 class Sum:
@@ -43,7 +45,7 @@ class Min:
     value: float
 
 
-Value = Sum | Mean | Max | Min
+Value = Sum | Mean | Max | Min | Histogram
 
 
 def merge(a: Value, b: Value) -> Value:
@@ -57,6 +59,8 @@ def merge(a: Value, b: Value) -> Value:
             return Max(x if x != x or x > y else y)
         case Min(x), Min(y):
             return Min(x if x != x or x < y else y)
+        case Histogram(x), Histogram(y):
+            return Histogram({value: x.get(value, 0) + y.get(value, 0) for value in sorted({*x, *y})})
     raise AssertionError(f"one name has values of two kinds: {a} and {b}")
 
 
@@ -74,7 +78,7 @@ def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
 
 
 def reduce(values: Mapping[str, Value]) -> dict[str, float]:
-    """One float for each name; a mean over nothing is NaN."""
+    """One float for each name; a mean over nothing is NaN, and a histogram is its mean."""
     return {name: _number(value) for name, value in values.items()}
 
 
@@ -86,3 +90,5 @@ def _number(value: Value) -> float:
             return total / count if count else float("nan")
         case Max(number) | Min(number):
             return float(number)
+        case Histogram():
+            return value.mean

@@ -1,0 +1,236 @@
+"""A trace of the run, on a timeline of lanes: open the file in ui.perfetto.dev or chrome://tracing.
+
+JSON array format of the Trace Event Format, one event a line. Both viewers read a file without its closing bracket.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from forge_rl.errors import CheckpointError
+from forge_rl.metrics.sinks import writing
+
+Scalar = str | int | float | bool | None
+_BEGIN = b"[\n"
+_FLUSH_S = 1.0
+_RESERVE_BYTES = 2048
+"""Kept free for the notice that the file is full, with its lane, and for the closing bracket."""
+_FULL = "the trace is full: nothing is written after this"
+_SERVICES = ("controller", "trainer", "generator", "environment", "reward", "weights")
+"""From top to bottom; others come below."""
+_FIRST_TID = 1000
+"""Viewers take a thread whose tid is a pid for that process's main thread, so these are numbers apart."""
+_EVENT = re.compile(rb'\{"ph":"[bCeiX]","ts":(\d+)(?:,"dur":(\d+))?(?:,"id":"(\d+)")?')
+
+
+class Trace:
+    """Spans, instants and counters of a run, in a file that is readable at any moment.
+
+    A lane is a service or a replica of one: "controller", "generator/0". What is there already is kept: times go on
+    after it. Events are flushed by the first one that comes a second after the last flush, by `flush` and by `close`.
+
+    Args:
+        path: the file.
+        clock: seconds, the same that spans are measured with.
+        most_bytes: bound on the file; when it is reached, an event says so and nothing more is written.
+
+    Raises:
+        CheckpointError: there is no space, the file cannot be read or written, or is no trace.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic, most_bytes: int = 256 << 20) -> None:
+        assert most_bytes > _RESERVE_BYTES, f"a trace of {most_bytes} bytes holds nothing"
+        self._path = path
+        self._clock = clock
+        self._most_bytes = most_bytes
+        self._lanes: dict[str, tuple[int, int]] = {}  # name -> (pid, tid)
+        self._pids: dict[str, int] = {}
+        self._next_id = 0
+        self._start_us = 0
+        self._full = False
+        self._held = bytearray()
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._bytes = self._resume() if path.exists() else 0
+            self._empty = self._bytes <= len(_BEGIN)
+            self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._file.truncate(self._bytes)
+            if not self._bytes:
+                self._append(_BEGIN)
+                self._drain()
+        self._origin_s = self._flushed_s = clock()
+
+    def span(
+        self, lane: str, name: str, begin_s: float, end_s: float, *, overlapping: bool = False, **args: Scalar
+    ) -> None:
+        """Something that lasted, told when it has ended.
+
+        Args:
+            lane: where it happened.
+            name: what it was, such as a phase; few different ones, as details are for `args`.
+            begin_s: seconds of the clock.
+            end_s: seconds of the clock.
+            overlapping: spans of this name overlap in this lane, as the requests of an engine do. They are drawn in
+                rows of their own, labelled with lane and name. Without it spans of a lane may only follow one another
+                or lie one within the other.
+            args: details that the viewer shows.
+        """
+        begin = self._micros(begin_s)
+        end = max(begin, self._micros(end_s))
+        if not overlapping:
+            self._events(lane, [{"ph": "X", "ts": begin, "dur": end - begin, "name": name, "args": _finite(args)}])
+            return
+        # Viewers draw asynchronous spans by process and name, whatever their thread: hence the lane in the name.
+        common: dict[str, object] = {"id": str(self._next_id), "cat": lane, "name": f"{lane} {name}"}
+        self._next_id += 1
+        self._events(
+            lane,
+            [{"ph": "b", "ts": begin} | common | {"args": _finite(args)}, {"ph": "e", "ts": end} | common],
+        )
+
+    def instant(self, lane: str, name: str, **args: Scalar) -> None:
+        """Something that happens now."""
+        self._events(lane, [{"ph": "i", "ts": self._now(), "s": "t", "name": name, "args": _finite(args)}])
+
+    def counter(self, name: str, **values: float) -> None:
+        """Curves, one a value, that go on at these heights from now; a value that is not finite is left out."""
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        if finite:
+            self._events("counters", [{"ph": "C", "ts": self._now(), "name": name, "args": finite}])
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        self._flushed_s = self._clock()
+        with writing(self._path):
+            self._drain()
+
+    def close(self) -> None:
+        """Write what is held back and end the array. Does nothing when closed already."""
+        if self._file is None:
+            return
+        try:
+            self._append(b"\n]\n")
+            self.flush()
+        finally:
+            self._file.close()
+            self._file = None
+
+    def _now(self) -> int:
+        return self._micros(self._clock())
+
+    def _micros(self, seconds: float) -> int:
+        """Time in the trace. Whole microseconds, so that where one span ends the next can begin with no overlap."""
+        return max(self._start_us, self._start_us + round((seconds - self._origin_s) * 1e6))
+
+    def _events(self, lane: str, events: list[dict[str, object]]) -> None:
+        """Take events that belong together: all are written or none."""
+        assert self._file is not None, "the trace is closed"
+        if self._full:
+            return
+        lines = self._encode(lane, events)
+        if self._bytes + len(lines) > self._most_bytes - _RESERVE_BYTES:
+            self._full = True
+            args = {"most_bytes": self._most_bytes}
+            notice: dict[str, object] = {"ph": "i", "ts": self._now(), "s": "g", "name": _FULL, "args": args}
+            lines = self._encode("trace", [notice])
+        self._empty = False
+        self._append(lines)
+        if self._full or self._clock() - self._flushed_s >= _FLUSH_S:
+            self.flush()
+
+    def _encode(self, lane: str, events: list[dict[str, object]]) -> bytes:
+        """Lines of the events, after those that name a new lane."""
+        named = self._name(lane) if lane not in self._lanes else []
+        pid, tid = self._lanes[lane]
+        rows = [event | {"pid": pid, "tid": tid} for event in [*named, *events]]
+        text = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for row in rows)
+        return (b"" if self._empty else b",\n") + text.encode("utf-8", "replace")
+
+    def _name(self, lane: str) -> list[dict[str, object]]:
+        """Number a lane; returns the events that name and order it."""
+        service, _, replica = lane.partition("/")
+        named: dict[str, object] = {}
+        if service not in self._pids:
+            self._pids[service] = max(self._pids.values(), default=0) + 1
+            order = _SERVICES.index(service) if service in _SERVICES else len(_SERVICES) + self._pids[service]
+            named |= {"process_name": {"name": service}, "process_sort_index": {"sort_index": order}}
+        # No two of the file are equal, also not in two processes: Perfetto finds the thread to name by its tid alone.
+        tid = max((tid for _, tid in self._lanes.values()), default=_FIRST_TID - 1) + 1
+        self._lanes[lane] = (self._pids[service], tid)
+        row = int(replica) + 1 if replica.isdecimal() else 0
+        named |= {"thread_name": {"name": lane}, "thread_sort_index": {"sort_index": row}}
+        return [{"ph": "M", "name": name, "args": args} for name, args in named.items()]
+
+    def _append(self, data: bytes) -> None:
+        self._held += data
+        self._bytes += len(data)
+
+    def _drain(self) -> None:
+        assert self._file is not None, "the trace is closed"
+        while self._held:
+            del self._held[: self._file.write(self._held)]
+
+    def _resume(self) -> int:
+        """Learn lanes, ids and the last time of what the file holds; returns how many bytes of it to keep.
+
+        A killed run can leave its last line torn; it is cut, as is the closing bracket.
+        """
+        with self._path.open("rb") as file:
+            line = file.readline()
+            if line in (b"", b"["):
+                return 0
+            at = keep = len(line)
+            known, last = line == _BEGIN, b""
+            for line in file:
+                event = line.rstrip(b",\n")
+                if not known or event == b"]" or not (line.endswith(b"\n") or _whole(event)):
+                    break
+                if event:
+                    known = self._learn(event)
+                    keep, last = at + len(event), event
+                at += len(line)
+        if not known:
+            raise CheckpointError(
+                f"{self._path} holds something else than the trace of a run: {line[:60]!r}",
+                mend=f"move {self._path} away, then run the same command again",
+            )
+        if last and (found := json.loads(last))["name"] == _FULL:
+            # Gone on with only if it may be larger now.
+            self._full = found["args"]["most_bytes"] >= self._most_bytes
+        return keep
+
+    def _learn(self, line: bytes) -> bool:
+        """Take note of a line; returns whether it is an event."""
+        if found := _EVENT.match(line):
+            ts, duration, number = (int(part or 0) for part in found.groups())
+            self._start_us = max(self._start_us, ts + duration)
+            if found[3] is not None:
+                self._next_id = max(self._next_id, number + 1)
+            return True
+        if not line.startswith(b'{"ph":"M"'):
+            return False
+        event = json.loads(line)
+        if event["name"] == "process_name":
+            self._pids[event["args"]["name"]] = event["pid"]
+        elif event["name"] == "thread_name":
+            self._lanes[event["args"]["name"]] = (event["pid"], event["tid"])
+        return True
+
+
+def _whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _finite(args: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """JSON has no NaN and no infinity: they are shown as text."""
+    return {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in args.items()}
