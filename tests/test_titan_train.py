@@ -194,6 +194,21 @@ def test_the_reference_stays_where_it_started(tmp_path: Path):
     assert furthest(hf_weights(engine._reference), hf_weights(engine_of(tmp_path).model)) == 0
 
 
+def test_scoring_leaves_the_shards_in_place_and_steps_as_they_were(tmp_path: Path):
+    make_model(tmp_path)
+    scored, plain = (engine_of(tmp_path, dtype=torch.bfloat16) for _ in range(2))  # sharded by FSDP, over one rank
+    laid = packed(random_batch(0, vocab=43))
+    step(plain, laid)
+    step(scored, laid)
+    before = dict(scored.model.named_parameters())
+    scored.logprobs(laid.rows, temperature=1.0)
+    after = dict(scored.model.named_parameters())
+    assert [name for name in before if after[name] is not before[name]] == []
+    step(plain, laid)
+    step(scored, laid)
+    assert furthest(hf_weights(scored.model), hf_weights(plain.model)) == 0
+
+
 FROZEN = ("model.embed_tokens.*", "model.layers.0.*", "model.norm.*")
 
 

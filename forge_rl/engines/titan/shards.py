@@ -78,8 +78,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError("every weight of the model is frozen", mend="give --trainer.frozen fewer patterns")
 
 
-def values_of(parameter: nn.Parameter) -> torch.Tensor:
-    """A view of this rank's block."""
+def values_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A view of this rank's block, of a weight or of its optimizer state."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 

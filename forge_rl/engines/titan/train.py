@@ -24,7 +24,8 @@ from forge_rl.data.packing import Row
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_type, local_device
 from forge_rl.engines.titan.model import Architecture, attention_mask, build_model, read_architecture
-from forge_rl.engines.titan.shards import freeze, local_shards, specs
+from forge_rl.engines.titan.offload import Away
+from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge
@@ -77,6 +78,7 @@ class TitanEngine:
         )
         self.version = 0
         """Optimizer steps behind the weights."""
+        self._away: Away | None = None
 
     def train_step(
         self, rows: Sequence[Row], loss: Loss, *, trained_tokens: int, temperature: float, total_steps: int
@@ -96,6 +98,7 @@ class TitanEngine:
         Raises:
             ForgeError: the gradient is not finite; weights and optimizer are left as they were.
         """
+        self.onload()
         metrics: dict[str, Value] = {}
         for row in rows:
             row_loss, row_metrics = self._forward(self._to_device(row), loss, temperature=temperature)
@@ -123,10 +126,37 @@ class TitanEngine:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
         """Log-probability of every masked target under the current weights, each row [L] float32, 0 elsewhere."""
-        return [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
+        self.onload()
+        found = [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
+        _reshard(self.model)
+        return found
+
+    def offload(self) -> int:
+        """Move weights, optimizer state and reference to host memory; what uses them next brings them back first.
+
+        Returns:
+            Bytes that left the device; 0 if they were away already.
+        """
+        if self._away is not None:
+            return 0
+        self._away = Away(self._held())
+        return self._away.bytes
+
+    def onload(self) -> int:
+        """Bring back what `offload` moved, bit by bit the same. Returns its bytes; 0 if nothing was away.
+
+        Raises:
+            ForgeError: the device has no room; it can be tried again.
+        """
+        if self._away is None:
+            return 0
+        self._away.bring_back()
+        moved, self._away = self._away.bytes, None
+        return moved
 
     def local_shards(self) -> Iterator[LocalShard]:
         """What this rank publishes of the weights."""
+        self.onload()
         return local_shards(self.model)
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -135,12 +165,24 @@ class TitanEngine:
 
     def save(self, folder: Path, model: Path) -> None:
         """Write `folder/model` for Hugging Face and `folder/training` to continue from; all ranks take part."""
+        self.onload()
         save_training_state(self.model, self.optimizer, self.version, folder / "training")
         save_hf(self.model, model, folder / "model", self.architecture.dtype)
 
     def load_training_state(self, folder: Path) -> None:
         """Continue from what `save` wrote into its folder `training`."""
+        self.onload()
         self.version = load_training_state(self.model, self.optimizer, folder)
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        """All that lasts from step to step, as this rank has it; gradients do not."""
+        for model in (self.model, self._reference):
+            if model is not None:
+                _reshard(model)
+                yield from map(values_of, model.parameters())
+                yield from model.buffers()
+        for state in self.optimizer.state.values():
+            yield from (values_of(value) for value in state.values() if value.dim())
 
     def _forward(self, row: Row, loss: Loss, *, temperature: float) -> tuple[torch.Tensor, dict[str, Value]]:
         reference = None
@@ -222,3 +264,14 @@ class TitanEngine:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+
+
+def _reshard(model: nn.Module) -> None:
+    """Give up whole weights that FSDP keeps after a forward pass without a backward one.
+
+    While it keeps them, they stand in the model in place of the shards, in the format of the forward pass and unknown
+    to the optimizer.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

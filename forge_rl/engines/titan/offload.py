@@ -1,0 +1,73 @@
+"""Bytes that leave their device for host memory and come back in place, so that all views of them stay valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from forge_rl.errors import ForgeError
+
+_PIECE = 64 << 20
+"""Bytes of a host buffer. torch rounds pinned ones up to powers of two, and keeps them for the next time."""
+
+
+class Away:
+    """Bytes that have left their device.
+
+    Until they are back, their storages are empty and nothing may read them. Tensors, their views, the shards of
+    DTensors, FSDP's flat views and the optimizer's state keep their storages, and find the same bytes there again.
+
+    Args:
+        tensors: local ones. The whole storage of each leaves, once however many share it. On CUDA, host memory is
+            pinned and the device's memory is given back to other processes too.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self._left = [(storage, _copies(storage)) for storage in storages.values()]
+        self.bytes = sum(storage.nbytes() for storage, _ in self._left)
+        _finish_copies()
+        for storage, _ in self._left:  # only now: if host memory runs out before, nothing has changed
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def bring_back(self) -> None:
+        """Fill the storages again. After an error it can be called once more.
+
+        Raises:
+            ForgeError: the device has no room.
+        """
+        while self._left:
+            storage, copies = self._left[-1]
+            try:
+                storage.resize_(sum(copy.nbytes for copy in copies))
+            except torch.OutOfMemoryError as error:
+                raise ForgeError(
+                    f"the trainer's state finds no room when it comes back to {storage.device}: {error}",
+                    mend="lower --generator.memory-share, if engines live on the same device",
+                ) from error
+            for piece, copy in zip(_bytes_of(storage).split(_PIECE), copies, strict=True):
+                piece.copy_(copy, non_blocking=True)
+            self._left.pop()
+        _finish_copies()
+
+
+def _copies(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    """Its bytes in host memory, in pieces; they are there once _finish_copies has run."""
+    copies = []
+    for piece in _bytes_of(storage).split(_PIECE):
+        copy = torch.empty(len(piece), dtype=torch.uint8, device="cpu", pin_memory=storage.device.type == "cuda")
+        copies.append(copy.copy_(piece, non_blocking=True))
+    return copies
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A view, `[bytes] uint8`."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _finish_copies() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,245 @@
+"""State that leaves its device: training goes on as if it had stayed, and while it is away its memory is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.titan import offload
+from forge_rl.engines.titan.offload import Away
+from forge_rl.engines.titan.shards import named_weights, values_of
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ForgeError
+from forge_rl.metrics import Value
+from tests.fakes import make_model, packed, random_batch, run_ranks
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LOSS = ClippedSurrogate(kl_coef=0.1)
+ODD: dict[str, object] = {
+    "hidden_size": 25,
+    "intermediate_size": 41,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+}
+"""FSDP pads most of its weights."""
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "frozen": {"dtype": torch.float32, "frozen": ("model.embed_tokens.*", "model.layers.0.*")},
+}
+
+
+def engine_of(folder: Path, **settings: Any) -> TitanEngine:
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+    given = {"dtype": torch.float32, "row_tokens": 64, "optimizer": optimizer, "reference": True, **settings}
+    return TitanEngine(folder, **given)
+
+
+def step(engine: TitanEngine, seed: int, ranks: int = 1) -> dict[str, Value]:
+    laid = packed(random_batch(seed, vocab=43, groups=3), ranks=ranks, row_tokens=32)
+    return engine.train_step(
+        laid.rows[engine.rank :: ranks], LOSS, trained_tokens=laid.trained_tokens, temperature=1.0, total_steps=4
+    )
+
+
+def logprobs(engine: TitanEngine) -> torch.Tensor:
+    rows = packed(random_batch(7, vocab=43), row_tokens=256).rows
+    return torch.cat(engine.logprobs(rows, temperature=1.0))
+
+
+def published(engine: TitanEngine) -> dict[tuple[object, ...], torch.Tensor]:
+    return {(shard.name, *shard.box.start): shard.values.clone() for shard in engine.local_shards()}
+
+
+def held(engine: TitanEngine) -> dict[str, torch.Tensor]:
+    """This rank's part of all that a step reads or writes, not copied."""
+    assert engine._reference is not None
+    for module in engine._reference.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a step leaves some of its weights whole
+    found = {}
+    for kind, model in (("policy", engine.model), ("reference", engine._reference)):
+        found |= {f"{kind}.{name}": values_of(parameter) for name, parameter in named_weights(model)}
+        found |= {f"{kind}.{name}": buffer for name, buffer in model.named_buffers()}
+    for name, parameter in named_weights(engine.model):
+        state = engine.optimizer.state.get(parameter, {})
+        found |= {f"{kind}.{name}": values_of(value) for kind, value in state.items()}
+    return found
+
+
+def sizes(engine: TitanEngine) -> dict[str, int]:
+    """Bytes of the storages of what is larger than a number."""
+    return {name: each.untyped_storage().nbytes() for name, each in held(engine).items() if each.dim()}
+
+
+def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def differing(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> set[object]:
+    """Names of what is not the same, bit for bit."""
+    same = {
+        name
+        for name in one.keys() & other.keys()
+        if one[name].dtype == other[name].dtype and torch.equal(one[name], other[name])
+    }
+    return (one.keys() | other.keys()) - same
+
+
+def check_steps(folder: Path, settings: dict[str, Any], ranks: int) -> None:
+    """Two engines take the same two steps and one is sent away wherever it can be."""
+    stays, leaves = engine_of(folder, **settings), engine_of(folder, **settings)
+    began = copied(held(leaves))
+
+    def send_away() -> None:
+        moved = leaves.offload()
+        assert set(sizes(leaves).values()) == {0}
+        assert leaves.offload() == 0
+        assert leaves.onload() == moved
+        storages = {
+            each.untyped_storage()._cdata: each.untyped_storage() for each in held(stays).values() if each.dim()
+        }
+        assert moved == sum(storage.nbytes() for storage in storages.values()) > 0
+        assert not differing(held(leaves), held(stays))
+        assert leaves.onload() == 0
+        assert leaves.offload() == moved
+        assert set(sizes(leaves).values()) == {0}
+
+    send_away()
+    for seed in range(2):
+        assert step(leaves, seed, ranks) == step(stays, seed, ranks)
+        send_away()
+        assert torch.equal(logprobs(leaves), logprobs(stays))
+        assert set(sizes(leaves).values()) - {0}
+        send_away()
+        assert not differing(published(leaves), published(stays))
+        leaves.offload()
+    leaves.onload()
+    now = held(leaves)
+    assert not differing(now, held(stays))
+    trained = {
+        name
+        for name, parameter in named_weights(leaves.model)
+        if parameter.requires_grad and len(now[f"policy.{name}"])
+    }
+    assert trained == {name.removeprefix("policy.") for name in differing({n: now[n] for n in began}, began)}, (
+        "only the policy's trained weights moved"
+    )
+    assert {f"exp_avg.{name}" for name in trained} <= now.keys()
+
+
+def check_ranks(rank: int, folders: list[Path]) -> None:
+    for settings, folder in zip(CASES.values(), folders, strict=True):
+        check_steps(folder, settings, ranks=2)
+    check_scoring(folders[0])
+
+
+def check_scoring(folder: Path) -> None:
+    """Scoring ends a forward pass that no backward pass follows, after which FSDP keeps whole weights."""
+    engine = engine_of(folder, dtype=torch.bfloat16)
+    step(engine, 0, torch.distributed.get_world_size())
+    before, shards = copied(held(engine)), published(engine)
+    logprobs(engine)
+    assert not differing(held(engine), before)
+    assert not differing(published(engine), shards)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_that_leaves_the_device_between_steps_trains_as_one_that_stays(case: str, tmp_path: Path):
+    make_model(tmp_path, tie_word_embeddings=case == "float32")
+    check_steps(tmp_path, CASES[case], ranks=1)
+
+
+def test_so_do_two_ranks(tmp_path: Path):
+    folders = [tmp_path / case for case in CASES]
+    for index, folder in enumerate(folders):
+        make_model(folder, ("llama", "qwen3")[index % 2], tie_word_embeddings=index < 2, **ODD)
+    run_ranks(check_ranks, 2, folders)
+
+
+def test_scoring_leaves_the_shards_in_their_place(tmp_path: Path):
+    make_model(tmp_path)
+    check_scoring(tmp_path)
+
+
+def test_a_checkpoint_is_written_and_read_while_the_state_is_away(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    engine, other = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf")
+    step(engine, 0)
+    before = copied(held(engine))
+    for part in ("model", "training"):
+        (tmp_path / "checkpoint" / part).mkdir(parents=True)
+    engine.offload()
+    engine.save(tmp_path / "checkpoint", tmp_path / "hf")
+    other.offload()
+    other.load_training_state(tmp_path / "checkpoint" / "training")
+    assert other.version == 1
+    assert not differing(held(engine), before)
+    assert not differing(held(other), before)
+    step(other, 1)
+    step(engine, 1)
+    assert not differing(held(other), held(engine))
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven bytes a piece: storages take several, and end within one."""
+    monkeypatch.setattr(offload, "_PIECE", 7)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_storage_leaves_once_and_whole_however_many_share_it():
+    base = torch.arange(12.0)
+    tensors = [base[2:5], base.view(3, 4).t(), base, torch.arange(5, dtype=torch.int16), torch.empty(0)]
+    before = [tensor.clone() for tensor in tensors]
+    away = Away(iter(tensors))
+    assert away.bytes == 12 * 4 + 5 * 2
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 5
+    away.bring_back()
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+    base[2] = -1.0
+    assert float(tensors[0][0]) == -1.0, "a view lost its base"
+
+
+def test_what_finds_no_room_can_come_back_later(monkeypatch: pytest.MonkeyPatch):
+    tensors = [torch.arange(10.0) + index for index in range(3)]
+    before = [tensor.clone() for tensor in tensors]
+    away = Away(tensors)
+    resize, calls = torch.UntypedStorage.resize_, []
+
+    def full(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        calls.append(size)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+    with pytest.raises(ForgeError, match="comes back to cpu: CUDA out of memory") as caught:
+        away.bring_back()
+    assert "--generator.memory-share" in caught.value.mend
+    away.bring_back()
+    assert calls == [40] * 4
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+    assert away.bytes == 120
+
+
+def test_when_host_memory_runs_out_nothing_has_left(monkeypatch: pytest.MonkeyPatch):
+    tensors = [torch.arange(10.0), torch.arange(20.0)]
+    copies = offload._copies
+
+    def full(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+        if storage.nbytes() == 80:
+            raise RuntimeError("no memory")
+        return copies(storage)
+
+    monkeypatch.setattr(offload, "_copies", full)
+    with pytest.raises(RuntimeError, match="no memory"):
+        Away(tensors)
+    assert [tensor.tolist() for tensor in tensors] == [list(range(10)), list(range(20))]
