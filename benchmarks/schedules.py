@@ -15,7 +15,7 @@ import math
 import statistics
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from benchmarks.staged_services import (
@@ -29,6 +29,7 @@ from benchmarks.staged_services import (
 )
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
+from forge_rl.pipeline.attempts import Attempts
 from forge_rl.pipeline.plans import ScheduleConfig
 from forge_rl.pipeline.rollouts import Rollouts, Shape
 from forge_rl.types import Batch
@@ -114,15 +115,16 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
         for _ in range(2)
     )
     quotas = [same.quotas(groups) for _ in range(config.warm_up + config.batches)][config.warm_up :]
+    tokenizer: Any = StagedTokenizer()
+    environment = StagedEnvironment(kinds=HEAVY_TAILED, turn_s=config.turn_s, tool_s=config.tool_s, seed=config.seed)
     trained = 0
     rollouts = Rollouts(
         mixture=mixture,
         shape=Shape(groups=groups, episodes=config.group_size),
         schedule=policy,
-        tokenizer=StagedTokenizer(),  # type: ignore[arg-type]
+        tokenizer=tokenizer,
         generator=generator,
-        environment=StagedEnvironment(kinds=HEAVY_TAILED, turn_s=config.turn_s, tool_s=config.tool_s, seed=config.seed),
-        reward=None,  # type: ignore[arg-type]  # the worlds score
+        attempt=Attempts(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the worlds score
         seed=config.seed,
         version=lambda: trained,
         warn=print,

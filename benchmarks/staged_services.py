@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.types import Message, Sampling, Task, Turn
+from forge_rl.types import Chunk, Message, Sampling, Task
 
 STEP_S = 10.0
 """Of decoding behind one token that is handed on: to count single tokens of half an hour would only cost time."""
@@ -93,13 +93,14 @@ class StagedGenerator:
         self._budgets = dict.fromkeys(range(engines), budget)
         self._running: set[_Request] = set()
         self._paused = False
+        self.listeners: list[Callable[[], None]] = []
 
     def engines(self) -> dict[int, int]:
         return self._budgets
 
-    async def generate(
+    async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
-    ) -> Turn:
+    ) -> AsyncGenerator[Chunk, None]:
         seconds = prompt_ids[0] / 1000
         loop = asyncio.get_running_loop()
         request = _Request(seconds=seconds, answer=loop.create_future(), began=loop.time())
@@ -120,12 +121,8 @@ class StagedGenerator:
             while at + 1 < len(request.versions) and request.versions[at + 1][0] <= token * STEP_S:
                 at += 1
             versions.append(request.versions[at][1])
-        return Turn(
-            prompt_ids=tuple(prompt_ids),
-            token_ids=(1,) * tokens,
-            logprobs=(-1.0,) * tokens,
-            versions=tuple(versions),
-            text="",
+        yield Chunk(
+            token_ids=(1,) * tokens, logprobs=(-1.0,) * tokens, versions=tuple(versions), text="", finish="stop"
         )
 
     async def pause(self) -> None:
@@ -209,4 +206,7 @@ class StagedWorld:
         return Step(messages=self.next_turn(), done=False)
 
     async def close(self) -> None:
+        """Nothing to close."""
+
+    def abandon(self) -> None:
         """Nothing to close."""

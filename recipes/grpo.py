@@ -39,11 +39,12 @@ async def main(config: Config) -> None:
         if not run.scores:
             await run.evaluate()
         while run.step < config.steps:
-            await step(run)
-            if run.due(config.eval_every):
-                await run.evaluate()
-            if run.due(config.checkpoint_every):
-                await run.checkpoint()
+            async with run.recovering():
+                await step(run)
+                if run.due(config.eval_every):
+                    await run.evaluate()
+                if run.due(config.checkpoint_every):
+                    await run.checkpoint()
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator
+import subprocess
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from monarch.actor import concurrent_endpoint
+from monarch.actor import concurrent_endpoint, current_rank
 
 from forge_rl.runtime.cluster import Cluster, local_hosts
 from forge_rl.runtime.faults import Faults
@@ -27,6 +29,8 @@ class FakeActor(ServiceActor):
     def __init__(self, name: str = "") -> None:
         self._name = name
         self._gate = asyncio.Event()
+        self._ended: list[str] = []
+        self._posts = 0
 
     @concurrent_endpoint
     async def echo(self, value: object) -> tuple[str, object]:
@@ -64,6 +68,62 @@ class FakeActor(ServiceActor):
         os.write(2, f"natively {text}\n".encode())
         child = await asyncio.create_subprocess_exec("echo", f"child {text}")
         await child.wait()
+
+    async def answer(self, value: object) -> tuple[str, object]:
+        """As echo, over the link."""
+        return self._name, value
+
+    async def hold(self) -> str:
+        """Wait for release, over the link."""
+        try:
+            await self._gate.wait()
+        except asyncio.CancelledError:
+            self._ended.append("hold")
+            raise
+        return self._name
+
+    async def count(self, until: int, error: Exception | None = None) -> AsyncGenerator[int, None]:
+        """Numbers all at once, then an error or, from a negative one on, a wait for release."""
+        try:
+            for number in range(abs(until)):
+                yield number
+            if error is not None:
+                raise error
+            if until < 0:
+                await self._gate.wait()
+        except (asyncio.CancelledError, GeneratorExit):
+            self._ended.append("count")
+            raise
+
+    async def ended(self) -> list[str]:
+        """What was cancelled."""
+        return self._ended
+
+    async def run(self, function: Callable[[], object]) -> object:
+        """What a function returns, or raises."""
+        return function()
+
+    async def rank(self) -> int:
+        return int(current_rank().rank)
+
+    async def posts(self) -> int:
+        """Messages that came over the link so far."""
+        return self._posts
+
+    @concurrent_endpoint
+    async def link_post(self, messages: bytes) -> None:
+        self._posts += 1
+        self._link_end().post(messages)
+
+    async def start_child(self) -> int:
+        """A child of a child, which would outlive the process."""
+        child = await asyncio.create_subprocess_exec("sh", "-c", "sleep 600 & echo $!; wait", stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        return int(await child.stdout.readline())
+
+    async def block(self, seconds: float) -> None:
+        """Block the event loop."""
+        time.sleep(seconds)  # noqa: ASYNC251
 
     @concurrent_endpoint
     async def environment(self, name: str) -> str | None:
@@ -116,10 +176,12 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
 
 
 @contextlib.asynccontextmanager
-async def fake_service(logs: Path, *, replicas: int = 1, ranks: int = 1) -> AsyncIterator[tuple[Service, Faults]]:
+async def fake_service(
+    logs: Path, *, replicas: int = 1, ranks: int = 1, **settings: Any
+) -> AsyncIterator[tuple[Service, Faults]]:
     """A service of FakeActors, watched."""
     async with cluster(logs) as (made, faults):
-        service = Service(new_service_name(), made, faults)
+        service = Service(new_service_name(), made, faults, **settings)
         try:
             for index in range(replicas):
                 await service.watch(service.spawn(FakeActor, f"actor {index}", ranks=ranks), deadline_s=60)

@@ -1,78 +1,240 @@
-"""Actors in place of the generator's: one without an engine, and one that tells what its engine has streamed so far."""
+"""An engine that decodes without vLLM, as it is told: a real actor with GeneratorActor's interface.
+
+Its next token depends on all tokens before it, so an answer is the same whoever goes on with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 from monarch.actor import concurrent_endpoint
 
+from forge_rl.errors import WeightsError
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.services.generator import GeneratorActor
-from forge_rl.types import Chunk, Sampling, Turn
+from forge_rl.types import Chunk, Sampling
+from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
+
+FOLDER = "FORGE_RL_FAKE_ENGINES"
+"""In the environment: the folder with orders, one file for each engine, and with what engines noted."""
 
 
-class FakeEngineActor(ServiceActor):
-    """Answers with its name, and notes what it is told; one that is held does not stop before it is released."""
+def next_token(ids: Sequence[int]) -> int:
+    """What a fake engine draws; none of the special tokens."""
+    return 100 + zlib.crc32(repr(tuple(ids)).encode()) % 40000
 
-    def __init__(self, name: str, held: bool) -> None:
-        self._name = name
-        self._told: list[str] = []
-        self._gate = asyncio.Event()
-        if not held:
-            self._gate.set()
+
+def draw(prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """The answer that fake engines give, whoever of them goes on with it."""
+    ids = list(prompt_ids)
+    for _ in range(count):
+        ids.append(next_token(ids))
+    return tuple(ids[len(prompt_ids) :])
+
+
+class Orders:
+    """Tells fake engines, also those that are yet to be spawned, what to do; and says what they did."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def tell(self, engine: int, **orders: object) -> None:
+        """What an engine of this index does from now on; nothing special without orders.
+
+        Args:
+            engine: index.
+            orders: `stream` after `after` tokens: "hold", "raise", "end", or a key of GARBAGE;
+                `setup` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt` tokens with,
+                and `texts`, as vLLM's detokenizer would give them; `reads`: version that a load says it read;
+                `version`: that its tokens are said to be of.
+        """
+        part = self._folder / f"{engine}.new"
+        part.write_text(json.dumps(orders))
+        part.rename(self._folder / f"{engine}.json")
+
+    def notes(self, what: str) -> list[dict[str, Any]]:
+        """What engines noted of this kind ("stream", "load", "closed"), in order."""
+        path = self._folder / "notes"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [note for note in map(json.loads, lines) if note["what"] == what]
+
+
+@dataclass(frozen=True)
+class FakeTransport:
+    """Carries nothing."""
+
+
+class FakeStore:
+    """What Generator.load asks of a WeightStore: versions that hold nothing."""
+
+    def __init__(self) -> None:
+        self.latest = 0
+        self.leased: list[int] = []
+        self.gate = asyncio.Event()
+        """Set while leases are given."""
+        self.gate.set()
+
+    def transport(self, host: str = "") -> FakeTransport:
+        return FakeTransport()
+
+    @contextlib.asynccontextmanager
+    async def lease(self, version: int | None = None) -> AsyncIterator[Manifest]:
+        await self.gate.wait()
+        read = self.latest if version is None else version
+        self.leased.append(read)
+        entry = TensorEntry(name="w", shape=(1,), dtype="float32", bucket="", offset=0)
+        yield Manifest(version=read, tensors=(entry,), buckets=())
+
+
+class FakeEngine(ServiceActor):
+    """Does what it is told."""
+
+    def __init__(self, config: object, model: Path, seed: int, name: str) -> None:
+        self._index = int(name.rpartition(" ")[2])
+        self._folder = Path(os.environ[FOLDER])
+        self._version = -1
+        self._held: set[Literal["paused", "asleep"]] = set()
+        self._going = asyncio.Event()
+        self._going.set()
 
     @concurrent_endpoint
-    async def generate(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Turn:
-        return Turn(prompt_ids=prompt_ids, token_ids=(), logprobs=(), versions=(), text=self._name)
+    async def setup(self) -> None:
+        await self._obey("setup")
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        pass
+
+    @concurrent_endpoint
+    async def load(self, manifest: Manifest, transport: FakeTransport) -> LoadReport:
+        self._note("load", version=manifest.version, held=sorted(self._held))
+        await self._obey("load")
+        self._version = manifest.version
+        read = self._orders().get("reads", manifest.version)
+        return LoadReport(version=read, fingerprints={}, in_place=0, seconds={})
+
+    @concurrent_endpoint
+    async def serve_model(self) -> None:
+        self._version = 0
 
     @concurrent_endpoint
     async def pause(self) -> None:
-        self._told.append("pause")
-        await self._gate.wait()
+        self._hold("paused", True)
 
     @concurrent_endpoint
     async def resume(self) -> None:
-        self._told.append("resume")
+        self._hold("paused", False)
 
     @concurrent_endpoint
-    async def told(self) -> list[str]:
-        return self._told
+    async def sleep(self) -> None:
+        self._hold("asleep", True)
 
     @concurrent_endpoint
-    async def release(self) -> None:
-        self._gate.set()
+    async def wake(self) -> None:
+        self._hold("asleep", False)
 
-    @concurrent_endpoint
-    async def exit(self) -> None:
-        os._exit(3)
+    async def state(self) -> tuple[int, list[str]]:
+        """The version that it serves, and why it decodes nothing."""
+        return self._version, sorted(self._held)
+
+    async def stream(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> AsyncGenerator[Any, None]:
+        self._note("stream", shown=len(prompt_ids), seed=sampling.seed, stop=sampling.stop)
+        ids, orders = list(prompt_ids), self._orders()
+        try:
+            for count in range(sampling.max_tokens):
+                await self._going.wait()
+                misdeed = orders.get("stream") if count == orders.get("after", 0) else None
+                if misdeed == "hold":
+                    await asyncio.Event().wait()
+                if misdeed == "raise":
+                    raise RuntimeError("the engine has a bug")
+                if misdeed == "end":
+                    return
+                token, text = self._next(ids, orders)
+                ids.append(token)
+                chunk = Chunk(
+                    token_ids=(token,),
+                    logprobs=(-1.5,),
+                    versions=(orders.get("version", self._version),),
+                    text=text,
+                    finish="length" if count == sampling.max_tokens - 1 else "",
+                )
+                yield _garbage(misdeed, chunk) if misdeed else chunk
+                await asyncio.sleep(0)
+        finally:
+            self._note("closed", tokens=len(ids) - len(prompt_ids))
+
+    def _next(self, ids: list[int], orders: dict[str, Any]) -> tuple[int, str]:
+        if "say" not in orders:
+            return (token := next_token(ids)), f" {token}"
+        place = len(ids) - orders["prompt"]
+        return orders["say"][place], orders["texts"][place]
+
+    def _hold(self, why: Literal["paused", "asleep"], held: bool) -> None:
+        self._held = self._held | {why} if held else self._held - {why}
+        if self._held:
+            self._going.clear()
+        else:
+            self._going.set()
+
+    async def _obey(self, call: str) -> None:
+        order = self._orders().get(call)
+        if order == "die":
+            os._exit(1)
+        if order == "raise":
+            raise RuntimeError("the engine has a bug")
+        if order == "refuse":
+            raise WeightsError("a bucket did not come")
+        while self._orders().get(call) == "hold":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    def _orders(self) -> dict[str, Any]:
+        path = self._folder / f"{self._index}.json"
+        orders: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return orders
+
+    def _note(self, what: str, **values: object) -> None:
+        with (self._folder / "notes").open("a") as notes:
+            notes.write(json.dumps({"what": what, "engine": self._index, **values}) + "\n")
 
 
-class WatchedActor(GeneratorActor):
-    """A real engine whose streams can be looked at while they run."""
+class Unpickable:
+    """Breaks whoever unpickles it."""
 
-    _chunks: dict[int, list[Chunk]]
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("not a number",)
 
-    @concurrent_endpoint
-    async def follow(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> list[Chunk]:
-        """All chunks of an answer; until it ends they are counted under its seed."""
-        assert sampling.seed is not None
-        if not hasattr(self, "_chunks"):
-            self._chunks = {}
-        chunks = self._chunks[sampling.seed] = []
-        async for chunk in self._engine.stream(prompt_ids, sampling):
-            chunks.append(chunk)
-        return chunks
 
-    @concurrent_endpoint
-    async def counts(self) -> dict[int, int]:
-        """Tokens of each answer so far, by seed."""
-        return {seed: sum(len(c.token_ids) for c in chunks) for seed, chunks in self._chunks.items()}
+GARBAGE: dict[str, tuple[Any, str]] = {
+    "no chunk": ({"token_ids": [1]}, "a chunk is of type dict"),
+    "unpickable": (Unpickable(), "its answer cannot be unpickled"),
+    "negative id": ({"token_ids": (-1,)}, "token -1 is none of 49152"),
+    "large id": ({"token_ids": (49152,)}, "token 49152 is none of 49152"),
+    "no id": ({"token_ids": (None,)}, "does not belong there"),
+    "no ids": ({"token_ids": None}, "does not belong there"),
+    "nan": ({"logprobs": (float("nan"),)}, "a logprob is nan"),
+    "infinite": ({"logprobs": (-float("inf"),)}, "a logprob is -inf"),
+    "positive": ({"logprobs": (0.01,)}, r"a logprob is 0\.01"),
+    "more logprobs": ({"logprobs": (-1.0, -1.0)}, "1 tokens have 2 logprobs and 1 versions"),
+    "fewer versions": ({"versions": ()}, "1 tokens have 1 logprobs and 0 versions"),
+    "unknown version": ({"versions": (99,)}, "a token is of version 99"),
+    "too many tokens": (
+        {"token_ids": (5,) * 99, "logprobs": (-1.0,) * 99, "versions": (1,) * 99},
+        "tokens came where",
+    ),
+    "wrong end": ({"finish": "abort"}, "an answer ends with 'abort'"),
+    "no text": ({"text": None}, "and the text None"),
+}
+"""By name: the fields that make a chunk garbage, or what comes instead of one; and what is said of it."""
 
-    @concurrent_endpoint
-    async def left_after_closing(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> int:
-        """Requests that vLLM still has once a stream was closed after its first chunk."""
-        async with contextlib.aclosing(self._engine.stream(prompt_ids, sampling)) as chunks:
-            await anext(chunks)
-        return self._engine._llm.output_processor.get_num_unfinished_requests()
+
+def _garbage(kind: str, chunk: Chunk) -> object:
+    fields, _ = GARBAGE[kind]
+    return replace(chunk, **fields) if isinstance(fields, dict) and kind != "no chunk" else fields

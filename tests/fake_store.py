@@ -19,7 +19,8 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
-from forge_rl.services.weights import WeightStore, WeightStoreActor
+from forge_rl.services.weights import WeightStore
+from forge_rl.services.weights_actor import WeightStoreActor
 from forge_rl.weights import shared_memory
 from forge_rl.weights.boxes import Box
 from forge_rl.weights.fingerprint import Move, fingerprint

@@ -17,6 +17,7 @@ from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.errors import AttestationError, WeightsError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.services.engine_actor import GeneratorActor
 from forge_rl.services.generator import Generator
 from forge_rl.types import Sampling, Turn
 from forge_rl.weights import segment
@@ -115,13 +116,15 @@ def gaps(model: torch.nn.Module, turn: Turn) -> torch.Tensor:
 
 
 @contextlib.asynccontextmanager
-async def a_generator(folder: Path, tmp_path: Path) -> AsyncIterator[Generator]:
+async def a_generator(
+    folder: Path, tmp_path: Path, *, actor: type[GeneratorActor] = GeneratorActor
+) -> AsyncIterator[Generator]:
     (tmp_path / "logs").mkdir()
     cluster, faults = Cluster(tmp_path / "logs"), Faults()
     faults.install()
     config = Generator.Config(dtype="float32", max_model_tokens=512, kv_cache_gib=0.25)
     try:
-        generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=240)
+        generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=240, actor=actor)
         yield generator
         await generator.stop()
     finally:
@@ -207,8 +210,9 @@ async def _after_a_load_that_fails_nothing_is_served_until_one_succeeds(
         await generator.load(shelf)
     with pytest.raises(WeightsError, match="hold no weights: loading version 12 failed"):
         await generator.generate(PROMPT)
+    service = generator._service
     with pytest.raises(WeightsError, match="serves nothing: version 12 could not be loaded"):
-        await generator._service.route("generate", PROMPT, Sampling(max_tokens=8), deadline_s=60)
+        await anext(service.stream(service.replicas[0], "stream", PROMPT, Sampling(max_tokens=8), deadline_s=60))
     done, _ = await asyncio.wait(in_flight, timeout=1)
     assert not done, "an engine decoded with half of a version"
 

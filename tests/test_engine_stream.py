@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.errors import ConfigError, WeightsError
-from forge_rl.services import generator as generator_module
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling, Turn
-from tests.fake_engine import WatchedActor
 from tests.test_engine_load import PROMPT, Shelf, a_generator, change, gaps
 from tests.tiny import make_tiny_model
+from tests.watched_engine import WatchedActor
 
 DEADLINE_S = 120.0
 TOKENS = 200
@@ -66,8 +65,7 @@ async def counts_standing_still(generator: Generator, seeds: Sequence[int]) -> l
     return counts
 
 
-def test_an_engine_streams_and_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator_module, "GeneratorActor", WatchedActor)
+def test_an_engine_streams_and_pauses(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), tied=False)
     asyncio.run(_check(folder, tmp_path))
 
@@ -75,7 +73,7 @@ def test_an_engine_streams_and_pauses(tmp_path: Path, monkeypatch: pytest.Monkey
 async def _check(folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     shelf = Shelf(tmp_path / "weights")
-    async with a_generator(folder, tmp_path) as generator:
+    async with a_generator(folder, tmp_path, actor=WatchedActor) as generator:
         model = change(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
         shelf.put(model, 1, bucket_bytes=1 << 20)
         await generator.load(shelf)

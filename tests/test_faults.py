@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from forge_rl.errors import DeadlineError
-from forge_rl.runtime.faults import ENGINE_DIED, Fault, Faults, cause_of, describe_exit, exit_status
+from forge_rl.runtime.faults import ENGINE_DIED, REWARD_STUCK, Fault, Faults, cause_of, describe_exit, exit_status
 
 
 class Clock:
@@ -95,6 +95,7 @@ def test_a_child_that_runs_has_no_exit_status():
         (-9, "its process was killed by SIGKILL (by hand, or by the kernel for want of memory)"),
         (-11, "its process was ended by SIGSEGV"),
         (ENGINE_DIED, "its vLLM engine process died"),
+        (REWARD_STUCK, "its reward function did not come back within its deadline"),
     ],
 )
 def test_an_exit_status_is_described(status: int | None, said: str):
@@ -222,27 +223,47 @@ def test_the_error_of_a_phase_passes_through():
     asyncio.run(main())
 
 
-def test_the_first_fault_is_what_is_waited_for_and_echoes_are_dropped():
+def test_the_first_fatal_fault_is_what_is_waited_for():
     async def main() -> None:
-        faults = Faults()
+        clock = Clock()
+        faults = Faults(clock, phase=lambda: "rollout")
         waiter = asyncio.create_task(faults.wait())
-        await asyncio.sleep(0)
+        faults.record("generator", 1, "killed", fatal=False)
+        await asyncio.sleep(0.01)
         assert not waiter.done()
-        faults.record("generator", 1, "killed")
-        faults.record("generator", 1, "an echo")
-        faults.record("trainer", 0, "too")
+        assert faults.fatal is None
+        clock.now += 3
+        fatal = faults.record("trainer", 0, "stuck")
+        faults.record("weights", 0, "too")
         error = await waiter
-        assert (error.service, error.replica, error.message) == ("generator", 1, "killed")
-        assert faults.seen == [
-            Fault(service="generator", replica=1, cause="killed"),
-            Fault(service="trainer", replica=0, cause="too"),
+        assert (error.service, error.replica, error.message, error.phase) == ("trainer", 0, "stuck", "rollout")
+        assert faults.fatal is fatal
+        assert faults.seen[:2] == [
+            Fault(service="generator", replica=1, cause="killed", phase="rollout", at_s=100.0, fatal=False),
+            Fault(service="trainer", replica=0, cause="stuck", phase="rollout", at_s=103.0, fatal=True),
         ]
 
     asyncio.run(main())
 
 
+def test_listeners_hear_of_faults_and_of_recoveries():
+    clock = Clock()
+    faults = Faults(clock)
+    heard: list[tuple[int | None, float | None]] = []
+    faults.listeners.append(lambda fault: heard.append((fault.replica, fault.recovered_s)))
+    first = faults.record("generator", 1, "killed", fatal=False)
+    clock.now += 2
+    faults.record("generator", 0, "killed", fatal=False)
+    clock.now += 5
+    faults.recovered(first)
+    assert heard == [(1, None), (0, None), (1, 7.0)]
+    assert [fault.recovered_s for fault in faults.seen] == [7.0, None]
+
+
 def test_what_ends_while_closing_is_no_fault():
     faults = Faults()
+    faults.listeners.append(lambda fault: pytest.fail(f"told of {fault}"))
     faults.closing = True
-    faults.record("generator", 0, "killed")
+    faults.recovered(faults.record("generator", 0, "killed"))
     assert faults.seen == []
+    assert faults.fatal is None

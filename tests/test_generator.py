@@ -10,11 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import AttestationError, ConfigError, DeadlineError, ServiceError, WeightsError
+from forge_rl.errors import AttestationError, ConfigError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Service
 from forge_rl.services.generator import Generator
 from forge_rl.services.weights import WeightStore
 from forge_rl.types import Sampling, Turn
@@ -23,8 +21,6 @@ from forge_rl.weights.boxes import Box
 from forge_rl.weights.manifest import Manifest, TensorEntry, TensorSpec
 from forge_rl.weights.segment import writable
 from forge_rl.weights.transport import LocalShard
-from tests.fake_actors import cluster, new_service_name
-from tests.fake_engine import FakeEngineActor
 from tests.tiny import make_tiny_model
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
@@ -100,55 +96,6 @@ async def _check_engine(folder: Path, tmp_path: Path) -> None:
     finally:
         faults.closing = True
         await cluster.close()
-
-
-def test_requests_go_to_the_engine_that_is_named_and_pauses_to_all_that_live(tmp_path: Path) -> None:
-    asyncio.run(_check_engines(tmp_path))
-
-
-async def _check_engines(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as (made, faults):
-        service = Service(new_service_name(), made, faults)
-        for index in range(3):
-            replica = service.spawn(FakeEngineActor, f"engine {index}", index == 0)
-            await service.watch(replica, deadline_s=120)
-        tokenizer = Tokenizer(bundled_model(default_cache()))
-        generator = Generator(Generator.Config(replicas=3, max_requests=5), service, tokenizer)
-        generator.version = 1
-
-        async def told(index: int) -> list[str]:
-            answer: list[str] = await service.call(service.replicas[index], "told", deadline_s=120)
-            return answer
-
-        assert generator.engines() == {0: 5, 1: 5, 2: 5}
-        for index in (2, 0, 1, 1):
-            assert (await generator.generate(PROMPT, engine=index)).text == f"engine {index}"
-        assert (await generator.generate(PROMPT)).text == "engine 0", "by default the least loaded one"
-        with pytest.raises(ServiceError, match="there is no engine 3"):
-            await generator.generate(PROMPT, engine=3)
-
-        pause = asyncio.create_task(generator.pause())
-        async with asyncio.timeout(120):
-            while not (await told(1) and await told(2)):  # engine 0, which does not stop, is not waited for
-                pass
-        assert not pause.done()
-        assert (await generator.generate(PROMPT)).text == "engine 1", "engine 0 is at work on its pause"
-        generator._pause_deadline_s = 0.2
-        with pytest.raises(DeadlineError, match="replica 0, call pause: no answer"):
-            await generator.pause()
-        await service.call(service.replicas[0], "release", deadline_s=120)
-        await pause
-
-        generator._pause_deadline_s = 120.0
-        with pytest.raises(ServiceError):
-            await service.call(service.replicas[1], "exit", deadline_s=120)
-        assert generator.engines() == {0: 5, 2: 5}
-        with pytest.raises(ServiceError, match="exited with status 3"):
-            await generator.generate(PROMPT, engine=1)
-        await generator.resume()
-        assert (await told(0))[-1] == (await told(2))[-1] == "resume"
-        faults.closing = True
-        await service.stop()
 
 
 def test_attestation_names_the_tensors_that_differ() -> None:

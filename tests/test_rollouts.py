@@ -2,144 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
 
 import pytest
 
 from forge_rl.data.mixture import Mixture
-from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.protocol import Step
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import DeadlineError, ReplicaError, ServiceError, TaskError
+from forge_rl.errors import DeadlineError, ServiceError, TaskError
 from forge_rl.pipeline.plans import ScheduleConfig
-from forge_rl.pipeline.rollouts import Rollouts, Shape
-from forge_rl.types import Message, Outcome, Sampling, Task, Turn
-
-
-class CountingSource:
-    """Tasks 0, 1, 2, …"""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        self.drawn = 0
-
-    def draw(self) -> Task:
-        self.drawn += 1
-        return Task(id=str(self.drawn), source=self.name, messages=({"role": "user", "content": str(self.drawn)},))
-
-    def held_out(self, tasks: int) -> tuple[Task, ...]:
-        return ()
-
-    def state(self) -> dict[str, object]:
-        return {"drawn": self.drawn}
-
-    def restore(self, state: dict[str, object]) -> None:
-        self.drawn = int(str(state["drawn"]))
-
-
-class Letters:
-    """A tokenizer of one token a letter."""
-
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return tuple(ord(letter) for message in messages for letter in message["content"])
-
-    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        return (*ids, *self.render(messages))
-
-
-class StagedGenerator:
-    """Answers with its seed, so that every episode differs."""
-
-    sampling = Sampling(max_tokens=4)
-
-    version = 0
-
-    def __init__(self, *, truncated: bool = False) -> None:
-        self.seen: list[tuple[tuple[int, ...], Sampling]] = []
-        self.truncated = truncated
-
-    def engines(self) -> dict[int, int]:
-        return {0: 8, 1: 8}
-
-    async def pause(self) -> None:
-        """Nothing is in flight."""
-
-    async def resume(self) -> None:
-        """Nothing is in flight."""
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int) -> Turn:
-        self.seen.append((tuple(prompt_ids), sampling))
-        text = str(sampling.seed)
-        ids = tuple(ord(letter) for letter in text)
-        return Turn(
-            prompt_ids=tuple(prompt_ids),
-            token_ids=ids,
-            logprobs=(-1.0,) * len(ids),
-            versions=(0,) * len(ids),
-            text=text,
-            truncated=self.truncated,
-        )
-
-
-class TwoTurns:
-    """Asks twice, and rewards by itself."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.turns = 0
-
-    async def reset(self) -> Observation:
-        return Observation(messages=self.task.messages)
-
-    async def step(self, answer: str) -> Step:
-        self.turns += 1
-        if self.turns == 1:
-            return Step(messages=({"role": "user", "content": "again"},), done=False)
-        return Step(done=True, reward=0.75)
-
-
-class StagedEnvironment:
-    def __init__(self, factory: type) -> None:
-        self.factory = factory
-        self.closed = 0
-
-    async def open(self, task: Task) -> tuple[object, Observation]:
-        env = self.factory(task)
-        owner = self
-
-        class World:
-            async def step(self, answer: str) -> Step:
-                step: Step = await env.step(answer)
-                return step
-
-            async def close(self) -> None:
-                owner.closed += 1
-
-        return World(), await env.reset()
-
-
-class StagedReward:
-    def __init__(self, score: object) -> None:
-        self.score_of = score
-
-    async def score(self, task: Task, text: str) -> float:
-        return self.score_of(task, text)  # type: ignore[operator, no-any-return]
-
-
-def rollouts(**changes: object) -> Rollouts:
-    parts: dict[str, object] = {
-        "mixture": Mixture({"counting": CountingSource()}),
-        "shape": Shape(groups=3, episodes=4),
-        "schedule": ScheduleConfig(max_lag=0),
-        "tokenizer": Letters(),
-        "generator": StagedGenerator(),
-        "environment": StagedEnvironment(SingleTurn),
-        "reward": StagedReward(lambda task, text: float(len(text) % 2 + int(text) % 7)),
-        "seed": 0,
-        "version": lambda: 5,
-        "warn": lambda text: None,
-    }
-    return Rollouts(**(parts | changes))  # type: ignore[arg-type]
+from forge_rl.types import Outcome, Sampling, Task
+from tests.staged_rollouts import CountingSource, StagedEnvironment, StagedGenerator, StagedReward, TwoTurns, rollouts
 
 
 def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
@@ -176,7 +48,7 @@ def test_a_restored_state_goes_on_with_the_same_batches() -> None:
         generator.version = 1
         expected = await whole.next_batch()
         restored = rollouts(generator=generator)
-        restored.restore(state)
+        await restored.restore(state)
         batch = await restored.next_batch()
         assert [group.task.id for group in batch.groups] == ["4", "5", "6"]
         assert batch.rewards.tolist() == expected.rewards.tolist()
@@ -262,14 +134,6 @@ def test_what_fails_again_and_again_is_replaced_and_a_source_that_only_fails_is_
     made = rollouts(reward=StagedReward(fail), schedule=ScheduleConfig(max_lag=0, most_replaced=5))
     with pytest.raises(TaskError, match=r"counting gave 5 groups in a row.*judge_error: reward replica 0: ValueError"):
         asyncio.run(made.next_batch())
-
-
-def test_the_death_of_a_process_is_raised_as_itself() -> None:
-    def fail(task: Task, text: str) -> float:
-        raise ReplicaError("gone", service="reward", replica=0)
-
-    with pytest.raises(ReplicaError, match="reward replica 0: gone"):
-        asyncio.run(rollouts(reward=StagedReward(fail)).next_batch())
 
 
 def test_a_world_that_raises_and_a_model_that_breaks_its_protocol_are_told_apart() -> None:

@@ -48,7 +48,9 @@ class Schedule(RuleBasedStateMachine):
         self.store, self.actor = self.run(open_local(self.shm, keep_versions=KEEP))
         self.values: dict[int, dict[str, int]] = {}
         """By version that was committed, what its tensors say."""
-        self.leases: list[tuple[contextlib.AbstractAsyncContextManager[Manifest], int]] = []
+        self.leases: list[tuple[contextlib.AbstractAsyncContextManager[Manifest], Manifest]] = []
+        self.forgotten: list[tuple[contextlib.AbstractAsyncContextManager[Manifest], Manifest, dict[str, int]]] = []
+        """Leases on versions that the run went back behind, with what their tensors say."""
 
     def run(self, work: Awaitable[T]) -> T:
         async def bounded() -> T:
@@ -160,13 +162,35 @@ class Schedule(RuleBasedStateMachine):
     def lease(self, data: st.DataObject) -> None:
         version = data.draw(st.sampled_from(sorted(self.actor._index._versions)))
         context = self.store.lease(version)
-        assert self.run(context.__aenter__()).version == version
-        self.leases.append((context, version))
+        manifest = self.run(context.__aenter__())
+        assert manifest.version == version
+        self.leases.append((context, manifest))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         context, _ = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.run(context.__aexit__(None, None, None))
+
+    @precondition(lambda self: self.values)
+    @rule(steps=st.integers(0, 3))
+    def go_back(self, steps: int) -> None:
+        version = max(0, self.next - 1 - steps)
+        self.run(self.store.go_back(version))
+        for context, manifest in list(self.leases):
+            if manifest.version > version:
+                self.leases.remove((context, manifest))
+                self.forgotten.append((context, manifest, self.values[manifest.version]))
+        kept = self.actor._index._versions
+        assert set(kept) == {held for held in self.values if held <= version and held in kept}
+        self.values = {held: values for held, values in self.values.items() if held in kept}
+        self.next = version + 1
+
+    @precondition(lambda self: self.forgotten)
+    @rule()
+    def a_reader_of_a_forgotten_version_ends(self) -> None:
+        context, manifest, values = self.forgotten.pop(0)
+        assert self.run(read(self.store.transport(), manifest)) == values
         self.run(context.__aexit__(None, None, None))
 
     @precondition(lambda self: self.values)
@@ -183,6 +207,10 @@ class Schedule(RuleBasedStateMachine):
             reader.kill()
             reader.wait()
         self.run(self.until_released("of the dead"))
+
+    def end_leases(self) -> None:
+        for context, *_ in (*self.leases, *self.forgotten):
+            self.run(context.__aexit__(None, None, None))
 
     async def until_released(self, lease: str) -> None:
         while lease in self.actor._leases:  # noqa: ASYNC110
@@ -206,8 +234,7 @@ class Schedule(RuleBasedStateMachine):
         held = sum(path.stat().st_size for path in volume.folder.iterdir())
         kept = [(memory, content) for memory, content in self.mapped if bytes(memory.numpy()) == content]
         os.close(volume._lock)  # as the kernel does
-        for context, _ in self.leases:
-            self.run(context.__aexit__(None, None, None))
+        self.end_leases()
         self.open()
         assert self.actor.volume.reclaimed == held
         assert not volume.folder.exists()
@@ -224,7 +251,7 @@ class Schedule(RuleBasedStateMachine):
     @invariant()
     def what_is_held_follows_the_rules(self) -> None:
         index = self.actor._index
-        leased = {version for _, version in self.leases}
+        leased = {manifest.version for _, manifest in self.leases}
         unleased = set(index._versions) - leased
         assert leased <= set(index._versions)
         assert self.latest is None or self.latest in index._versions
@@ -233,7 +260,8 @@ class Schedule(RuleBasedStateMachine):
     @invariant()
     def no_segment_is_leaked(self) -> None:
         volume, index = self.actor.volume, self.actor._index
-        needed = {key for manifest in index._versions.values() for key in manifest.keys}
+        read = [manifest for _, manifest, _ in self.forgotten]
+        needed = {key for manifest in (*index._versions.values(), *read) for key in manifest.keys}
         held = set(volume._used)
         assert needed <= held
         assert held - needed <= set(self.actor._unneeded)
@@ -245,8 +273,7 @@ class Schedule(RuleBasedStateMachine):
     def teardown(self) -> None:
         for straggler in self.stragglers:
             straggler.kill()
-        for context, _ in self.leases:
-            self.run(context.__aexit__(None, None, None))
+        self.end_leases()
         self.run(self.store.stop())
         left = list(self.shm.iterdir())
         shutil.rmtree(self.shm)

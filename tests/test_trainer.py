@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError
 from forge_rl.services.trainer import Trainer
+from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weights import WeightStore
 from forge_rl.weights.boxes import Box
 from forge_rl.weights.manifest import Manifest
@@ -82,6 +86,55 @@ def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):
             assert trainer.busy_s > 0
 
     asyncio.run(run())
+
+
+def test_on_a_cpu_nothing_leaves_and_the_trainer_goes_on(tmp_path: Path):
+    make_model(tmp_path / "hf")
+
+    async def run() -> None:
+        async with open_trainer(tmp_path) as (trainer, store):
+            assert await trainer.offload() == 0
+            await trainer.publish(store, dtype="float32")
+            _, before = await read(store)
+            assert await trainer.offload() == 0
+            await trainer.step(packed(random_batch(0, vocab=43), ranks=RANKS, row_tokens=256), ClippedSurrogate())
+            assert await trainer.onload() == 0
+            assert await trainer.publish(store, dtype="float32") == 1
+            _, after = await read(store)
+            assert any(not torch.equal(after[name], before[name]) for name in before)
+
+    asyncio.run(run())
+
+
+@dataclass
+class Counting:
+    """An engine that holds so many bytes."""
+
+    held: int
+    away: int = 0
+
+    def offload(self) -> int:
+        self.held, self.away = 0, self.held
+        return self.away
+
+    def onload(self) -> int:
+        moved, self.away = self.away, 0
+        self.held += moved
+        return moved
+
+
+@pytest.mark.parametrize(("device", "moved"), [("cuda", 7), ("cpu", 0)])
+def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forge_rl.services.trainer_actor.device_type", lambda: device)
+    actor = TrainerActor(Trainer.Config(), Path(), False)
+    actor._engine = Counting(held=7)  # type: ignore[assignment]
+
+    async def call(name: str) -> int:
+        body: Any = inspect.unwrap(getattr(TrainerActor, name)._method)
+        return await body(actor)
+
+    assert asyncio.run(call("offload")) == moved
+    assert asyncio.run(call("onload")) == moved
 
 
 def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):

@@ -65,11 +65,12 @@ async def train(run: Run[RunConfig]) -> None:
     if not run.scores:
         await run.evaluate()
     while run.step < run.config.steps:
-        await step(run)
-        if run.due(run.config.eval_every):
-            await run.evaluate()
-        if run.due(run.config.checkpoint_every):
-            await run.checkpoint()
+        async with run.recovering():
+            await step(run)
+            if run.due(run.config.eval_every):
+                await run.evaluate()
+            if run.due(run.config.checkpoint_every):
+                await run.checkpoint()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,11 @@ class Step:
 
 
 class Env(Protocol):
-    """One episode's world: `reset` once, then `step` until it is done; never used again."""
+    """One episode's world: `reset` once, then `step` until it is done; never used again.
+
+    If it has a method `close`, plain or async, that is called in the end, however the episode ends. What blocks for
+    long must run in a thread: other worlds share the process.
+    """
 
     async def reset(self) -> Observation:
         """Begin the episode."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -12,10 +13,11 @@ from forge_rl.checkpoint import Checkpoint, Checkpoints
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.packing import Packed
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import CheckpointError
-from forge_rl.metrics import PhaseClock, RunLog
+from forge_rl.errors import CheckpointError, ReplicaError
+from forge_rl.metrics import Histogram, Metric, PhaseClock, RunLog, lag_histogram
 from forge_rl.pipeline.config import RunConfig
 from forge_rl.pipeline.rollouts import Rollouts
+from forge_rl.pipeline.watch import Watch
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
@@ -34,7 +36,7 @@ C = TypeVar("C", bound=RunConfig)
 class Run(Generic[C]):
     """What a recipe works with. Made by `start`."""
 
-    def __init__(self, config: C, folder: Path, clock: PhaseClock, faults: Faults, log: RunLog) -> None:
+    def __init__(self, config: C, folder: Path, clock: PhaseClock, faults: Faults, log: RunLog, watch: Watch) -> None:
         self.config = config
         self.folder = folder
         self.last_batch: Batch | None = None
@@ -55,11 +57,13 @@ class Run(Generic[C]):
         self._clock = clock
         self._faults = faults
         self._log = log
+        self._watch = watch
         self._began = time.monotonic()
         self._model: Path
         self._checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
         self._resume_state: dict[str, object] = {}
         self._resume_step = 0
+        self._first_rollouts: dict[str, object] = {}
         self._saved_step: int | None = None
         self._close: Callable[[], Awaitable[object]] | None = None
 
@@ -80,12 +84,17 @@ class Run(Generic[C]):
         Raises:
             DeadlineError: it takes longer than phase_deadline_s.
         """
+        decodes = name in ("rollout", "evaluate")
+        if decodes and not self.config.schedule.decodes_while_training:
+            self.generator.take_busy_s()  # requests that were paused are no work
         with self._clock.phase(name), self._faults.deadline(name, self.config.phase_deadline_s):
             yield
+        if decodes:
+            self._count_busy(name)
 
     def log(
         self, stats: Mapping[str, float], batch: Batch | None = None, packed: Packed | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Metric]:
         """End a step: its metrics go to the display and to every sink.
 
         Args:
@@ -96,10 +105,11 @@ class Run(Generic[C]):
         Returns:
             All metrics of the step.
         """
-        values = dict(stats)
+        values: dict[str, Metric] = dict(stats)
         if batch is not None:
             self.last_batch = batch
             values |= batch_stats(batch)
+            values["lag/hist"] = Histogram(lag_histogram(batch))
             self._clock.tokens("rollout", sum(episode.response_tokens for episode in batch.episodes))
         if packed is not None:
             values |= {
@@ -109,17 +119,57 @@ class Run(Generic[C]):
             }
             self._clock.tokens("train", packed.sequence_tokens)
         values |= self.rollouts.metrics()
+        values |= self._watch.take()
         values |= self._finish_step()
-        bound = _GAP_BOUND[self.generator.dtype]
-        if values.get("logprob_gap", 0.0) > bound:
+        bound, gap = _GAP_BOUND[self.generator.dtype], stats.get("logprob_gap", 0.0)
+        if gap > bound:
             self._log.event(
-                f"step {self.step}: trainer's and engines' logprobs differ by {values['logprob_gap']:.2g} on average, "
+                f"step {self.step}: trainer's and engines' logprobs differ by {gap:.2g} on average, "
                 f"more than {bound:g}",
                 "warning",
             )
         self._log.log(self.step, values, batch)
         self._note_progress()
         return values
+
+    @contextlib.asynccontextmanager
+    async def recovering(self) -> AsyncIterator[None]:
+        """If the trainer dies in the body, the rest of it is left out and the run is where its last checkpoint is.
+
+        The recipe's loop then goes on from there; at most trainer.max_restarts times.
+
+        Raises:
+            ServiceError: the trainer died once too often.
+        """
+        if not self.trainer.alive:
+            await self._recover()
+        task = asyncio.current_task()
+        assert task is not None
+        died = False
+
+        async def wait() -> None:
+            nonlocal died
+            await self.trainer.death()
+            await asyncio.sleep(0.5)  # a call in flight fails by itself
+            if self.trainer.restarts_left:  # else the run ends with it
+                died = True
+                task.cancel()
+
+        waiting = asyncio.ensure_future(wait())
+        try:
+            yield
+        except ReplicaError as error:
+            if error.service != "trainer" or died:
+                raise
+        except asyncio.CancelledError:
+            if not died:
+                raise
+            task.uncancel()
+        else:
+            return  # of a death after the body the next one hears
+        finally:
+            waiting.cancel()
+        await self._recover()
 
     def due(self, every: int) -> bool:
         """Whether something that is done every so many steps, and after the last one, is due now."""
@@ -171,9 +221,17 @@ class Run(Generic[C]):
     def _finish_step(self) -> dict[str, float]:
         self._clock.busy("trainer", self.trainer.busy_s)
         self.trainer.busy_s = 0.0
-        for index, seconds in enumerate(self.generator.take_busy_s()):
-            self._clock.busy(f"generator/{index}", seconds)
+        self._count_busy("")
         return self._clock.finish_step()
+
+    def _count_busy(self, phase: str) -> None:
+        """Count what the engines did since this was last asked, for the step and for the phase."""
+        paused = phase == "" and not self.config.schedule.decodes_while_training
+        for index, seconds in enumerate(self.generator.take_busy_s()):
+            if not paused:
+                self._clock.busy(f"generator/{index}", seconds)
+            if phase:
+                self._clock.busy(f"generator/{index}", seconds, phase=phase)
 
     def _note_progress(self) -> None:
         """What a checkpoint of the current step must hold of the controller."""
@@ -196,10 +254,17 @@ class Run(Generic[C]):
             await self.trainer.save(folder, model=self._model)
         self._saved_step = self.step
 
-    def _restore(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is None:
-            self._note_progress()
-            return
+    async def _restore(self, checkpoint: Checkpoint | None) -> None:
+        """Go on from a checkpoint of an earlier sitting."""
+        if checkpoint is not None:
+            rollouts, self.scores, self.seconds_before = self._state_in(checkpoint)
+            await self.rollouts.restore(rollouts)
+            self._saved_step = checkpoint.step
+        self._first_rollouts = self.rollouts.state()
+        self._note_progress()
+
+    def _state_in(self, checkpoint: Checkpoint) -> tuple[dict[str, object], dict[int, float], float]:
+        """The state of the rollouts, the scores, and the seconds that the run had taken."""
         state = checkpoint.controller_state()
         rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
         if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
@@ -212,10 +277,34 @@ class Run(Generic[C]):
                 f"{checkpoint.folder} holds the training state of step {self.step}",
                 mend=f"delete {checkpoint.folder} to continue from the checkpoint before it",
             )
-        self.rollouts.restore(rollouts)
-        self.scores = {int(step): float(score) for step, score in scores.items()}
-        self.seconds_before = float(seconds)
+        return rollouts, {int(step): float(score) for step, score in scores.items()}, float(seconds)
+
+    async def _recover(self) -> None:
+        """Restart the trainer from the last checkpoint, and take everything else back to there."""
+        with self.phase("recover"):
+            while True:
+                checkpoint = self._checkpoints.latest()
+                try:
+                    await self.trainer.restart(checkpoint.training.resolve() if checkpoint else None)
+                    await self._go_back(checkpoint)
+                except ReplicaError as error:  # it died again; where no restart is left, another error is raised
+                    if error.service != "trainer":
+                        raise
+                else:
+                    return
+
+    async def _go_back(self, checkpoint: Checkpoint | None) -> None:
+        rollouts = self._state_in(checkpoint)[0] if checkpoint else self._first_rollouts
+        await self.rollouts.restore(rollouts)
+        await self.weights.go_back(self.step)
+        if await self.weights.latest() != self.step:  # else it is kept, and holds the same weights
+            await self.trainer.publish(self.weights, dtype=self.generator.dtype)
+        await self.generator.load(self.weights, self.step)
+        self.scores = {step: score for step, score in self.scores.items() if step <= self.step}
+        self._saved_step = checkpoint.step if checkpoint else None
+        self._log.go_back(self.step)
         self._note_progress()
+        self._log.event(f"the trainer was restarted; the run goes on from step {self.step}", "warning")
 
 
 def batch_stats(batch: Batch) -> dict[str, float]:

@@ -132,7 +132,7 @@ class Schedule:
         if not plan.ticket:  # a later turn keeps its place before those that began later
             self._tickets += 1
             plan.ticket = self._tickets
-        rank = EVALUATION + 0.5 if plan.interrupted else plan.group.batch
+        rank = min(plan.group.batch, EVALUATION + 0.5) if plan.interrupted else plan.group.batch
         heapq.heappush(self._waiting, (rank, plan.ticket, plan))
 
     def leaves(self, plan: EpisodePlan, *, interrupted: bool = False) -> None:
@@ -274,9 +274,9 @@ class Schedule:
         shown = ", ".join(f"{states[state]} {words.get(state, state)}" for state in sorted(states))
         return f"batch {self.next} lacks {sum(states.values())} episodes" + (f": {shown}" if shown else "")
 
-    def oldest(self) -> int:
-        """Number of the oldest batch for which a group was planned that is not delivered; the next one if none is."""
-        return min((g.place[0] for batch in self._batches.values() for g in batch.groups), default=self.next)
+    def since(self) -> int:
+        """The oldest version that a group under way, or waiting for its batch, may have tokens of."""
+        return min((group.since for group in self.planned() if group.since is not None), default=self.version)
 
     def planned(self) -> Iterator[GroupPlan]:
         """All groups that are not delivered."""

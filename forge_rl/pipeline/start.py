@@ -31,10 +31,12 @@ from forge_rl.metrics import (
     TensorBoardSink,
     WandbSink,
 )
+from forge_rl.pipeline.attempts import Attempts
 from forge_rl.pipeline.config import RunConfig
 from forge_rl.pipeline.folder import as_json, check_space, choose_folder, prepare_folder
 from forge_rl.pipeline.rollouts import Rollouts, Shape
 from forge_rl.pipeline.run import Run
+from forge_rl.pipeline.watch import Watch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
@@ -91,7 +93,8 @@ def start(
 
 @contextlib.asynccontextmanager
 async def _start(config: C, recipe: str, reward: RewardFunction, environment: EnvFactory) -> AsyncIterator[Run[C]]:
-    clock, faults = PhaseClock(), Faults()
+    clock = PhaseClock()
+    faults = Faults(phase=lambda: clock.current)
     folder = choose_folder(config, recipe, config.out)
     specs = [parse_source(text) for text in config.tasks]
     sources = make_sources(
@@ -102,7 +105,9 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
     lock = prepare_folder(folder, config)
     display = Display(config.display, phase_clock=clock)
     log = RunLog(display, *_sinks(config, folder), episodes=EpisodeSink(folder / "episodes.jsonl"))
-    run = Run(config, folder, clock, faults, log)
+    watch = Watch(folder, display, log, clock, faults)
+    run = Run(config, folder, clock, faults, log, watch)
+    watching: asyncio.Task[None] | None = None
     checkpoint = run._checkpoints.latest()
     cluster = Cluster((folder / "logs").resolve())
     try:
@@ -117,6 +122,7 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
             )
         )
         faults.install()
+        watching = asyncio.ensure_future(watch.run())
         model = await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)
         run._model = model.resolve()
         if config.checkpoint_every:
@@ -131,15 +137,14 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
             schedule=config.schedule,
             tokenizer=run.tokenizer,
             generator=run.generator,
-            environment=run.environment,
-            reward=run.reward,
+            attempt=Attempts(run.tokenizer, run.environment, run.reward),
             seed=config.seed,
             version=lambda: run.trainer.version,
             warn=lambda text: log.event(text, "warning"),
         )
-        run._restore(checkpoint)
+        watch.rollouts(run.rollouts.status, run.rollouts.waiting_for)
+        await run._restore(checkpoint)
         if checkpoint is not None:
-            run._saved_step = checkpoint.step
             log.event(f"continued from {checkpoint.folder}")
         if held_out and len(held_out) < config.held_out_tasks:
             log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
@@ -150,17 +155,20 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
         if run.step >= config.steps:
             _summarise(run, display)
     except asyncio.CancelledError:
-        if not faults.seen:
+        if faults.fatal is None:
             log.event("stopping: a second Ctrl-C stops at once, without saving")
             await _save_interrupted(run)
         raise
     finally:
         faults.closing = True
+        if watching is not None:
+            watching.cancel()
         try:
             if hasattr(run, "rollouts"):
                 await run.rollouts.close()
             await _stop_services(run, cluster)
         finally:
+            watch.close()
             log.close()
             os.close(lock)
 
@@ -279,15 +287,14 @@ def _stop_on_fault(run: Run[C]) -> Iterator[None]:
     assert main is not None
     error: ForgeError | None = None
 
-    async def watch() -> None:
+    async def wait() -> None:
         nonlocal error
         found = await run._faults.wait()
-        found.phase = run._clock.current
         await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
         error = found
         main.cancel()
 
-    watching = asyncio.ensure_future(watch())
+    watching = asyncio.ensure_future(wait())
     try:
         yield
     except asyncio.CancelledError:
@@ -301,7 +308,7 @@ def _stop_on_fault(run: Run[C]) -> Iterator[None]:
 
 async def _save_interrupted(run: Run[C]) -> None:
     """Keep what was trained since the last checkpoint."""
-    if not hasattr(run, "rollouts") or run.config.checkpoint_every == 0:
+    if not hasattr(run, "rollouts") or run.config.checkpoint_every == 0 or not run.trainer.alive:
         return
     if await run.trainer.settle() != run._saved_step and run.step > 0:
         await run._save()
@@ -319,18 +326,27 @@ async def _stop_services(run: Run[C], cluster: Cluster) -> None:
 def _summarise(run: Run[C], display: Display) -> None:
     scores = run.scores
     checkpoint = run._checkpoints.latest()
+    recoveries = run._watch.recoveries()
     summary = {
         "score_before": scores[min(scores)] if scores else None,
         "score_after": scores[max(scores)] if scores else None,
         "steps": run.step,
         "seconds": round(run.seconds, 1),
-        "faults": len(run._faults.seen),
+        "faults": [recovery.as_json() for recovery in recoveries],
     }
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    places = {"run folder": run.folder, "metrics": run.folder / "metrics.jsonl"}
+    places = {
+        "run folder": run.folder,
+        "metrics": run.folder / "metrics.jsonl",
+        "timeline": f"{run.folder / 'trace.json'} (open it in ui.perfetto.dev)",
+    }
     if checkpoint is not None:
         places["model"] = checkpoint.model
-    display.summary(places=places, commands={"curves": f"tensorboard --logdir {run.folder / 'tensorboard'}"})
+    display.summary(
+        places=places,
+        commands={"curves": f"tensorboard --logdir {run.folder / 'tensorboard'}"},
+        faults=recoveries,
+    )
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, object]:

@@ -29,13 +29,22 @@ class Call:
     since: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Fault:
     """Something that failed, for the log and the summary."""
 
     service: str
     replica: int | None
+    """None where the whole service failed."""
     cause: str
+    phase: str = ""
+    """That the controller was in."""
+    at_s: float = 0.0
+    """When, on the monotonic clock."""
+    fatal: bool = True
+    """Whether the run cannot go on."""
+    recovered_s: float | None = None
+    """Seconds until the replica served again; None while it does not."""
 
 
 class Faults:
@@ -43,16 +52,24 @@ class Faults:
 
     Args:
         clock: monotonic seconds.
+        phase: name of the phase that the controller is in.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, phase: Callable[[], str] = lambda: "") -> None:
         self._clock = clock
+        self._phase = phase
         self._calls: dict[int, Call] = {}
         self._next = 0
-        self._meshes: dict[str, tuple[str, int]] = {}
+        self._meshes: dict[str, Callable[[str], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed: asyncio.Event = asyncio.Event()
         self.seen: list[Fault] = []
+        """All faults, the oldest first."""
+        self.listeners: list[Callable[[Fault], None]] = []
+        """Called with each fault when it is recorded, and when it has been recovered from."""
+        self.on_span: Callable[[str, str, float, float, bool], None] | None = None
+        """Told what a replica did when it is over: its lane, such as "generator/0", what it was, begin and end on the
+        monotonic clock, and whether others of its kind may overlap with it."""
         self.closing = False
         """While services stop on purpose, a process that ends is no fault."""
 
@@ -63,9 +80,9 @@ class Faults:
         self._loop = asyncio.get_running_loop()
         monarch.actor.unhandled_fault_hook = self._on_mesh_failure
 
-    def name_mesh(self, actor_name: str, service: str, replica: int) -> None:
-        """Say which replica the actors of this name belong to."""
-        self._meshes[actor_name] = (service, replica)
+    def on_failure(self, actor_name: str, action: Callable[[str], None]) -> None:
+        """Run an action in the loop, with the cause, when Monarch says that an actor of this name failed."""
+        self._meshes[actor_name] = action
 
     @contextlib.contextmanager
     def calling(self, service: str, replica: int | None, method: str) -> Iterator[None]:
@@ -81,7 +98,7 @@ class Faults:
         """The call that has been in flight for longest, and how many are; None if none is."""
         if not self._calls:
             return None
-        return min(self._calls.values(), key=lambda call: call.since), len(self._calls)
+        return next(iter(self._calls.values())), len(self._calls)
 
     @contextlib.contextmanager
     def deadline(self, phase: str, seconds: float) -> Iterator[None]:
@@ -127,31 +144,55 @@ class Faults:
             mend="see the replica's log; raise --phase-deadline-s if the work really takes longer",
         )
 
-    async def wait(self) -> ServiceError:
-        """Wait for the first fault of a process."""
-        await self._failed.wait()
-        fault = self.seen[0]
-        return ServiceError(fault.cause, service=fault.service, replica=fault.replica)
+    @property
+    def fatal(self) -> Fault | None:
+        """The first fault that the run cannot go on after."""
+        return next((fault for fault in self.seen if fault.fatal), None)
 
-    def record(self, service: str, replica: int | None, cause: str) -> None:
-        """Note a fault; the same replica's further ones are echoes of the first."""
-        if self.closing or any((fault.service, fault.replica) == (service, replica) for fault in self.seen):
-            return
-        self.seen.append(Fault(service=service, replica=replica, cause=cause))
-        self._failed.set()
+    async def wait(self) -> ServiceError:
+        """Wait for the first fatal fault."""
+        await self._failed.wait()
+        fault = self.fatal
+        assert fault is not None
+        error = ServiceError(fault.cause, service=fault.service, replica=fault.replica)
+        error.phase = fault.phase
+        return error
+
+    def record(self, service: str, replica: int | None, cause: str, *, fatal: bool = True) -> Fault:
+        """Note a fault; while services stop on purpose it is not kept."""
+        fault = Fault(
+            service=service, replica=replica, cause=cause, phase=self._phase(), at_s=self._clock(), fatal=fatal
+        )
+        if not self.closing:
+            self.seen.append(fault)
+            if fatal:
+                self._failed.set()
+            self._tell(fault)
+        return fault
+
+    def recovered(self, fault: Fault) -> None:
+        """Note that what failed is at full strength again."""
+        fault.recovered_s = self._clock() - fault.at_s
+        if fault in self.seen:
+            self._tell(fault)
+
+    def _tell(self, fault: Fault) -> None:
+        for listener in list(self.listeners):
+            listener(fault)
 
     def _on_mesh_failure(self, failure: object) -> None:
         """Monarch's hook; runs in a thread of Monarch's."""
         text = str(failure)
         found = re.search(r"mesh_name=([\w-]+)", text)
-        actor = found[1].rsplit("-", 1)[0] if found else ""
-        if actor in self._meshes and self._loop is not None and not self._loop.is_closed():
-            service, replica = self._meshes[actor]
-            self._loop.call_soon_threadsafe(self.record, service, replica, cause_of(text))
+        action = self._meshes.get(found[1].rsplit("-", 1)[0]) if found else None
+        if action is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(action, cause_of(text))
 
 
 ENGINE_DIED = 71
 """Exit status of a process that ended because the engine below it did."""
+REWARD_STUCK = 72
+"""Exit status of a process that ended because its reward function did not come back."""
 
 
 def cause_of(text: str) -> str:
@@ -217,4 +258,6 @@ def describe_exit(status: int | None) -> str:
         return f"its process was ended by {signal.Signals(-status).name}"
     if status == ENGINE_DIED:
         return "its vLLM engine process died"
+    if status == REWARD_STUCK:
+        return "its reward function did not come back within its deadline"
     return f"its process exited with status {status}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from forge_rl.errors import ServiceError
 
@@ -15,19 +15,22 @@ class Load(Protocol):
     def index(self) -> int: ...
 
     @property
-    def in_flight(self) -> int: ...
+    def load(self) -> int: ...
 
     @property
-    def alive(self) -> bool: ...
+    def serving(self) -> bool: ...
 
 
-def least_loaded(service: str, replicas: Sequence[Load]) -> int:
-    """Index of the living replica with the fewest requests in flight; the lowest index among equals.
+R = TypeVar("R", bound=Load)
+
+
+def least_loaded(service: str, replicas: Sequence[R]) -> R:
+    """The serving replica with the least load; the lowest index among equals.
 
     Raises:
-        ServiceError: none is alive. A dead one has no load either, so it is left out before loads are compared.
+        ServiceError: none serves. A dead one has no load either, so it is left out before loads are compared.
     """
-    living = [replica for replica in replicas if replica.alive]
-    if not living:
+    serving = [replica for replica in replicas if replica.serving]
+    if not serving:
         raise ServiceError("no replica is alive", service=service, mend="see the replicas' logs in the run folder")
-    return min(living, key=lambda replica: (replica.in_flight, replica.index)).index
+    return min(serving, key=lambda replica: (replica.load, replica.index))

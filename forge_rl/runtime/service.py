@@ -4,85 +4,72 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
-import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint
-
-from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.errors import ReplicaError, ServiceError
+from forge_rl.runtime.actor import ServiceActor
+from forge_rl.runtime.calls import Calls
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults, cause_of, describe_exit, exit_status
+from forge_rl.runtime.link import Link
+from forge_rl.runtime.processes import kill, process_space, state_of
+from forge_rl.runtime.replica import Replica, State
 from forge_rl.runtime.router import least_loaded
+from forge_rl.runtime.supervisor import Restart, Supervisor
+from forge_rl.runtime.watchdog import Watchdog
 
-if TYPE_CHECKING:
-    from monarch.actor import ProcMesh
-
+__all__ = ["Replica", "Service", "ServiceActor", "stopped_on_error"]
 
 _KILL_S = 5.0
-"""How long a process may take to end once it is killed."""
+"""How long processes may take to end once they are killed."""
+_ATTEMPTS = 3
+"""A routed call is tried so often at least: what kills each replica that it meets must end."""
+_MARK = "FORGE_RL_REPLICA"
+"""In the environment of a replica's processes, and so of all that they start."""
+
+T = TypeVar("T")
 
 
-class ServiceActor(Actor):
-    """Base of every service's actor. All endpoints are concurrent: Monarch cannot mix them with plain ones."""
-
-    @concurrent_endpoint
-    async def process_id(self) -> int:
-        """Of the process that the actor lives in."""
-        return os.getpid()
-
-    @concurrent_endpoint
-    async def process_space(self) -> str:
-        """Where that number means this process."""
-        return _process_space()
-
-
-@dataclass(kw_only=True)
-class Replica:
-    """One replica: what is routed to, restarted and replaced as one."""
-
-    index: int
-    ranks: int
-    mesh: ProcMesh
-    actor: Any  # Monarch's actor mesh has no useful type; typed handles stand before it
-    log: Path
-    host: str = THIS_HOST
-    in_flight: int = 0
-    busy_s: float = 0.0
-    busy_since: float = 0.0
-    death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done, with the cause, as soon as one of its processes has ended."""
-    watched: list[int] = field(default_factory=list)
-    """File descriptors of its processes."""
-
-    @property
-    def alive(self) -> bool:
-        return not self.death.done()
-
-
-class Service:
-    """Spawns replicas and calls them.
+class Service(Calls):
+    """Spawns replicas, calls them, and brings them back if they die.
 
     Args:
         name: of the service, in errors and logs.
         cluster: where its processes run.
         faults: where its calls and failures are noted.
         clock: monotonic seconds.
+        descendants: a replica hangs also when a process that it started is stopped. Not where such processes run what
+            a model wrote, which may stop itself.
     """
 
     def __init__(
-        self, name: str, cluster: Cluster, faults: Faults, *, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        cluster: Cluster,
+        faults: Faults,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        descendants: bool = True,
     ) -> None:
-        self.name = name
-        self.replicas: list[Replica] = []
+        super().__init__(name, faults, clock)
+        self.listeners: list[Callable[[], None]] = []
+        """Called after every change of the set of serving replicas."""
         self._cluster = cluster
-        self._faults = faults
-        self._clock = clock
+        self._id = uuid.uuid4().hex[:12]
+        self._supervisor: Supervisor | None = None
+        self._watchdog = Watchdog(self.replicas, descendants=descendants, condemn=self.condemn)
+        self._watching: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+        """Set while a replica serves, and when none will again."""
+        self._stopping = False
+        self.recoverable = False
+        """Whether the owner brings a dead replica back itself, so that a death is not fatal without `supervise` too."""
 
     def spawn(
         self,
@@ -92,169 +79,239 @@ class Service:
         env: Mapping[str, str] | None = None,
         imports: Sequence[str] = (),
         host: str = THIS_HOST,
+        index: int | None = None,
     ) -> Replica:
-        """Spawn the next replica: `ranks` processes with one actor in each.
+        """Spawn a replica: `ranks` processes with one actor in each.
 
         Args:
-            actor: a Monarch actor class, importable in the children.
+            actor: a ServiceActor class, importable in the children.
             args: of its constructor, which should only keep them: Monarch calls it lazily.
             ranks: processes of the replica.
             env: added to their environment.
             imports: modules that they import first; see Cluster.spawn.
             host: where they run.
+            index: of the dead replica that it replaces; the next one by default.
 
         Raises:
             ConfigError: there is no such host.
         """
-        index = len(self.replicas)
-        mesh_name = f"{self.name}-{index}"
-        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env=env, imports=imports, host=host)
-        actor_name = f"{self.name}_{index}"
-        self._faults.name_mesh(actor_name, self.name, index)
+        dead = None if index is None else self.replicas[index]
+        assert dead is None or not dead.alive, f"replica {index} of {self.name} lives"
+        number = len(self.replicas) if index is None else index
+        incarnation = 0 if dead is None else dead.incarnation + 1
+        suffix = f".{incarnation}" if incarnation else ""
+        mesh_name = f"{self.name}-{number}{suffix}"
+        name, _, value = self._mark_of(mesh_name).partition("=")
+        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env={**(env or {}), name: value}, imports=imports, host=host)
+        # Monarch tells of a failure late, by this name: it must be no other's by then.
+        actor_name = f"{self.name}_{number}_{incarnation}_{self._id}"
+        handle = mesh.spawn(actor_name, actor, *args)
+        log = self._cluster.log_file(mesh_name)
+
+        def error(kind: type[ServiceError], method: str, message: str) -> ServiceError:
+            return self._error(kind, replica, method, message)
+
+        def lost(error: Exception) -> None:
+            self._on_death(replica, cause_of(str(error)))
+
         replica = Replica(
-            index=index,
+            index=number,
+            incarnation=incarnation,
             ranks=ranks,
+            mesh_name=mesh_name,
             mesh=mesh,
-            actor=mesh.spawn(actor_name, actor, *args),
-            log=self._cluster.log_file(mesh_name),
+            actor=handle,
+            link=Link(handle.slice(ranks=0) if ranks > 1 else handle, error=error, lost=lost),
+            log=log,
             host=host,
         )
-        self.replicas.append(replica)
+        self._faults.on_failure(actor_name, functools.partial(self._on_death, replica))
+        if dead is None:
+            self.replicas.append(replica)
+        else:
+            replica.busy_s = dead.busy_s
+            self.replicas[number] = replica
+        self._settle()
         return replica
 
-    async def call(
-        self, replica: Replica, method: str, *args: object, deadline_s: float, rank: int | None = None
-    ) -> Any:
-        """Call one process of a replica: its only one, or the given rank.
-
-        Raises:
-            ForgeError: what the actor raised, if it was one.
-            DeadlineError: no answer in time.
-            ReplicaError: the process died.
-            ServiceError: the actor raised something else; see the replica's log.
-        """
-        actor = replica.actor if rank is None else replica.actor.slice(ranks=rank)
-        if replica.death.done():
-            raise self._error(ReplicaError, replica, method, replica.death.result())
-        if replica.in_flight == 0:
-            replica.busy_since = self._clock()
-        replica.in_flight += 1
-        try:
-            with self._faults.calling(self.name, replica.index, method):
-                answer = asyncio.ensure_future(_await(getattr(actor, method).call_one(*args)))
-                try:
-                    done, _ = await asyncio.wait(
-                        (answer, replica.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-                    )
-                finally:
-                    answer.cancel()
-            if answer in done:
-                return answer.result()
-            if replica.death in done:
-                raise self._error(ReplicaError, replica, method, replica.death.result())
-            raise self._error(DeadlineError, replica, method, f"no answer within {deadline_s:g} s")
-        except ForgeError:
-            raise
-        except Exception as error:
-            raise self._translate(error, replica, method) from error
-        finally:
-            replica.in_flight -= 1
-            if replica.in_flight == 0:
-                replica.busy_s += self._clock() - replica.busy_since
-
     async def watch(self, replica: Replica, *, deadline_s: float) -> None:
-        """Wait until a replica's processes run, and from then on notice at once when one of them ends."""
+        """Wait until a replica's processes run, and from then on notice at once when one ends, and soon when one hangs.
+
+        It then serves, if it is the first of its index; one that replaces another serves once its respawn is over.
+        """
         # On another machine the same number is a stranger's process. A death there is told by Monarch's supervision,
         # after seconds, as it is told to the calls that are in flight.
-        near = replica.host == THIS_HOST or _process_space() == await self.call(
+        near = replica.host == THIS_HOST or process_space() == await self.call(
             replica, "process_space", deadline_s=deadline_s, rank=0
         )
         for rank in range(replica.ranks):
             pid = await self.call(replica, "process_id", deadline_s=deadline_s, rank=rank)
             if not near:
                 continue
+            state = state_of(pid)
             try:
                 fd = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._on_death(replica, describe_exit(None))
                 return
+            if state is not None:
+                replica.roots[pid] = replica.family[pid] = state[1]
             replica.watched.append(fd)
-            asyncio.get_running_loop().add_reader(fd, self._on_process_end, replica, fd)
+            asyncio.get_running_loop().add_reader(fd, self._on_process_end, replica, rank, fd)
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._watchdog.run())
+            self._watching.add_done_callback(self._on_watchdog_end)
+        if replica.incarnation == 0 or self._supervisor is None:
+            self.serve(replica)
 
-    async def call_ranks(
-        self, replica: Replica, method: str, args_of_rank: Callable[[int], Sequence[object]], *, deadline_s: float
-    ) -> list[Any]:
-        """Call every rank of a replica side by side; the results are in the order of ranks.
+    def supervise(
+        self,
+        respawn: Callable[[int], Awaitable[None]],
+        config: Restart,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """From now on a replica that dies is brought back.
 
-        The first failure ends the wait: the other ranks may then hang in a collective for ever.
+        Args:
+            respawn: spawns a new incarnation for an index (`spawn` with `index`, and `watch`) and makes it ready to
+                serve. If it raises, that counts as a death.
+            config: how often and when.
+            sleep: waits for so many seconds between restarts.
         """
-        calls = [
-            asyncio.ensure_future(self.call(replica, method, *args_of_rank(rank), deadline_s=deadline_s, rank=rank))
-            for rank in range(replica.ranks)
-        ]
-        try:
-            return list(await asyncio.gather(*calls))
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+        self._supervisor = Supervisor(self, respawn, config, faults=self._faults, clock=self._clock, sleep=sleep)
 
     async def route(self, method: str, *args: object, deadline_s: float) -> Any:
-        """Call the living replica with the fewest requests in flight; raises as `call` does."""
-        if self.replicas and not any(replica.alive for replica in self.replicas):
-            first = min(self.replicas, key=lambda replica: replica.index)
-            raise self._error(ReplicaError, first, method, first.death.result())
-        replica = self.replicas[least_loaded(self.name, self.replicas)]
-        return await self.call(replica, method, *args, deadline_s=deadline_s)
+        """Ask the serving replica with the least load, and another one if that one dies; raises as `ask` and `try_on`.
 
-    def take_busy_s(self) -> list[float]:
-        """Seconds in which each replica had a call in flight, since this was last asked."""
-        now = self._clock()
-        result = []
-        for replica in self.replicas:
-            running = now - replica.busy_since if replica.in_flight else 0.0
-            result.append(replica.busy_s + running)
-            replica.busy_s, replica.busy_since = 0.0, now
-        return result
+        While none serves it waits for one. That ends, as restarts do; `deadline_s` is for the method.
+        """
+        return await self.try_on(lambda replica: self.ask(replica, method, *args, deadline_s=deadline_s))
+
+    async def try_on(self, attempt: Callable[[Replica], Awaitable[T]]) -> T:
+        """Do something on the serving replica with the least load, and again on another one if that one dies.
+
+        Raises:
+            ReplicaError: several replicas, one after another, died of it.
+            ServiceError: no replica is left.
+        """
+        attempts = max(_ATTEMPTS, len(self.replicas) + 1)  # they may all have died at once, unseen until it is tried
+        while True:
+            await self.available()
+            replica = least_loaded(self.name, self.replicas)
+            attempts -= 1
+            try:
+                return await attempt(replica)
+            except ReplicaError:
+                if replica.alive or not attempts:
+                    raise
+
+    async def available(self) -> None:
+        """Wait until a replica serves.
+
+        Raises:
+            ServiceError: none will; names the causes.
+        """
+        while not any(replica.serving for replica in self.replicas):
+            if self._stopping or all(replica.state is State.GIVEN_UP for replica in self.replicas):
+                raise ServiceError(self.causes, service=self.name, mend="see the replicas' logs in the run folder")
+            with self._faults.calling(self.name, None, "available"):
+                await self._settled.wait()
+
+    @property
+    def causes(self) -> str:
+        """Why no replica is left."""
+        if self._stopping or not self.replicas:
+            return "the service has been stopped" if self._stopping else "no replica is alive"
+        died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
+        return f"no replica is left; {'; '.join(died)}"
+
+    def condemn(self, replica: Replica, cause: str) -> None:
+        """Count a replica as dead, and kill it: it hangs, or what it answers is garbage."""
+        for fd in replica.watched:
+            with contextlib.suppress(ProcessLookupError):  # it just ended
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        self._on_death(replica, cause)
+
+    async def end(self, replica: Replica) -> None:
+        """End what is left of a dead replica: its tasks here, and all processes that it or they started."""
+        for fd in list(replica.watched):
+            self._unwatch(replica, fd)
+        await replica.link.close()
+        await asyncio.to_thread(kill, replica.family, self._mark_of(replica.mesh_name), wait_s=_KILL_S)
+        await self._cluster.stop(replica.mesh_name)
+
+    def serve(self, replica: Replica) -> None:
+        """Route to a replica from now on."""
+        replica.serving_since = self._clock()
+        self._set_state(replica, State.SERVING)
+
+    def give_up(self, replica: Replica) -> None:
+        """Never bring a dead replica back."""
+        self._set_state(replica, State.GIVEN_UP)
 
     async def stop(self) -> None:
-        """End all replicas' processes."""
+        """End all replicas' processes. What is in flight fails."""
+        self._stopping = True
+        self._settle()
+        if self._supervisor is not None:
+            await self._supervisor.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         async with asyncio.TaskGroup() as group:
             for replica in self.replicas:
                 group.create_task(self._stop(replica))
         self.replicas.clear()
 
     async def _stop(self, replica: Replica) -> None:
-        watched, replica.watched = replica.watched, []
-        for fd in watched:
-            asyncio.get_running_loop().remove_reader(fd)
-        await self._cluster.stop(f"{self.name}-{replica.index}")
-        for fd in watched:
-            with contextlib.suppress(ProcessLookupError):  # it ended, as it should; a hung one has not
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-            await asyncio.to_thread(select.select, [fd], [], [], _KILL_S)
-            os.close(fd)
+        for fd in list(replica.watched):
+            self._unwatch(replica, fd)
+        await replica.link.close()
+        await self._cluster.stop(replica.mesh_name)
+        # What did not end, as it hangs or Monarch does not know of it.
+        await asyncio.to_thread(kill, replica.family, self._mark_of(replica.mesh_name), wait_s=_KILL_S)
 
-    def _translate(self, error: Exception, replica: Replica, method: str) -> ForgeError:
-        """What an exception of Monarch's means to the caller."""
-        remote = getattr(error, "exception", None)
-        if isinstance(remote, ForgeError):
-            return remote
-        if remote is not None:
-            return self._error(ServiceError, replica, method, f"{type(remote).__name__}: {remote}")
-        cause = cause_of(str(error))
-        self._on_death(replica, cause)
-        return self._error(ReplicaError, replica, method, cause)
+    def _mark_of(self, mesh_name: str) -> str:
+        return f"{_MARK}={self._id}/{mesh_name}"
 
-    def _on_process_end(self, replica: Replica, fd: int) -> None:
-        status = exit_status(fd)
+    def _on_process_end(self, replica: Replica, rank: int, fd: int) -> None:
+        cause = describe_exit(exit_status(fd))
         self._unwatch(replica, fd)
-        self._on_death(replica, describe_exit(status))
+        self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)
 
     def _on_death(self, replica: Replica, cause: str) -> None:
-        self._faults.record(self.name, replica.index, cause)
-        if not replica.death.done():
-            replica.death.set_result(cause)
+        if replica.death.done():
+            return
+        replica.death.set_result(cause)
+        replica.link.fail(cause, died=True)
+        if self._stopping:
+            return
+        supervisor = None if self._faults.closing else self._supervisor
+        fatal = supervisor is None and not self.recoverable
+        fault = self._faults.record(self.name, replica.index, cause, fatal=fatal)
+        self._set_state(replica, State.GIVEN_UP if fatal else State.QUARANTINED)
+        if supervisor is not None:
+            supervisor.on_death(replica, fault)
+
+    def _on_watchdog_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._faults.record(self.name, None, f"nobody notices any more when it hangs: {error!r}")
+
+    def _set_state(self, replica: Replica, state: State) -> None:
+        served, replica.state = replica.serving, state
+        self._settle()
+        if served != replica.serving:
+            for listener in list(self.listeners):
+                listener()
+
+    def _settle(self) -> None:
+        """Wake who waits for a replica that serves, if one does or none will."""
+        given_up = all(replica.state is State.GIVEN_UP for replica in self.replicas)
+        if given_up or self._stopping or any(replica.serving for replica in self.replicas):
+            self._settled.set()
+        else:
+            self._settled.clear()
 
     def _unwatch(self, replica: Replica, fd: int) -> None:
         if fd in replica.watched:
@@ -262,16 +319,12 @@ class Service:
             asyncio.get_running_loop().remove_reader(fd)
             os.close(fd)
 
-    def _error(self, kind: type[ServiceError], replica: Replica, method: str, message: str) -> ServiceError:
-        return kind(message, service=self.name, replica=replica.index, call=method, mend=f"see {replica.log}")
 
-
-def _process_space() -> str:
-    """The machine's boot, and the namespace of processes on it."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-async def _await(future: Any) -> Any:
-    """Monarch's futures are awaitable, but asyncio.wait wants a task."""
-    return await future
+@contextlib.asynccontextmanager
+async def stopped_on_error(service: Service) -> AsyncIterator[None]:
+    """Stop a service whose start failed, as its handle, which would, is never seen."""
+    try:
+        yield
+    except BaseException:
+        await service.stop()
+        raise

@@ -1,29 +1,35 @@
-"""The Generator service: vLLM engines that decode, several replicas with least-loaded routing."""
+"""The Generator service: vLLM engines that decode. One that dies is replaced, and others go on with its answers."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from monarch.actor import concurrent_endpoint
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.engines.platform import Dtype, cpu_cores, device_type, resolve_dtype
-from forge_rl.errors import ConfigError, ForgeError, ModelError, ServiceError, WeightsError
+from forge_rl.engines.platform import Dtype, resolve_dtype
+from forge_rl.errors import (
+    ConfigError,
+    DeadlineError,
+    ForgeError,
+    ReplicaError,
+    ServiceError,
+    WeightsError,
+)
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Replica, Service, ServiceActor
-from forge_rl.runtime.tasks import task_group
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.router import least_loaded
+from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.runtime.supervisor import Restart
+from forge_rl.services.answer import Answer, flaw
+from forge_rl.services.engine_actor import GeneratorActor, environment
+from forge_rl.services.fleet import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, Fleet
 from forge_rl.services.weights import WeightStore
-from forge_rl.types import Message, Sampling, Turn
-from forge_rl.weights.manifest import LoadReport, Manifest
-from forge_rl.weights.transport import Transport
-
-if TYPE_CHECKING:
-    from forge_rl.engines.vllm import VLLMEngine
+from forge_rl.types import Chunk, Message, Sampling, Turn
+from forge_rl.weights.manifest import LoadReport
 
 
 class Generator:
@@ -53,6 +59,8 @@ class Generator:
         """No compilation and no CUDA graphs: starts sooner, decodes slower. Always so on CPU."""
         request_deadline_s: float = 900.0
         """Longest time for one answer."""
+        restart: Restart = field(default_factory=Restart)
+        """What happens when an engine dies."""
 
         def __post_init__(self) -> None:
             for flag, value, good, mend in (
@@ -73,12 +81,17 @@ class Generator:
                 if not good:
                     raise ConfigError(f"--generator.{flag} is {value}", mend=f"set --generator.{flag} to {mend}")
 
-    def __init__(self, config: Config, service: Service, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, service: Service, fleet: Fleet, tokenizer: Tokenizer) -> None:
         self.config = config
         self._service = service
+        self._fleet = fleet
         self._tokenizer = tokenizer
-        self._load_deadline_s = 600.0
-        self._pause_deadline_s = 120.0
+        self._stopping = False
+        self._loading = asyncio.Lock()
+        self._loaded: list[int] = []
+        """Versions in the order of their loads."""
+        self._complete = 0
+        """Place of the current version in there."""
         self.version: int | None = None
         """Version that all engines serve; None before the first load, and after one that failed."""
         self._refusal = "nothing was loaded yet"
@@ -89,27 +102,46 @@ class Generator:
 
     @classmethod
     async def start(
-        cls, config: Config, cluster: Cluster, faults: Faults, *, model: Path, seed: int, deadline_s: float
+        cls,
+        config: Config,
+        cluster: Cluster,
+        faults: Faults,
+        *,
+        model: Path,
+        seed: int,
+        deadline_s: float,
+        actor: type[ServiceActor] = GeneratorActor,
+        name: str = "generator",
     ) -> Generator:
-        """Spawn the engines. They serve nothing until the first load."""
-        service = Service("generator", cluster, faults)
+        """Spawn the engines. They serve nothing until the first load.
 
-        async def start_one(index: int) -> None:
-            replica = service.spawn(
-                GeneratorActor,
+        Args:
+            config: what they are like.
+            cluster: where to spawn.
+            faults: where failures are noted.
+            model: folder of the model.
+            seed: of the engines' own streams.
+            deadline_s: for the start of an engine, also of one that is brought back.
+            actor: what an engine is.
+            name: of the service, in errors and logs.
+        """
+        service = Service(name, cluster, faults)
+
+        def spawn(index: int, again: bool) -> Replica:
+            return service.spawn(
+                actor,
                 config,
                 model,
                 seed + index,
-                f"generator replica {index}",
-                env=_environment(config, index),
+                f"{name} replica {index}",
+                env=environment(config, index),
+                index=index if again else None,
             )
-            await service.watch(replica, deadline_s=deadline_s)
-            await service.call(replica, "setup", deadline_s=deadline_s)
 
-        async with task_group() as group:
-            for index in range(config.replicas):
-                group.create_task(start_one(index))
-        return cls(config, service, Tokenizer(model))
+        fleet = Fleet(service, spawn, deadline_s)
+        await fleet.start(config.replicas)
+        service.supervise(fleet.bring_back, config.restart)
+        return cls(config, service, fleet, Tokenizer(model))
 
     @property
     def sampling(self) -> Sampling:
@@ -121,52 +153,88 @@ class Generator:
         """Format of the engines' weights, and so of published versions: "float32" or "bfloat16"."""
         return str(resolve_dtype(self.config.dtype)).removeprefix("torch.")
 
-    def engines(self) -> dict[int, int]:
-        """Index of each living engine, with the most requests that it decodes at a time."""
-        return {replica.index: self.config.max_requests for replica in self._service.replicas if replica.alive}
+    @property
+    def listeners(self) -> list[Callable[[], None]]:
+        """Called, in the loop, after every change of what `engines` says."""
+        return self._service.listeners
 
-    async def generate(
+    def engines(self) -> dict[int, int]:
+        """The engines that serve now: index, and most requests that it decodes at a time."""
+        return {replica.index: self.config.max_requests for replica in self._service.replicas if replica.serving}
+
+    async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
-    ) -> Turn:
-        """One answer. While the engines are paused it waits.
+    ) -> AsyncGenerator[Chunk, None]:
+        """One answer from one engine, as it is decoded; its last chunk, and no other, says why it ends.
+
+        `aclose` it when you leave early: that ends the request.
 
         Args:
             prompt_ids: everything that the model is shown.
             sampling: by default as training episodes are drawn.
-            engine: index of the one that decodes; by default the one with the fewest requests in flight.
+            engine: index of the engine; by default the one with the fewest requests in flight.
 
         Raises:
             WeightsError: no version was loaded yet, or the last load failed.
-            ConfigError: prompt and answer can be longer than the engines take, or vLLM does not take such a request.
-            ServiceError: the engine does not exist, or died.
+            ConfigError: prompt and answer can be longer than the engines take, or vLLM takes no such request.
+            ReplicaError: the engine died, failed, or gave garbage; what came before is good.
+            DeadlineError: the answer took longer than config.request_deadline_s.
+            ServiceError: no engine is left.
         """
         chosen = sampling or self.sampling
-        if self.version is None:
-            raise WeightsError(f"the engines hold no weights: {self._refusal}", mend="load a version first")
-        if len(prompt_ids) + chosen.max_tokens > self.config.max_model_tokens:
-            raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens and {chosen.max_tokens} new ones exceed "
-                f"{self.config.max_model_tokens}",
-                mend="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
-            )
-        request, deadline_s = ("generate", tuple(prompt_ids), chosen), self.config.request_deadline_s
-        if engine is None:
-            turn: Turn = await self._service.route(*request, deadline_s=deadline_s)
-        else:
-            turn = await self._service.call(self._replica(engine), *request, deadline_s=deadline_s)
-        return turn
+        self._check(prompt_ids, chosen)
+        replica = await self._choose(engine)
+        first, drawn = self._complete, 0
+        answer = self._service.stream(
+            replica, "stream", tuple(prompt_ids), chosen, deadline_s=self.config.request_deadline_s
+        )
+        try:
+            async with contextlib.aclosing(answer) as chunks:
+                async for chunk in chunks:
+                    if garbage := flaw(
+                        chunk,
+                        chosen,
+                        drawn=drawn,
+                        vocab_size=self._tokenizer.vocab_size,
+                        versions=self._loaded[first:],
+                    ):
+                        raise self._fleet.failed(replica, f"its answer is garbage: {garbage}")
+                    drawn += len(chunk.token_ids)
+                    yield chunk
+                    if chunk.finish:
+                        return
+            raise self._fleet.failed(replica, "its answer is garbage: it ended without a reason")
+        except (ReplicaError, DeadlineError):
+            raise
+        except ServiceError as error:  # the engine raised what is not meant for the caller
+            if self._stopping:
+                raise
+            raise self._fleet.failed(replica, f"it failed: {error.message}") from error
 
-    async def pause(self) -> None:
-        """Stop all living engines at a token boundary; requests are kept, and new ones wait.
+    async def answer(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """As `stream`, but when the engine dies, another one goes on from the tokens that there are.
 
         Raises:
-            ServiceError: an engine died meanwhile, or did not stop in time.
+            ReplicaError: several engines, one after the other, failed at it without a token.
+            WeightsError, ConfigError, DeadlineError, ServiceError: as `stream`.
         """
-        await self._call_living("pause")
+        async with contextlib.aclosing(
+            self._answer(Answer(prompt_ids, sampling or self.sampling, self._tokenizer), engine)
+        ) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
-    async def resume(self) -> None:
-        """Let all living engines go on; raises as pause does."""
-        await self._call_living("resume")
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+    ) -> Turn:
+        """One whole answer; see `answer`."""
+        answer = Answer(prompt_ids, sampling or self.sampling, self._tokenizer)
+        async with contextlib.aclosing(self._answer(answer, engine)) as chunks:
+            async for _ in chunks:
+                pass
+        return answer.turn()
 
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
@@ -179,8 +247,9 @@ class Generator:
     async def load(self, store: WeightStore, version: int | None = None) -> int:
         """Load a version, the latest by default, into every engine.
 
-        Requests may be in flight: they go on under the new version. Paused engines stay paused. Each engine attests
-        what it read before it serves it. If one fails, all refuse requests until a later load succeeds.
+        Requests may be in flight: they go on under the new version; paused ones stay paused. Each engine attests what
+        it read before it serves it. An engine that dies meanwhile is replaced by one that loads the version too. If
+        the version cannot be loaded, all engines refuse requests until a later load succeeds.
 
         Returns:
             The version that the engines say they read.
@@ -188,48 +257,54 @@ class Generator:
         Raises:
             AttestationError: an engine holds other weights than the trainer published; names the tensors.
             WeightsError: the version cannot be read, or the engines read different ones.
+            ServiceError: no engine is left.
         """
-        async with store.lease(version) as manifest:
-            try:
-                async with task_group() as group:
-                    loads = [
-                        group.create_task(
-                            self._service.call(
-                                replica,
-                                "load",
-                                manifest,
-                                store.transport(replica.host),
-                                deadline_s=self._load_deadline_s,
-                            )
-                        )
-                        for replica in self._service.replicas
-                    ]
-                reports: list[LoadReport] = [load.result() for load in loads]
-                if any(report.version != manifest.version for report in reports):
-                    read = [report.version for report in reports]
-                    raise WeightsError(f"version {manifest.version} was to be loaded, and the engines read {read}")
-            except BaseException:
-                self.version = None
-                self._refusal = f"loading version {manifest.version} failed"
-                raise
-        self.version = manifest.version
-        self.attested_in_place = min(report.in_place for report in reports) / len(manifest.tensors)
-        self.load_seconds = dict(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
-        return self.version
+        async with self._loading, store.lease(version) as manifest, self._becoming(manifest.version, store):
+            reports: list[LoadReport] = await self._fleet.each(
+                "load",
+                lambda replica: (manifest, store.transport(replica.host)),
+                deadline_s=LOAD_DEADLINE_S,
+            )
+            if any(report.version != manifest.version for report in reports):
+                read = [report.version for report in reports]
+                raise WeightsError(f"version {manifest.version} was to be loaded, and the engines read {read}")
+        if reports:
+            self.attested_in_place = min(report.in_place for report in reports) / len(manifest.tensors)
+            self.load_seconds = dict(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
+        return manifest.version
 
-    def _replica(self, engine: int) -> Replica:
-        for replica in self._service.replicas:
-            if replica.index == engine:
-                return replica
-        raise ServiceError(
-            f"there is no engine {engine}", service=self._service.name, mend=f"name one of {sorted(self.engines())}"
-        )
+    async def serve_model(self) -> None:
+        """Serve the weights of the model's folder, as version 0.
 
-    async def _call_living(self, method: str) -> None:
-        async with task_group() as group:
-            for replica in self._service.replicas:
-                if replica.alive:
-                    group.create_task(self._service.call(replica, method, deadline_s=self._pause_deadline_s))
+        Raises:
+            WeightsError: versions were loaded over them.
+            ServiceError: no engine is left.
+        """
+        if self._loaded:
+            raise WeightsError(f"the engines have loaded version {self._loaded[-1]}", mend="start a new generator")
+        async with self._loading, self._becoming(0, None):
+            await self._fleet.each("serve_model", deadline_s=CONTROL_DEADLINE_S)
+
+    async def pause(self) -> None:
+        """Stop all engines at a token boundary: from then on nothing is decoded. Requests are kept, with their keys and
+        values, and new ones wait; loads work."""
+        await self._fleet.switch("pause", lambda wish: replace(wish, paused=True))
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._fleet.switch("resume", lambda wish: replace(wish, paused=False))
+
+    async def sleep(self) -> None:
+        """Stop all engines, and give their device's memory back: keys and values, and on CUDA the weights.
+
+        Requests are kept; what was computed of them is computed again after `wake`. Loads work; on CUDA they bring the
+        weights back.
+        """
+        await self._fleet.switch("sleep", lambda wish: replace(wish, asleep=True))
+
+    async def wake(self) -> None:
+        """Go on after `sleep`; engines that are also paused stay so."""
+        await self._fleet.switch("wake", lambda wish: replace(wish, asleep=False))
 
     def take_busy_s(self) -> list[float]:
         """Seconds in which each engine had work, since this was last asked."""
@@ -237,94 +312,58 @@ class Generator:
 
     async def stop(self) -> None:
         """End the engines: first vLLM's own processes, then ours."""
+        self._stopping = True
         for replica in self._service.replicas:
             if replica.alive:
                 with contextlib.suppress(ForgeError):  # what does not close in time is killed by Service.stop
                     await self._service.call(replica, "close", deadline_s=5.0)
         await self._service.stop()
 
+    async def _answer(self, answer: Answer, engine: int | None) -> AsyncGenerator[Chunk, None]:
+        self._check(answer.prompt_ids, answer.rest)
+        while not answer.finish:
+            try:
+                async with contextlib.aclosing(self.stream(answer.shown, answer.rest, engine=engine)) as chunks:
+                    async for chunk in chunks:
+                        yield answer.add(chunk)
+            except ReplicaError as error:
+                answer.move(error)
+                engine = None
+
+    async def _choose(self, engine: int | None) -> Replica:
+        if engine is None:
+            await self._service.available()
+            return least_loaded(self._service.name, self._service.replicas)
+        for replica in self._service.replicas:
+            if replica.index == engine and replica.serving:
+                return replica
+        raise ReplicaError("it does not serve", service=self._service.name, replica=engine)
+
+    def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        """Whether there can be an answer; raises as `stream` does."""
+        if self.version is None:
+            raise WeightsError(f"the engines hold no weights: {self._refusal}", mend="load a version first")
+        if len(prompt_ids) + sampling.max_tokens > self.config.max_model_tokens:
+            raise ConfigError(
+                f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed "
+                f"{self.config.max_model_tokens}",
+                mend="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
+            )
+
+    @contextlib.asynccontextmanager
+    async def _becoming(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
+        """While the body makes the engines serve a version, their tokens may be of either; afterwards it is this."""
+        self._loaded.append(version)
+        try:
+            async with self._fleet.becoming(version, store):
+                yield
+        except BaseException:
+            self.version = None
+            self._refusal = f"loading version {version} failed"
+            raise
+        self._complete = len(self._loaded) - 1
+        self.version = version
+
     def __repr__(self) -> str:
         loads = ", ".join(f"{replica.index}: {replica.in_flight}" for replica in self._service.replicas)
         return f"Generator  version {self.version}  {self.dtype}  requests in flight by replica: {loads}"
-
-
-class GeneratorActor(ServiceActor):
-    """One engine."""
-
-    def __init__(self, config: Generator.Config, model: Path, seed: int, name: str) -> None:
-        self._name = name
-        self._config = config
-        self._model = model
-        self._seed = seed
-        self._engine: VLLMEngine | None = None
-
-    @concurrent_endpoint
-    async def setup(self) -> None:
-        """Start vLLM."""
-        from forge_rl.engines.vllm import VLLMEngine
-
-        on_cpu = device_type() == "cpu"
-        try:
-            self._engine = await VLLMEngine.start(
-                self._model,
-                dtype=resolve_dtype(self._config.dtype),
-                max_model_tokens=self._config.max_model_tokens,
-                max_requests=self._config.max_requests,
-                kv_cache_bytes=int(self._config.kv_cache_gib * (1 << 30)) if on_cpu else None,
-                memory_share=self._config.memory_share,
-                eager=self._config.eager,
-                seed=self._seed,
-            )
-        except (ValueError, RuntimeError) as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise ModelError(
-                f"vLLM does not start with {self._model}: {lines[-1] if lines else type(error).__name__}",
-                mend="see logs/generator-*.log in the run folder for vLLM's own report",
-            ) from error
-
-    @concurrent_endpoint
-    async def close(self) -> None:
-        """End vLLM's processes."""
-        if self._engine is not None:
-            self._engine.close()
-
-    @concurrent_endpoint
-    async def generate(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Turn:
-        """One answer."""
-        assert self._engine is not None, "setup comes first"
-        return await self._engine.generate(prompt_ids, sampling)
-
-    @concurrent_endpoint
-    async def pause(self) -> None:
-        """Stop decoding at a token boundary."""
-        assert self._engine is not None, "setup comes first"
-        await self._engine.pause()
-
-    @concurrent_endpoint
-    async def resume(self) -> None:
-        """Go on decoding."""
-        assert self._engine is not None, "setup comes first"
-        await self._engine.resume()
-
-    @concurrent_endpoint
-    async def load(self, manifest: Manifest, transport: Transport) -> LoadReport:
-        """Fetch a version and put it into the engine, bucket by bucket."""
-        assert self._engine is not None, "setup comes first"
-        async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
-            return await self._engine.load(manifest, buckets, reader=self._name)
-
-
-def _environment(config: Generator.Config, index: int) -> dict[str, str]:
-    """Of an engine's process. In one process with its worker, an engine starts sooner and needs no inner messages."""
-    env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if device_type() == "cuda":
-        import torch
-
-        return env | {"CUDA_VISIBLE_DEVICES": str(index % torch.cuda.device_count())}
-    threads = max(1, cpu_cores() // config.replicas)
-    return env | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import math
+import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.runtime.faults import REWARD_STUCK, Faults
+from forge_rl.runtime.service import Service, ServiceActor, stopped_on_error
+from forge_rl.runtime.supervisor import Restart
+from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Task
 
 RewardFunction = Callable[[Task, str], float | Awaitable[float]]
@@ -30,6 +36,7 @@ class Reward:
         """Processes that score."""
         deadline_s: float = 60.0
         """Longest time for one score."""
+        restart: Restart = field(default_factory=Restart)
 
         def __post_init__(self) -> None:
             if self.replicas < 1:
@@ -39,33 +46,60 @@ class Reward:
             if self.deadline_s <= 0:
                 raise ConfigError(f"a score may take {self.deadline_s} s", mend="set --reward.deadline-s above 0")
 
-    def __init__(self, config: Config, service: Service) -> None:
+    def __init__(self, config: Config, service: Service, function: RewardFunction) -> None:
         self._config = config
         self._service = service
+        self._function = function
 
     @classmethod
     async def start(
         cls, config: Config, cluster: Cluster, faults: Faults, *, function: RewardFunction, deadline_s: float
     ) -> Reward:
         """Spawn the service with a reward function."""
-        service = Service("reward", cluster, faults)
-        for _ in range(config.replicas):
-            replica = service.spawn(RewardActor, env={"OMP_NUM_THREADS": "1"})
+        service = Service("reward", cluster, faults, descendants=False)
+        reward = cls(config, service, function)
+
+        async def start_one(index: int | None = None) -> None:
+            replica = service.spawn(RewardActor, config.deadline_s, env={"OMP_NUM_THREADS": "1"}, index=index)
             await service.watch(replica, deadline_s=deadline_s)
-        reward = cls(config, service)
-        await reward.replace(function)
+            given = None
+            while given is not reward._function:  # replaced meanwhile
+                given = reward._function
+                await service.call(replica, "replace", given, deadline_s=config.deadline_s)
+
+        async with stopped_on_error(service), task_group() as group:
+            for _ in range(config.replicas):
+                group.create_task(start_one())
+        service.supervise(start_one, config.restart)
         return reward
 
     async def score(self, task: Task, text: str) -> float:
-        """Score an answer."""
+        """Score an answer. If the replica dies meanwhile, another one scores it.
+
+        Raises:
+            DeadlineError: it took longer than the config's deadline_s.
+            ReplicaError: several replicas, one after another, died of it.
+            ForgeError: the function raised it, or returned no finite number.
+            ServiceError: the function raised something else; or no replica is left.
+        """
         score: float = await self._service.route("score", task, text, deadline_s=self._config.deadline_s)
         return score
 
     async def replace(self, function: RewardFunction) -> None:
-        """Score with another function from now on, also in the middle of a run."""
-        for replica in self._service.replicas:
-            await self._service.call(replica, "replace", function, deadline_s=self._config.deadline_s)
-        self._function = function
+        """Score with another function from now on, also in the middle of a run.
+
+        Raises:
+            ServiceError: the function cannot be pickled, or not imported in the replicas.
+        """
+        previous, self._function = self._function, function
+        try:
+            for replica in list(self._service.replicas):
+                if replica.serving:  # one that starts takes the function before it serves
+                    with contextlib.suppress(ReplicaError):
+                        await self._service.call(replica, "replace", function, deadline_s=self._config.deadline_s)
+        except BaseException:
+            self._function = previous
+            raise
 
     async def stop(self) -> None:
         """End the service."""
@@ -76,24 +110,55 @@ class Reward:
 
 
 class RewardActor(ServiceActor):
-    """One process that scores."""
+    """One process that scores: with an async function side by side, with a plain one in a thread, one by one.
 
-    def __init__(self) -> None:
+    Args:
+        deadline_s: the longest that a plain function may run. A thread cannot be ended, so the process is.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
         self._function: RewardFunction | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._began = 0.0
 
     @concurrent_endpoint
     async def replace(self, function: RewardFunction) -> None:
         """Score with this function from now on."""
         self._function = function
 
-    @concurrent_endpoint
     async def score(self, task: Task, text: str) -> float:
         """Score an answer; a score that is no finite number is the function's bug."""
-        assert self._function is not None, "replace comes first"
-        result = self._function(task, text)
+        function = self._function
+        assert function is not None, "replace comes first"
+        call = getattr(function, "__call__", None)  # noqa: B004  of an object whose call is async
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+            result = function(task, text)
+        else:
+            result = await self._in_thread(function, task, text)
         score = float(await result if inspect.isawaitable(result) else result)
         if not math.isfinite(score):
             raise ForgeError(
                 f"the reward of {task.id} is {score}", mend="return a finite number from the reward function"
             )
         return score
+
+    async def _in_thread(self, function: RewardFunction, task: Task, text: str) -> float | Awaitable[float]:
+        loop = asyncio.get_running_loop()
+
+        def run() -> float | Awaitable[float]:
+            self._began = loop.time()
+            return function(task, text)
+
+        running = self._thread.submit(run)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            if running.running():  # it may have waited for others for long: its own time counts
+                loop.call_at(self._began + self._deadline_s, _exit_if_stuck, running)
+            raise
+
+
+def _exit_if_stuck(running: Future[float | Awaitable[float]]) -> None:
+    if running.running():
+        os._exit(REWARD_STUCK)

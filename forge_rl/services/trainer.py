@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monarch.actor import concurrent_endpoint
-
 from forge_rl.algorithms.losses import Loss
-from forge_rl.data.packing import Layout, Packed, Row
+from forge_rl.data.packing import Layout, Packed
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.platform import Dtype, cpu_cores, device_type, init_distributed, resolve_dtype
-from forge_rl.errors import ConfigError
+from forge_rl.engines.platform import Dtype, cpu_cores, device_type
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.metrics import Value, merge_all, reduce
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Replica, Service, ServiceActor
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.service import Service, stopped_on_error
+from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weights import WeightStore
-from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
-from forge_rl.weights.transport import Transport
+from forge_rl.weights.manifest import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from forge_rl.engines.titan.train import TitanEngine
+_NOTICE_S = 3.0
+"""How long after a rank failed it may show that this was because another one died."""
 
 
 class Trainer:
@@ -52,6 +50,9 @@ class Trainer:
         "model.layers.[0-9].*". What is frozen is published once."""
         port: int = 0
         """Port at which the ranks meet; 0 finds a free one."""
+        max_restarts: int = 3
+        """Most restarts from the last checkpoint in one sitting of the run, each because a rank died or hung; after
+        that, or at 0, such a death ends the run."""
         optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
         def __post_init__(self) -> None:
@@ -59,6 +60,11 @@ class Trainer:
                 raise ConfigError(f"the trainer has {self.ranks} ranks", mend="set --trainer.ranks to 1 or more")
             if not 0 <= self.port < 65536:
                 raise ConfigError(f"{self.port} is no port", mend="set --trainer.port to 0, or to 1024 to 65535")
+            if self.max_restarts < 0:
+                raise ConfigError(
+                    f"the trainer cannot be restarted {self.max_restarts} times",
+                    mend="set --trainer.max-restarts to 0 or more",
+                )
             multiple = _pad_multiple()
             if self.row_tokens < 1 or self.row_tokens % multiple:
                 raise ConfigError(
@@ -66,12 +72,30 @@ class Trainer:
                     mend=f"set --trainer.row-tokens to a multiple of {multiple}",
                 )
 
-    def __init__(self, config: Config, service: Service, *, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        service: Service,
+        faults: Faults,
+        *,
+        model: Path,
+        reference: bool,
+        total_steps: int,
+        start_deadline_s: float,
+    ) -> None:
         self.config = config
         self._service = service
+        self._faults = faults
+        self._model = model
+        self._reference = reference
         self._total_steps = total_steps
+        self._start_deadline_s = start_deadline_s
         self._deadline_s = 3600.0
+        self._down = "it has not started"
+        """Why there are no ranks that hold a policy; "" while there are."""
         self._specs: tuple[TensorSpec, ...] | None = None
+        self.restarts = 0
+        """How often it was restarted."""
         self.version = 0
         """Optimizer steps behind the weights."""
         self.parameters = 0
@@ -105,18 +129,76 @@ class Trainer:
             deadline_s: for the whole start.
         """
         service = Service("trainer", cluster, faults)
-        threads = max(1, cpu_cores() // config.ranks)
-        replica = service.spawn(
-            TrainerActor, config, model, reference, ranks=config.ranks, env={"OMP_NUM_THREADS": str(threads)}
+        trainer = cls(
+            config,
+            service,
+            faults,
+            model=model,
+            reference=reference,
+            total_steps=total_steps,
+            start_deadline_s=deadline_s,
         )
-        await service.watch(replica, deadline_s=deadline_s)
-        trainer = cls(config, service, total_steps=total_steps)
-        address, port = await service.call(replica, "meeting_point", deadline_s=deadline_s, rank=0)
-        started = await service.call_ranks(
-            replica, "setup", lambda rank: (rank, address, port, resume), deadline_s=deadline_s
-        )
-        trainer.version, trainer.parameters = started[0]
+        async with stopped_on_error(service):
+            await trainer._open(resume)
+        service.recoverable = config.max_restarts > 0
         return trainer
+
+    async def restart(self, resume: Path | None, *, cause: str = "it is restarted though it lives") -> None:
+        """Replace all ranks by new processes, whatever state the old ones are in, and load the policy.
+
+        For when a rank died, hung, or did not answer in time. Calls that are in flight fail at once, and others until
+        this has ended. If it fails because a rank died again, it can be called again; each call counts. The store knows
+        nothing of it: see `WeightStore.go_back`.
+
+        Args:
+            resume: training state to continue from, whose version is then this trainer's; None starts from the model
+                again, at version 0.
+            cause: for the fault that is noted if no rank has died yet.
+
+        Raises:
+            ReplicaError: a rank died again.
+            ServiceError: it was restarted `max_restarts` times already, or did not start in time.
+            CheckpointError: the training state cannot be read.
+        """
+        dead = self._service.replicas[0]
+        if dead.alive:
+            self._service.condemn(dead, cause)
+        if not self.restarts_left:
+            raise ServiceError(
+                self._spent(dead.death.result()),
+                service=self._service.name,
+                replica=dead.index,
+                mend=f"see {dead.log}; the same command continues from the last checkpoint",
+            )
+        self.restarts += 1
+        self._down = "it is being restarted"
+        try:
+            await self._service.end(dead)
+            await self._open(resume, index=0)
+        except BaseException as error:
+            self._down = f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            raise
+        for fault in self._faults.seen:
+            if fault.service == self._service.name and fault.recovered_s is None:
+                self._faults.recovered(fault)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its ranks run and hold a policy."""
+        return not self._down and self._service.replicas[0].alive
+
+    async def death(self) -> str:
+        """Wait until a rank of those that there are now dies or hangs.
+
+        Returns:
+            The cause.
+        """
+        return await asyncio.shield(self._service.replicas[0].death)
+
+    @property
+    def restarts_left(self) -> int:
+        """How often it can still be restarted; at 0 the death of a rank is fatal to the run."""
+        return self.config.max_restarts - self.restarts
 
     @property
     def layout(self) -> Layout:
@@ -134,8 +216,7 @@ class Trainer:
         Returns:
             Metrics, merged over microbatches and ranks.
         """
-        parts = await self._service.call_ranks(
-            self._replica,
+        parts = await self._each(
             "step",
             lambda rank: (
                 packed.rows[rank :: self.config.ranks],
@@ -144,7 +225,6 @@ class Trainer:
                 temperature,
                 self._total_steps,
             ),
-            deadline_s=self._deadline_s,
         )
         self.version += 1
         return self._reduce(parts)
@@ -156,12 +236,7 @@ class Trainer:
             One tensor a row of `packed`, [L] float32; 0 where the row's mask is False. `unpack` sorts them by episode.
         """
         ranks = self.config.ranks
-        parts = await self._service.call_ranks(
-            self._replica,
-            "logprobs",
-            lambda rank: (packed.rows[rank::ranks], temperature),
-            deadline_s=self._deadline_s,
-        )
+        parts = await self._each("logprobs", lambda rank: (packed.rows[rank::ranks], temperature))
         return [parts[index % ranks][index // ranks] for index in range(len(packed.rows))]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
@@ -179,14 +254,35 @@ class Trainer:
         if self._specs is None:
             self._specs = await self._service.call(self._replica, "specs", deadline_s=self._deadline_s, rank=0)
         async with store.publishing(self.version, self._specs, getattr(torch, dtype)) as publication:
-            parts = await self._all("publish", store.transport(), publication.draft, deadline_s=self._deadline_s)
+            parts = await self._all("publish", store.transport(), publication.draft)
             self.busy_s += max(seconds for _, seconds in parts)
             await publication.commit([reports for reports, _ in parts])
         return self.version
 
+    async def offload(self) -> int:
+        """Move weights, optimizer state and reference of all ranks from their GPUs to host memory.
+
+        `step`, `logprobs`, `publish` and `save` bring them back by themselves.
+
+        Returns:
+            Bytes that left the GPUs; 0 if they were away already. On a CPU nothing moves, as that would free nothing.
+        """
+        return sum(await self._all("offload"))
+
+    async def onload(self) -> int:
+        """Bring back what `offload` moved, bit by bit the same.
+
+        Returns:
+            Its bytes; 0 if nothing was away.
+
+        Raises:
+            ForgeError: a GPU has no room; it can be tried again.
+        """
+        return sum(await self._all("onload"))
+
     async def settle(self) -> int:
         """Wait until the ranks are idle, and take over their version: for a step whose answer was not waited for."""
-        versions = await self._all("settle", deadline_s=self._deadline_s)
+        versions = await self._all("settle")
         self.version = versions[0]
         return self.version
 
@@ -197,10 +293,12 @@ class Trainer:
             folder: of the checkpoint.
             model: the folder that the run started from; its config and tokenizer are copied.
         """
-        await self._all("save", folder, model, deadline_s=self._deadline_s)
+        await self._all("save", folder, model)
 
     async def stop(self) -> None:
         """End the ranks."""
+        self._down = "it has been stopped"
+        self._service.recoverable = False
         await self._service.stop()
 
     def __repr__(self) -> str:
@@ -209,106 +307,76 @@ class Trainer:
             f"{self.config.ranks} rank(s)  {self.config.dtype}"
         )
 
+    async def _open(self, resume: Path | None, *, index: int | None = None) -> None:
+        """Spawn the ranks, as new ones of replica `index`, and load the policy."""
+        config, service, deadline_s = self.config, self._service, self._start_deadline_s
+        threads = max(1, cpu_cores() // config.ranks)
+        replica = service.spawn(
+            TrainerActor,
+            config,
+            self._model,
+            self._reference,
+            ranks=config.ranks,
+            env={"OMP_NUM_THREADS": str(threads)},
+            index=index,
+        )
+        if not self.restarts_left:
+            replica.death.add_done_callback(self._on_last_death)
+        await service.watch(replica, deadline_s=deadline_s)
+        address, port = await service.call(replica, "meeting_point", deadline_s=deadline_s, rank=0)
+        started = await self._call_ranks(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
+        self.version, self.parameters = started[0]
+        self._down = ""
+
     @property
     def _replica(self) -> Replica:
+        if self._down:
+            raise ServiceError(self._down, service=self._service.name, mend="restart it, or start the run again")
         return self._service.replicas[0]
 
-    async def _all(self, method: str, *args: object, deadline_s: float) -> list[Any]:
-        return await self._service.call_ranks(self._replica, method, lambda _: args, deadline_s=deadline_s)
+    def _on_last_death(self, death: asyncio.Future[str]) -> None:
+        """The run ends, also when nobody is calling."""
+        if self._service.recoverable:
+            self._service.give_up(self._service.replicas[0])
+            self._faults.record(self._service.name, None, self._spent(death.result()))
+
+    def _spent(self, cause: str) -> str:
+        return f"{cause}; it has been restarted {self.restarts} times, of at most {self.config.max_restarts}"
+
+    async def _all(self, method: str, *args: object) -> list[Any]:
+        return await self._each(method, lambda _: args)
+
+    async def _each(self, method: str, args_of_rank: Callable[[int], Sequence[object]]) -> list[Any]:
+        return await self._call_ranks(self._replica, method, args_of_rank, self._deadline_s)
+
+    async def _call_ranks(
+        self, replica: Replica, method: str, args_of_rank: Callable[[int], Sequence[object]], deadline_s: float
+    ) -> list[Any]:
+        """Call all ranks.
+
+        Raises:
+            ReplicaError: a rank died or hung; also when another one, which met that in a collective, said so first.
+        """
+        try:
+            return await self._service.call_ranks(replica, method, args_of_rank, deadline_s=deadline_s)
+        except (ReplicaError, DeadlineError):
+            raise
+        except ForgeError as error:
+            if replica.ranks > 1:
+                await asyncio.wait((replica.death,), timeout=_NOTICE_S)
+            if not replica.death.done():
+                raise
+            raise ReplicaError(
+                replica.death.result(),
+                service=self._service.name,
+                replica=replica.index,
+                call=method,
+                mend=f"see {replica.log}",
+            ) from error
 
     def _reduce(self, parts: Sequence[tuple[dict[str, Value], float]]) -> dict[str, float]:
         self.busy_s += max(seconds for _, seconds in parts)
         return reduce(merge_all([metrics for metrics, _ in parts]))
-
-
-class TrainerActor(ServiceActor):
-    """One rank."""
-
-    def __init__(self, config: Trainer.Config, model: Path, reference: bool) -> None:
-        self._config = config
-        self._model = model
-        self._reference = reference
-        self._engine: TitanEngine | None = None
-        self._turn = asyncio.Lock()
-
-    @concurrent_endpoint
-    async def meeting_point(self) -> tuple[str, int]:
-        """Address and port at which the ranks meet; asked of rank 0."""
-        address = "127.0.0.1" if device_type() == "cpu" else socket.gethostbyname(socket.gethostname())
-        if self._config.port:
-            return address, self._config.port
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
-
-    @concurrent_endpoint
-    async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int]:
-        """Load the policy. Returns its version and its number of parameters."""
-        async with self._turn:
-            init_distributed(rank, self._config.ranks, address, port)
-            from forge_rl.engines.titan.train import TitanEngine
-
-            self._engine = TitanEngine(
-                self._model,
-                dtype=resolve_dtype(self._config.dtype),
-                row_tokens=self._config.row_tokens,
-                optimizer=self._config.optimizer,
-                recompute=self._config.recompute,
-                reference=self._reference,
-                frozen=self._config.frozen,
-            )
-            if resume is not None:
-                self._engine.load_training_state(resume)
-            return self._engine.version, sum(p.numel() for p in self._engine.model.parameters())
-
-    @concurrent_endpoint
-    async def step(
-        self, rows: Sequence[Row], loss: Loss, trained_tokens: int, temperature: float, total_steps: int
-    ) -> tuple[dict[str, Value], float]:
-        """Metrics of this rank, and the seconds that it took."""
-        async with self._turn:
-            began = time.monotonic()
-            metrics = self.engine.train_step(
-                rows, loss, trained_tokens=trained_tokens, temperature=temperature, total_steps=total_steps
-            )
-            return metrics, time.monotonic() - began
-
-    @concurrent_endpoint
-    async def logprobs(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """See Trainer.logprobs."""
-        async with self._turn:
-            return self.engine.logprobs(rows, temperature=temperature)
-
-    @concurrent_endpoint
-    async def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor that is published; asked of rank 0."""
-        return self.engine.specs()
-
-    @concurrent_endpoint
-    async def publish(self, transport: Transport, drafted: Manifest) -> tuple[list[ShardReport], float]:
-        """Write this rank's shards; returns what was written, and the seconds that it took."""
-        async with self._turn:
-            began = time.monotonic()
-            reports = await transport.write(drafted, self.engine.local_shards(), rank=self.engine.rank)
-            return reports, time.monotonic() - began
-
-    @concurrent_endpoint
-    async def settle(self) -> int:
-        """The version, once what runs has ended."""
-        async with self._turn:
-            return self.engine.version
-
-    @concurrent_endpoint
-    async def save(self, folder: Path, model: Path) -> None:
-        """See Trainer.save."""
-        async with self._turn:
-            self.engine.save(folder, model)
-
-    @property
-    def engine(self) -> TitanEngine:
-        """This rank's engine, once setup has run."""
-        assert self._engine is not None, "setup comes first"
-        return self._engine
 
 
 def _pad_multiple() -> int:

@@ -10,22 +10,19 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from monarch.actor import concurrent_endpoint
-from monarch.rdma import RDMABuffer
 
 from forge_rl.errors import ConfigError, ForgeError, ServiceError, WeightsError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
-from forge_rl.runtime.faults import Faults, when_process_ends
-from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
-from forge_rl.weights.leases import Holder, WeightReader, leased
-from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport, TensorSpec, complete, draft
-from forge_rl.weights.remote import Puller, Shared
-from forge_rl.weights.shared_memory import SharedMemoryTransport, ask
+from forge_rl.services.weights_actor import WeightStoreActor
+from forge_rl.weights.leases import WeightReader, leased
+from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
+from forge_rl.weights.shared_memory import SharedMemoryTransport
 from forge_rl.weights.torchstore import TorchStoreTransport
 from forge_rl.weights.transport import Transport
-from forge_rl.weights.versions import VersionIndex
-from forge_rl.weights.volume import Volume, problem, reclaim
+from forge_rl.weights.volume import problem, reclaim
 
 T = TypeVar("T")
 
@@ -134,11 +131,11 @@ class WeightStore:
             WeightsError: the version exists already, is older than the latest, or there is no room for it.
         """
         transport = self._transports[host]
-        base, freed = await self._call("begin", version)
+        base, freed, era = await self._call("begin", version)
         drafted = None
         try:
             await self._unless_it_dies("free", transport.free(freed))
-            drafted = draft(specs, version=version, dtype=dtype, base=base, bucket_bytes=self._bucket_bytes)
+            drafted = draft(specs, version=version, dtype=dtype, base=base, bucket_bytes=self._bucket_bytes, era=era)
             drafted = await self._unless_it_dies("reserve", transport.reserve(drafted))
             publication = Publication(self, drafted)
             yield publication
@@ -146,11 +143,17 @@ class WeightStore:
                 raise WeightsError(f"version {version} was not committed")
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                if drafted is None or await self._call("latest") != version:
-                    own = [bucket.key for bucket in drafted.written] if drafted else []
-                    await self._call("abort", version, str(error) or type(error).__name__, (*freed, *own))
-                    await transport.free(own)
+                keys = (*freed, *(bucket.key for bucket in (drafted.written if drafted else ())))
+                await transport.free(await self._call("abort", version, era, str(error) or type(error).__name__, keys))
             raise
+
+    async def go_back(self, version: int) -> None:
+        """Forget all versions above this one: the trainer continues from it, and publishes the same numbers again.
+
+        `latest` is then the newest version kept up to this one, or None. Who reads a forgotten version goes on, who
+        waits for one waits for the new one. A publish that is in progress cannot be committed any more.
+        """
+        await self._call("go_back", version)
 
     @contextlib.asynccontextmanager
     async def lease(self, version: int | None = None) -> AsyncIterator[Manifest]:
@@ -235,149 +238,6 @@ class Publication:
         await self._store._call("commit", manifest)
         self.committed = True
         return manifest
-
-
-class WeightStoreActor(ServiceActor):
-    """A host's volume; the first one also keeps the index of versions."""
-
-    def __init__(self, config: WeightStore.Config, host: str) -> None:
-        self._config = config
-        self._host = host
-        self._index = VersionIndex(keep_versions=config.keep_versions, keep_bytes=int(config.keep_gib * (1 << 30)))
-        self._leases: dict[str, tuple[Holder, int]] = {}
-        """By name, who holds it, and on which version."""
-        self._unneeded: list[str] = []
-        """Keys of buckets that the next publisher frees before it begins: whoever ends a lease may be dead."""
-        self._watched: set[Holder] = set()
-        self._volume: Volume | None = None
-        self._puller: Puller | None = None
-        self._shared = Shared()
-
-    @concurrent_endpoint
-    async def open_volume(self, volumes: Mapping[str, Any]) -> tuple[Path, int]:
-        """Make the host's folder in shared memory. Returns it, and the bytes that a killed run had left behind."""
-        self._volume = Volume(self._config.shm)
-        self._puller = Puller(
-            self._host,
-            share=lambda host, keys: ask(volumes[host], "share", keys, what=f"the weight store on host {host!r}"),
-            watch=lambda host: volumes[host].never.call_one(),
-            reserve=self._volume.reserve,
-            free=self._volume.free,
-        )
-        return self._volume.folder, self._volume.reclaimed
-
-    @concurrent_endpoint
-    async def close(self) -> None:
-        """Remove the host's segments."""
-        await self._close()
-
-    async def __cleanup__(self, exc: Exception | None) -> None:
-        """Monarch's hook when the actor is stopped, also by a start that failed elsewhere."""
-        await self._close()
-
-    @concurrent_endpoint
-    async def reserve(self, sizes: dict[str, int]) -> dict[str, SegmentRef]:
-        return self.volume.reserve(sizes)
-
-    @concurrent_endpoint
-    async def free(self, keys: tuple[str, ...]) -> None:
-        self.puller.forget(keys)
-        for ref in self.volume.free(keys):
-            await self._shared.forget(ref.path)
-
-    @concurrent_endpoint
-    async def pull(self, manifest: Manifest) -> None:
-        """Begin to bring a version from the hosts that it was written on; nothing happens where it is here already."""
-        self.puller.pull(manifest)
-
-    @concurrent_endpoint
-    async def local(self, key: str) -> SegmentRef:
-        """The place on this host of a bucket that is pulled, as soon as it is whole and checked."""
-        return await self.puller.bucket(key)
-
-    @concurrent_endpoint
-    async def share(self, keys: tuple[str, ...]) -> list[RDMABuffer]:
-        """This host's buckets, for another one to read."""
-        refs = {key: self.volume.find(key) for key in keys}
-        if gone := [key for key, ref in refs.items() if ref is None]:
-            raise WeightsError(f"host {self._host!r} holds no bucket {gone[0]}", mend="hold a lease while reading")
-        return await self._shared.buffers([ref for ref in refs.values() if ref is not None])
-
-    @concurrent_endpoint
-    async def never(self) -> None:
-        """Ends only with this process, which whoever waits then hears of."""
-        await asyncio.Event().wait()
-
-    @concurrent_endpoint
-    async def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...]]:
-        base, freed = self._index.begin(version)
-        freed, self._unneeded = (*freed, *self._unneeded), []
-        return base, freed
-
-    @concurrent_endpoint
-    async def commit(self, manifest: Manifest) -> None:
-        self._unneeded.extend(await self._index.commit(manifest))
-
-    @concurrent_endpoint
-    async def abort(self, version: int, reason: str, keys: tuple[str, ...]) -> None:
-        """Give up a version; `keys` are of buckets that its publisher was to free, and of its own."""
-        self._unneeded.extend((*await self._index.abort(version, reason), *keys))
-
-    @concurrent_endpoint
-    async def lease(self, version: int | None, lease: str, holder: Holder) -> Manifest:
-        manifest = self._index.lease(version)
-        if holder.namespace == Holder.this_process().namespace and holder not in self._watched:
-            self._watched.add(holder)
-            loop = asyncio.get_running_loop()
-
-            def end() -> None:
-                loop.call_soon_threadsafe(self._end_leases, holder)
-
-            when_process_ends(holder.pid, end)
-        self._leases[lease] = holder, manifest.version
-        return manifest
-
-    @concurrent_endpoint
-    async def release(self, lease: str) -> None:
-        self._release(lease)
-
-    @concurrent_endpoint
-    async def wait_for(self, version: int) -> int:
-        return await self._index.wait_for(version)
-
-    @concurrent_endpoint
-    async def latest(self) -> int | None:
-        return self._index.latest
-
-    async def _close(self) -> None:
-        puller, volume = self._puller, self._volume
-        self._puller = self._volume = None
-        if puller is not None:
-            await puller.close()
-        if volume is not None:
-            volume.close()
-
-    def _end_leases(self, holder: Holder) -> None:
-        self._watched.discard(holder)
-        for lease in [lease for lease, (of, _) in self._leases.items() if of == holder]:
-            self._release(lease)
-
-    def _release(self, lease: str) -> None:
-        """Nothing happens if it has ended already, or never began."""
-        if lease in self._leases:
-            self._unneeded.extend(self._index.release(self._leases.pop(lease)[1]))
-
-    @property
-    def puller(self) -> Puller:
-        """What brings versions here from other hosts, once open_volume has run."""
-        assert self._puller is not None, "open_volume comes first"
-        return self._puller
-
-    @property
-    def volume(self) -> Volume:
-        """This host's, once open_volume has run."""
-        assert self._volume is not None, "open_volume comes first"
-        return self._volume
 
 
 def _choose(config: WeightStore.Config, needed: int) -> tuple[str, str]:

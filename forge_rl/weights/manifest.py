@@ -52,7 +52,7 @@ class Bucket:
     """A run of bytes of one version."""
 
     key: str
-    """VERSION/NUMBER, of the version that wrote it."""
+    """VERSION/NUMBER, of the version that wrote it; VERSION/ERA.NUMBER after the run went back."""
     bytes: int
     host: str = ""
     """Where it was written."""
@@ -125,6 +125,8 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[Bucket, ...]
     """All that hold a tensor of it, also older ones that it shares with earlier versions."""
+    era: int = 0
+    """How often the run had gone back to an earlier version: tells it from a forgotten one of the same number."""
 
     @property
     def bytes(self) -> int:
@@ -171,6 +173,7 @@ def draft(
     dtype: torch.dtype,
     base: Manifest | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    era: int = 0,
 ) -> Manifest:
     """Lay out a version: which tensors are written, and where in which buckets.
 
@@ -182,6 +185,7 @@ def draft(
         dtype: of the published tensors.
         base: the version before; what has not changed since stays where that one has it.
         bucket_bytes: past this a bucket is full.
+        era: that the store is in.
 
     Raises:
         WeightsError: there are no tensors, or two of one name.
@@ -196,28 +200,32 @@ def draft(
     placed: dict[str, TensorEntry] = {}
     buckets: list[Bucket] = []
     used = number = 0
+
+    def key() -> str:
+        return f"{version}/{era}.{number}" if era else f"{version}/{number}"
+
     for changed in (True, False):
         for spec in (spec for spec in specs if spec.changed is changed):
             old = before.get(spec.name)
             if not changed and old is not None and (old.shape, old.dtype) == (spec.shape, name):
                 placed[spec.name] = old
                 continue
-            entry = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=f"{version}/{number}", offset=used)
+            entry = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=key(), offset=used)
             if used and used + entry.bytes > bucket_bytes:
                 buckets.append(Bucket(key=entry.bucket, bytes=used))
                 used, number = 0, number + 1
-                entry = replace(entry, bucket=f"{version}/{number}", offset=0)
+                entry = replace(entry, bucket=key(), offset=0)
             placed[spec.name] = entry
             used += _aligned(entry)
         if used:
-            buckets.append(Bucket(key=f"{version}/{number}", bytes=used))
+            buckets.append(Bucket(key=key(), bytes=used))
             used, number = 0, number + 1
     entries = tuple(placed[spec.name] for spec in specs)
     shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
     buckets.extend(older[key] for key in shared)
     if shared and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
-        return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes)
-    return Manifest(version=version, tensors=entries, buckets=tuple(buckets))
+        return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, era=era)
+    return Manifest(version=version, tensors=entries, buckets=tuple(buckets), era=era)
 
 
 def _aligned(entry: TensorEntry) -> int:

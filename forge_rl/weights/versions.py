@@ -1,4 +1,8 @@
-"""The rules of versions: immutable, committed whole, leased while read, retired by age. Pure; the store runs it."""
+"""The rules of versions: immutable, committed whole, leased while read, retired by age. Pure; the store runs it.
+
+A run that goes back to an earlier version, because its trainer continues from a checkpoint, forgets what came after and
+begins a new era, in which the same numbers come again. What is still read of an older era stays until it is released.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,14 @@ class VersionIndex:
         """By version that is being written: the one before, whose buckets it may share."""
         self._needed: dict[str, int] = {}
         """Bytes by key of the buckets that versions keep, or those that are being written."""
-        self._leases: Counter[int] = Counter()
+        self._leases: Counter[tuple[int, int]] = Counter()
+        """By version and era."""
+        self._forgotten: dict[tuple[int, int], Manifest] = {}
+        """Of earlier eras, and still being read."""
         self._changed = asyncio.Condition()
         self._failure = ""
+        self.era = 0
+        """How often the run went back."""
 
     @property
     def latest(self) -> int | None:
@@ -38,7 +47,7 @@ class VersionIndex:
     @property
     def bytes(self) -> int:
         """Of all buckets that are held; one that versions share counts once."""
-        return sum(_buckets(self._versions.values()).values())
+        return sum(_buckets([*self._versions.values(), *self._forgotten.values()]).values())
 
     def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...]]:
         """Reserve a version for writing; what retention will give up for it is given up now, so that its room is there.
@@ -69,7 +78,7 @@ class VersionIndex:
                 or which its unchanged tensors do not come from.
         """
         version = manifest.version
-        if version not in self._writing:
+        if manifest.era != self.era or version not in self._writing:
             raise WeightsError(f"version {version} was not begun, or was aborted")
         if self.latest is not None and version <= self.latest:
             raise WeightsError(f"version {version} comes too late: {self.latest} was committed meanwhile")
@@ -81,26 +90,43 @@ class VersionIndex:
                 mend="publish one version after the other",
             )
         del self._writing[version]
-        async with self._changed:
-            self._versions[version] = manifest
-            self._changed.notify_all()
-        return self._retire()
+        self._versions[version] = manifest
+        return await self._tell_waiters()
 
-    async def abort(self, version: int, reason: str) -> tuple[str, ...]:
+    async def abort(self, version: int, reason: str, *, era: int = 0) -> tuple[str, ...]:
         """Give up a version that is being written; it stays invisible, and those who wait for it fail at once.
 
-        Nothing happens for one that is not being written.
+        Nothing happens for one that is not being written, or no more because the run went back since.
 
         Returns:
             Keys of the buckets that nothing needs any more; those of the version itself are the writer's to free.
         """
-        if version not in self._writing:
+        if era != self.era or version not in self._writing:
             return ()
         del self._writing[version]
-        async with self._changed:
-            self._failure = f"version {version} was aborted: {reason}"
-            self._changed.notify_all()
+        self._failure = f"version {version} was aborted: {reason}"
+        return await self._tell_waiters()
+
+    def go_back(self, version: int) -> tuple[str, ...]:
+        """Forget all versions above this one, which will be written anew; what is being written is given up.
+
+        Those who wait for a forgotten version wait for the new one. Those who read one go on.
+
+        Returns:
+            Keys of the buckets that nothing needs any more; those of what was being written are its writer's to free.
+        """
+        self.era += 1
+        self._writing.clear()
+        self._failure = ""
+        for newer in [held for held in self._versions if held > version]:
+            manifest = self._versions.pop(newer)
+            if self._leases[newer, manifest.era]:
+                self._forgotten[newer, manifest.era] = manifest
         return self._retire()
+
+    def needs(self, key: str) -> bool:
+        """Whether a version that is kept, read, or written upon has this bucket."""
+        return key in self._needed
 
     async def wait_for(self, version: int) -> int:
         """Wait until this version or a newer one is committed.
@@ -128,26 +154,36 @@ class VersionIndex:
         if wanted is None or wanted not in self._versions:
             held = ", ".join(map(str, sorted(self._versions))) or "none"
             raise WeightsError(f"there is no version {wanted} of the weights; held: {held}")
-        self._leases[wanted] += 1
-        return self._versions[wanted]
+        manifest = self._versions[wanted]
+        self._leases[wanted, manifest.era] += 1
+        return manifest
 
-    def release(self, version: int) -> tuple[str, ...]:
-        """End a lease.
+    def release(self, version: int, *, era: int = 0) -> tuple[str, ...]:
+        """End a lease on a version of an era.
 
         Returns:
             Keys of the buckets that nothing needs any more.
         """
-        assert self._leases[version], f"version {version} is not leased"
-        self._leases[version] -= 1
-        if not self._leases[version]:
-            del self._leases[version]
+        leased = version, era
+        assert self._leases[leased], f"version {version} is not leased"
+        self._leases[leased] -= 1
+        if not self._leases[leased]:
+            del self._leases[leased]
+            self._forgotten.pop(leased, None)
         return self._retire()
+
+    async def _tell_waiters(self) -> tuple[str, ...]:
+        """Returns what _retire does; all is decided before others have their turn."""
+        unneeded = self._retire()
+        async with self._changed:
+            self._changed.notify_all()
+        return unneeded
 
     def _retire(self, coming: int = 0) -> tuple[str, ...]:
         """Drop versions past the bounds; `coming` bytes of one more, if not 0, are about to be written."""
         kept, seen = (1, {"": coming}) if coming else (0, {})
         for version in sorted(self._versions, reverse=True):
-            if self._leases[version]:
+            if self._leases[version, self._versions[version].era]:
                 continue
             kept += 1
             seen |= _buckets([self._versions[version]])
@@ -157,7 +193,8 @@ class VersionIndex:
         return tuple(key for key in before if key not in self._needed)
 
     def _held(self) -> list[Manifest]:
-        return [*self._versions.values(), *(base for base in self._writing.values() if base is not None)]
+        bases = (base for base in self._writing.values() if base is not None)
+        return [*self._versions.values(), *self._forgotten.values(), *bases]
 
 
 def _buckets(manifests: Iterable[Manifest]) -> dict[str, int]:

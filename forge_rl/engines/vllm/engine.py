@@ -14,6 +14,7 @@ from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge_rl.engines.platform import device_type
 from forge_rl.engines.vllm.stream import decode
@@ -35,10 +36,13 @@ class VLLMEngine:
         self._closing = False
         self._failure = ""
         self._paused = False
-        """Whether a pause was asked for."""
-        self._loading = False
-        self._switch = asyncio.Lock()
-        """Held while vLLM stops or goes on."""
+        self._asleep = False
+        self._changing = asyncio.Lock()
+        """Held while what is below changes, so that it follows what is above and what was loaded."""
+        self._stopped = False
+        """Whether vLLM decodes nothing."""
+        self._released: list[str] = []
+        """What is not in memory: "weights", "kv_cache"."""
         for process in llm.engine_core.resources.engine_manager.processes:
             when_process_ends(process.pid, self._on_engine_death)
 
@@ -75,6 +79,7 @@ class VLLMEngine:
             kv_cache_memory_bytes=kv_cache_bytes,
             gpu_memory_utilization=memory_share,
             enforce_eager=eager or device_type() == "cpu",
+            enable_sleep_mode=device_type() == "cuda",
             distributed_executor_backend="uni",
             # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
             enable_chunked_prefill=device_type() != "cpu",
@@ -104,9 +109,13 @@ class VLLMEngine:
         """
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", mend="load a version that can be read")
-        async with contextlib.aclosing(decode(self._llm, prompt_ids, sampling)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        try:
+            async with contextlib.aclosing(decode(self._llm, prompt_ids, sampling)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except EngineDeadError:
+            self._on_engine_death()  # as soon as its process has ended this one would: no need to wait for that
+            raise
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
         """One whole answer; see stream."""
@@ -122,16 +131,31 @@ class VLLMEngine:
         )
 
     async def pause(self) -> None:
-        """Stop at a token boundary: nothing is decoded until resume. Requests are kept, with their keys and values, and
-        new ones wait."""
+        """Stop at a token boundary: from then on nothing is decoded. Requests are kept, with their keys and values."""
         self._paused = True
-        async with self._switch:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._settle()
 
     async def resume(self) -> None:
-        """Go on after pause; when a load is under way, or failed, as soon as one has succeeded."""
+        """Go on after pause; nothing happens while the engine sleeps, or holds no whole version."""
         self._paused = False
-        await self._go_on()
+        await self._settle()
+
+    async def sleep(self) -> None:
+        """Stop as pause does, and give memory back: keys and values, and on CUDA the weights, which go to the host.
+
+        Requests are kept; what was computed of them is computed again after wake.
+        """
+        self._asleep = True
+        await self._settle()
+
+    async def wake(self) -> None:
+        """Go on after sleep, unless the engine is also paused."""
+        self._asleep = False
+        await self._settle()
+
+    async def serve_model(self) -> None:
+        """Call the weights that the engine was started with version 0."""
+        await self._llm.update_weight_version("0")
 
     async def load(
         self, manifest: Manifest, buckets: AsyncIterator[LocalBucket], *, reader: str = "an engine"
@@ -154,37 +178,35 @@ class VLLMEngine:
         clock = PhaseClock()
         with clock.phase("wait"):
             bucket = await anext(buckets, None)
-        self._loading = True
+        async with self._changing:
+            with clock.phase("pause"):
+                # This clears the prefix cache too. Nothing is computed until the engine resumes, and so no block of the
+                # old weights is left for anybody.
+                await self._stop(clear_cache=True)
+                await self._restore(["weights"])
+            try:
+                await self._llm.start_weight_update()
+                while bucket is not None:
+                    with clock.phase("load"):
+                        update = SegmentUpdateInfo.of(manifest.version, bucket)
+                        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+                    with clock.phase("wait"):
+                        bucket = await anext(buckets, None)
+                with clock.phase("finish"):
+                    await self._llm.finish_weight_update()
+                    (read,) = await self._llm.collective_rpc("forge_rl_load_report")
+                    attest(manifest, read["fingerprints"], reader)
+                    await self._llm.update_weight_version(str(read["version"]))
+            except BaseException as error:
+                self._failure = f"version {manifest.version} could not be loaded"
+                (problem,) = await self._llm.collective_rpc("forge_rl_give_up_load")
+                if problem is not None:
+                    message, mend = problem
+                    raise WeightsError(message, mend=mend) from error
+                raise
+            self._failure = ""
         with clock.phase("pause"):
-            # This clears the prefix cache too. Nothing is computed until the engine resumes, and so no block of the old
-            # weights is left for anybody.
-            async with self._switch:
-                await self._llm.pause_generation(mode="keep")
-        try:
-            await self._llm.start_weight_update()
-            while bucket is not None:
-                with clock.phase("load"):
-                    update = SegmentUpdateInfo.of(manifest.version, bucket)
-                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-                with clock.phase("wait"):
-                    bucket = await anext(buckets, None)
-            with clock.phase("finish"):
-                await self._llm.finish_weight_update()
-                (read,) = await self._llm.collective_rpc("forge_rl_load_report")
-                attest(manifest, read["fingerprints"], reader)
-                await self._llm.update_weight_version(str(read["version"]))
-        except BaseException as error:
-            self._failure = f"version {manifest.version} could not be loaded"
-            (problem,) = await self._llm.collective_rpc("forge_rl_give_up_load")
-            if problem is not None:
-                message, mend = problem
-                raise WeightsError(message, mend=mend) from error
-            raise
-        finally:
-            self._loading = False
-        self._failure = ""
-        with clock.phase("pause"):
-            await self._go_on()
+            await self._settle()
         return LoadReport(
             version=read["version"],
             fingerprints=read["fingerprints"],
@@ -192,11 +214,40 @@ class VLLMEngine:
             seconds=_stages(clock.finish_step(), read["seconds"]),
         )
 
-    async def _go_on(self) -> None:
-        """Resume vLLM, unless something still keeps it stopped."""
-        async with self._switch:
-            if not (self._paused or self._loading or self._failure):
+    async def _settle(self) -> None:
+        """Bring vLLM to the state that was asked for last."""
+        async with self._changing:
+            if self._asleep and "kv_cache" not in self._released:
+                await self._stop(clear_cache=True)
+                await self._release()
+            elif not self._asleep:
+                await self._restore(list(self._released))
+            if self._asleep or self._paused:
+                await self._stop(clear_cache=False)
+            elif self._stopped and not self._failure:
                 await self._llm.resume_generation()
+                self._stopped = False
+
+    async def _stop(self, *, clear_cache: bool) -> None:
+        if not self._stopped or clear_cache:
+            # AsyncLLM.pause_generation does this, and then sleeps for 20 ms so that all outputs have been handed out.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+            self._stopped = True
+
+    async def _release(self) -> None:
+        """Give memory back. Not by AsyncLLM.sleep: its wake_up would resume a paused engine."""
+        if device_type() == "cpu":
+            await self._llm.collective_rpc("forge_rl_release_kv_cache")
+            self._released = ["kv_cache"]
+        else:
+            await self._llm.collective_rpc("sleep", kwargs={"level": 1})
+            self._released = ["weights", "kv_cache"]
+
+    async def _restore(self, what: list[str]) -> None:
+        back = [tag for tag in self._released if tag in what]
+        if back and device_type() != "cpu":  # a CPU's pages come back when they are written
+            await self._llm.collective_rpc("wake_up", kwargs={"tags": back})
+        self._released = [tag for tag in self._released if tag not in back]
 
     def close(self) -> None:
         """End the engine's processes."""

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from forge_rl.engines.vllm.memory import release
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.timer import PhaseClock
 from forge_rl.runtime.faults import when_process_ends
@@ -41,6 +42,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker, for collective_rpc."""
 
     weight_transfer_engine: SegmentTransferEngine
+    model_runner: Any
     _weight_update_active: bool
 
     def forge_rl_load_report(self) -> dict[str, Any]:
@@ -56,6 +58,11 @@ class WorkerExtension:
         """
         self._weight_update_active = False
         return self.weight_transfer_engine.give_up()
+
+    def forge_rl_release_kv_cache(self) -> None:
+        """Give back what keys and values take of a CPU's memory, which vLLM's own sleep and discard cannot; they are
+        zeros then, as when the engine had started."""
+        release(self.model_runner.kv_caches)
 
 
 @dataclass

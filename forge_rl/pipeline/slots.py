@@ -1,0 +1,100 @@
+"""Turns on the engines that the schedule grants, and on others where an engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ReplicaError
+from forge_rl.pipeline.plans import EpisodePlan
+from forge_rl.pipeline.schedule import Schedule
+from forge_rl.services.answer import Answer
+from forge_rl.types import Chunk, Sampling, Turn
+
+
+class Decoder(Protocol):
+    """What rollouts need of the Generator."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def version(self) -> int | None: ...
+
+    @property
+    def listeners(self) -> list[Callable[[], None]]: ...
+
+    def engines(self) -> dict[int, int]: ...
+
+    def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+    ) -> AsyncGenerator[Chunk, None]: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class Slots:
+    """Hands engines to those whose turn it is.
+
+    Args:
+        schedule: says whose turn it is, and where.
+        generator: decodes.
+        tokenizer: of the policy.
+    """
+
+    def __init__(self, schedule: Schedule, generator: Decoder, tokenizer: Tokenizer) -> None:
+        self._schedule = schedule
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._granted: dict[EpisodePlan, asyncio.Future[None]] = {}
+
+    def see_engines(self) -> None:
+        """Tell the schedule which engines serve."""
+        engines = self._generator.engines()
+        if engines != self._schedule.engines:
+            self._schedule.set_engines(engines)
+
+    def grant(self) -> None:
+        """Let those decode whose turn it is."""
+        for plan in self._schedule.grants():
+            granted = self._granted.pop(plan)
+            if not granted.done():
+                granted.set_result(None)
+
+    async def stream(self, plan: EpisodePlan, answer: Answer) -> AsyncGenerator[Chunk, None]:
+        """Decode an answer of an episode, which has one at a time. If its engine dies, another one goes on.
+
+        Raises:
+            ReplicaError: several engines, one after another, died without a token.
+        """
+        while not answer.finish:
+            granted = self._granted[plan] = asyncio.get_running_loop().create_future()
+            self._schedule.wants(plan)
+            self.grant()
+            lost = False
+            try:
+                await granted
+                shown = self._generator.stream(answer.shown, answer.rest, engine=plan.engine)
+                async with contextlib.aclosing(shown) as chunks:
+                    async for chunk in chunks:
+                        yield answer.add(chunk)
+            except ReplicaError as error:
+                lost = True
+                answer.move(error)
+            finally:
+                self._granted.pop(plan, None)
+                self._schedule.leaves(plan, interrupted=lost)
+                self.grant()
+
+    async def turn(self, plan: EpisodePlan, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
+        """Decode a whole answer; see `stream`."""
+        answer = Answer(prompt_ids, sampling, self._tokenizer)
+        async with contextlib.aclosing(self.stream(plan, answer)) as chunks:
+            async for _ in chunks:
+                pass
+        return answer.turn()

@@ -1,0 +1,282 @@
+"""The link to a replica: many calls and streams at a time in few messages, as each message costs a millisecond.
+
+The controller posts all calls that gathered while the last post was under way, and a long poll brings back all replies
+that are ready. Each call and each reply is pickled on its own, so that a bad value breaks one call only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import pickle
+import traceback
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeAlias
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
+
+POLL_S = 5.0
+"""How long a poll stays open when there is nothing to tell."""
+
+Message: TypeAlias = tuple[int, str, bytes, bool]
+"""To a replica: number of the call, method, its pickled arguments, and whether it streams. An empty method cancels."""
+
+Reply: TypeAlias = tuple[int, int, bytes]
+"""From a replica: number of the call, one of the kinds below, and what is pickled with it."""
+
+_VALUE, _ITEM, _END, _ERROR = range(4)
+_DIED, _STOPPED, _LATE = range(4, 7)  # said by the controller itself, with the cause as text
+
+
+class Link:
+    """The controller's end. It starts with the first call.
+
+    Args:
+        actor: Monarch's handle of one process with a ServiceActor.
+        error: makes the error of a kind for a method from a message.
+        lost: told why, when the link breaks by itself. `close` is then called by whoever owns the link.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        error: Callable[[type[ServiceError], str, str], ServiceError],
+        lost: Callable[[Exception], None],
+    ) -> None:
+        self._actor = actor
+        self._error = error
+        self._lost = lost
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._outbox: list[Message] = []
+        self._waiting = asyncio.Event()
+        self._broken: tuple[int, bytes] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.silent_polls = 0
+        """Counted up by the watchdog, and set back whenever the replica answers."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the replica owes answers to polls."""
+        return self._task is not None and self._broken is None
+
+    async def ask(self, method: str, args: tuple[object, ...], deadline_s: float) -> Any:
+        """Await a method of the actor; see Service.ask."""
+        call = self._send(method, args, deadline_s, streams=False)
+        try:
+            kind, payload = await call.next()
+        finally:
+            self._end(call)
+        return self._value(method, kind, payload)
+
+    async def stream(self, method: str, args: tuple[object, ...], deadline_s: float) -> AsyncGenerator[Any, None]:
+        """Iterate over an async generator of the actor; see Service.stream."""
+        call = self._send(method, args, deadline_s, streams=True)
+        try:
+            while True:
+                kind, payload = await call.next()
+                if kind == _END:
+                    return
+                yield self._value(method, kind, payload)
+        finally:
+            self._end(call)
+
+    def fail(self, cause: str, *, died: bool) -> None:
+        """End all calls in flight, and all later ones: with ReplicaError if the replica died, else ServiceError."""
+        if self._broken is not None:
+            return
+        self._broken = (_DIED if died else _STOPPED, cause.encode())
+        for call in self._calls.values():
+            call.put(self._broken)
+        self._calls.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """End the link's tasks."""
+        self.fail("the service has been stopped", died=False)
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def _send(self, method: str, args: tuple[object, ...], deadline_s: float, *, streams: bool) -> _Call:
+        if self._broken is not None:
+            self._value(method, *self._broken)  # raises
+        try:
+            payload = _dumps(args)
+        except Exception as error:
+            raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
+        number = next(self._numbers)
+        late = (_LATE, f"no {'end' if streams else 'answer'} within {deadline_s:g} s".encode())
+        call = _Call(number, deadline_s, late)
+        self._calls[number] = call
+        self._put((number, method, payload, streams))
+        return call
+
+    def _put(self, message: Message) -> None:
+        self._outbox.append(message)
+        self._waiting.set()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def _end(self, call: _Call) -> None:
+        """Forget a call; the replica too, if it still works on it."""
+        call.timer.cancel()
+        if self._calls.pop(call.number, None) is not None:
+            self._put((call.number, "", b"", False))
+
+    def _value(self, method: str, kind: int, payload: bytes) -> Any:
+        if kind in (_VALUE, _ITEM):
+            try:
+                return pickle.loads(payload)
+            except Exception as error:
+                message = f"its answer cannot be unpickled: {_describe(error)}"
+                raise self._error(ServiceError, method, message) from error
+        if kind == _ERROR:
+            text, pickled = pickle.loads(payload)
+            raise _unpack(pickled) or self._error(ServiceError, method, text)
+        kinds = {_DIED: ReplicaError, _STOPPED: ServiceError, _LATE: DeadlineError}
+        raise self._error(kinds[kind], method, payload.decode())
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._post())
+                group.create_task(self._collect())
+        except ExceptionGroup as errors:
+            self._lost(errors.exceptions[0])
+
+    async def _post(self) -> None:
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            messages, self._outbox = self._outbox, []
+            await self._actor.link_post.call_one(pickle.dumps(messages))
+
+    async def _collect(self) -> None:
+        while True:
+            replies: list[Reply] = pickle.loads(await self._actor.link_collect.call_one(POLL_S))
+            self.silent_polls = 0
+            for number, kind, payload in replies:
+                call = self._calls.get(number) if kind == _ITEM else self._calls.pop(number, None)
+                if call is not None:  # else it was given up meanwhile
+                    call.put((kind, payload))
+
+
+class _Call:
+    """A call in flight: what has come of it and was not taken yet."""
+
+    __slots__ = ("_replies", "_waiter", "number", "timer")
+
+    def __init__(self, number: int, deadline_s: float, late: tuple[int, bytes]) -> None:
+        self.number = number
+        self.timer = asyncio.get_running_loop().call_later(deadline_s, self.put, late)
+        self._replies: deque[tuple[int, bytes]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, reply: tuple[int, bytes]) -> None:
+        self._replies.append(reply)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> tuple[int, bytes]:
+        if not self._replies:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._replies.popleft()
+
+
+class LinkEnd:
+    """The replica's end: runs the methods of an actor that the controller calls."""
+
+    def __init__(self, actor: object) -> None:
+        self._actor = actor
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._replies: list[Reply] = []
+        self._ready = asyncio.Event()
+
+    def post(self, messages: bytes) -> None:
+        """Start what is called and cancel what is given up."""
+        for number, method, payload, streams in pickle.loads(messages):
+            if method:
+                task = asyncio.get_running_loop().create_task(self._answer(number, method, payload, streams))
+                self._tasks[number] = task
+                task.add_done_callback(functools.partial(self._forget, number))
+            elif number in self._tasks:
+                self._tasks[number].cancel()
+
+    async def collect(self, wait_s: float) -> bytes:
+        """All replies that are ready, as soon as there is one; none after `wait_s`."""
+        if not self._replies:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._ready.wait()
+            await asyncio.sleep(0)  # others of the same post end in the same turn of the loop
+        self._ready.clear()
+        replies, self._replies = self._replies, []
+        return pickle.dumps(replies)
+
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[number]
+
+    def _put(self, number: int, kind: int, payload: bytes) -> None:
+        self._replies.append((number, kind, payload))
+        self._ready.set()
+
+    async def _answer(self, number: int, method: str, payload: bytes, streams: bool) -> None:
+        try:
+            result = getattr(self._actor, method)(*pickle.loads(payload))
+            if streams:
+                async with contextlib.aclosing(result) as items:
+                    async for item in items:
+                        self._put(number, _ITEM, _dumps(item))
+                self._put(number, _END, b"")
+            else:
+                self._put(number, _VALUE, _dumps(await result))
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the controller gave it up
+            self._put(number, _ERROR, _pack(error))
+
+
+def _dumps(value: object) -> bytes:
+    """Pickle a value; plain pickle is ten times as fast as what can pickle lambdas and a script's own classes too."""
+    try:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        data = b"__main__"
+    # __main__ is another module in the other process: what is defined there must be sent by value.
+    if b"__main__" in data:
+        data = cloudpickle.dumps(value)
+    return data
+
+
+def _pack(error: BaseException) -> bytes:
+    """An error as text, and itself if the caller can have it. What is nobody's message goes to the log in full."""
+    pickled = b""
+    if isinstance(error, ForgeError):
+        with contextlib.suppress(Exception):  # the text must do
+            pickled = _dumps(error)
+    else:
+        traceback.print_exception(error)
+    return pickle.dumps((_describe(error), pickled))
+
+
+def _unpack(pickled: bytes) -> ForgeError | None:
+    with contextlib.suppress(Exception):  # the text must do
+        error = pickle.loads(pickled) if pickled else None
+        return error if isinstance(error, ForgeError) else None
+    return None
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ is broken
+        return type(error).__name__

@@ -1,0 +1,126 @@
+"""Recipes run from the command line, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+
+
+class Command:
+    """A recipe in a process of its own, with its output line by line."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.seen: set[psutil.Process] = set()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip())
+                self._changed.notify_all()
+        self.process.wait()  # its output ends a moment before it does
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, pattern: str, timeout_s: float = 240.0, *, whole: bool = False) -> str:
+        """The first line that matches; or what matches in the whole output."""
+
+        def found() -> str | None:
+            if whole:
+                match = re.search(pattern, self.output)
+                return match and match[0]
+            return next((line for line in self.lines if re.search(pattern, line)), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._ended, timeout_s)
+        line = found()
+        assert line is not None, f"no line matches {pattern!r}:\n" + "\n".join(self.lines)
+        self.seen |= set(self.children())
+        return line
+
+    def children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def end(self, timeout_s: float = 120.0) -> int:
+        self._reader.join(timeout_s)
+        assert self._ended, f"it runs after {timeout_s} s:\n{self.output}"
+        status = self.process.returncode
+        assert status is not None
+        return status
+
+    def strays(self) -> list[psutil.Process]:
+        """Its processes that still live; a moment is given to those that are ending."""
+        _, alive = psutil.wait_procs(list(self.seen), timeout=10)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def clean_up(self) -> None:
+        self.seen |= set(self.children())
+        self.process.kill()
+        self.process.wait()
+        for process in self.seen:
+            if process.is_running():
+                process.kill()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+
+def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str) -> Command:
+    command = Command(
+        "tests.tiny",
+        *("--model", str(model), "--out", str(out), "--display", "plain"),
+        *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
+        *arguments,
+    )
+    commands.append(command)
+    return command
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def processes_of(command: Command, service: str, replica: int = 0) -> list[psutil.Process]:
+    """The processes of a replica, by the log file that they print to."""
+    found = []
+    for process in command.children():
+        try:
+            log = os.readlink(f"/proc/{process.pid}/fd/1")
+        except OSError:
+            continue
+        if Path(log).name.startswith(f"{service}-{replica}."):
+            found.append(process)
+    return found
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))

@@ -1,0 +1,40 @@
+"""What the tests of the version index share."""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import replace
+
+from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.versions import VersionIndex
+from tests.fakes import manifest_of
+
+
+def index(*, keep_versions: int = 2, keep_bytes: int = 1 << 40) -> VersionIndex:
+    return VersionIndex(keep_versions=keep_versions, keep_bytes=keep_bytes)
+
+
+async def publish(
+    versions: VersionIndex, version: int, size: int = 10, shared: dict[str, int] | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Keys that are given up before it is written, and when it is committed."""
+    _, before = versions.begin(version)
+    after = await versions.commit(manifest_of(version, {f"{version}/0": size, **(shared or {})}))
+    return before, after
+
+
+def of_era(era: int, version: int, size: int = 10) -> Manifest:
+    """A manifest of one tensor in a bucket of its own, after the run went back so often."""
+    return replace(manifest_of(version, {f"{version}/{era}.0": size}), era=era)
+
+
+async def settle() -> None:
+    """Let every task go on as far as it can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(main: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(main, 20)
+
+    asyncio.run(bounded())

@@ -1,0 +1,197 @@
+"""Rollouts over services without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from forge_rl.data.mixture import Mixture
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.errors import ReplicaError
+from forge_rl.pipeline.attempts import Attempts
+from forge_rl.pipeline.plans import ScheduleConfig
+from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.types import Chunk, Message, Sampling, Task
+
+
+class CountingSource:
+    """Tasks 0, 1, 2, …"""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def draw(self) -> Task:
+        self.drawn += 1
+        return Task(id=str(self.drawn), source=self.name, messages=({"role": "user", "content": str(self.drawn)},))
+
+    def held_out(self, tasks: int) -> tuple[Task, ...]:
+        return ()
+
+    def state(self) -> dict[str, object]:
+        return {"drawn": self.drawn}
+
+    def restore(self, state: dict[str, object]) -> None:
+        self.drawn = int(str(state["drawn"]))
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(ord(letter) for message in messages for letter in message["content"])
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        return (*ids, *self.render(messages))
+
+    def text_stream(self, prompt_ids: Sequence[int]) -> LetterStream:
+        return LetterStream()
+
+
+class LetterStream:
+    def add(self, token: int) -> str:
+        return chr(token)
+
+
+class StagedGenerator:
+    """Answers with its seed, so that every episode differs."""
+
+    sampling = Sampling(max_tokens=4)
+
+    version = 0
+
+    def __init__(self, *, truncated: bool = False) -> None:
+        self.seen: list[tuple[tuple[int, ...], Sampling]] = []
+        self.truncated = truncated
+        self.listeners: list[Callable[[], None]] = []
+
+    def engines(self) -> dict[int, int]:
+        return {0: 8, 1: 8}
+
+    async def pause(self) -> None:
+        """Nothing is in flight."""
+
+    async def resume(self) -> None:
+        """Nothing is in flight."""
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
+    ) -> AsyncGenerator[Chunk, None]:
+        self.seen.append((tuple(prompt_ids), sampling))
+        text = str(sampling.seed)
+        ids = tuple(ord(letter) for letter in text)
+        yield Chunk(
+            token_ids=ids,
+            logprobs=(-1.0,) * len(ids),
+            versions=(0,) * len(ids),
+            text=text,
+            finish="length" if self.truncated else "stop",
+        )
+
+
+class TwoTurns:
+    """Asks twice, and rewards by itself."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.turns = 0
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self.task.messages)
+
+    async def step(self, answer: str) -> Step:
+        self.turns += 1
+        if self.turns == 1:
+            return Step(messages=({"role": "user", "content": "again"},), done=False)
+        return Step(done=True, reward=0.75)
+
+
+class StagedEnvironment:
+    def __init__(self, factory: type) -> None:
+        self.factory = factory
+        self.closed = 0
+
+    async def open(self, task: Task) -> tuple[object, Observation]:
+        env = self.factory(task)
+        owner = self
+
+        class World:
+            async def step(self, answer: str) -> Step:
+                step: Step = await env.step(answer)
+                return step
+
+            async def close(self) -> None:
+                owner.closed += 1
+
+            def abandon(self) -> None:
+                owner.closed += 1
+
+        return World(), await env.reset()
+
+
+class StagedReward:
+    def __init__(self, score: object) -> None:
+        self.score_of = score
+
+    async def score(self, task: Task, text: str) -> float:
+        return self.score_of(task, text)  # type: ignore[operator, no-any-return]
+
+
+def rollouts(**changes: object) -> Rollouts:
+    parts: dict[str, object] = {
+        "mixture": Mixture({"counting": CountingSource()}),
+        "shape": Shape(groups=3, episodes=4),
+        "schedule": ScheduleConfig(max_lag=0),
+        "tokenizer": Letters(),
+        "generator": StagedGenerator(),
+        "environment": StagedEnvironment(SingleTurn),
+        "reward": StagedReward(lambda task, text: float(len(text) % 2 + int(text) % 7)),
+        "seed": 0,
+        "version": lambda: 5,
+        "warn": lambda text: None,
+    }
+    parts |= changes
+    attempt = Attempts(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
+    return Rollouts(attempt=attempt, **parts)  # type: ignore[arg-type]
+
+
+class MortalGenerator(StagedGenerator):
+    """Engines that answer letter by letter, and stop after some until it is said how they go on."""
+
+    sampling = Sampling(max_tokens=12)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serving = {0: 8, 1: 8}
+        self.gates = {engine: asyncio.get_running_loop().create_future() for engine in range(4)}
+        """By engine: its requests stand after three letters until this is done, or are lost with it."""
+
+    def engines(self) -> dict[int, int]:
+        return dict(self.serving)
+
+    def kill(self, engine: int) -> None:
+        del self.serving[engine]
+        self.gates[engine].set_exception(ReplicaError("gone", service="generator", replica=engine))
+        self.tell()
+
+    def tell(self) -> None:
+        for listener in self.listeners:
+            listener()
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
+    ) -> AsyncGenerator[Chunk, None]:
+        self.seen.append((tuple(prompt_ids), sampling))
+        for count in range(sampling.max_tokens):
+            if count == 3:
+                await asyncio.shield(self.gates[engine])
+            letter = str((sampling.seed or 0) % 10)
+            finish = "length" if count == sampling.max_tokens - 1 else ""
+            yield Chunk(token_ids=(ord(letter),), logprobs=(-1.0,), versions=(engine,), text=letter, finish=finish)
+
+
+async def settle() -> None:
+    for _ in range(1000):
+        await asyncio.sleep(0)

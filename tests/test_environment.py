@@ -1,0 +1,217 @@
+"""The Environment service: worlds are opened, stepped and closed, and what happens when they or their process fail."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
+from forge_rl.runtime.faults import Faults
+from forge_rl.services.environment import EnvFactory, Environment
+from forge_rl.services.environment import World as Handle
+from tests.fake_actors import cluster
+from tests.fake_worlds import PlainlyClosed, Unclosed, World, task_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+LONG_S = 120.0
+
+
+@contextlib.asynccontextmanager
+async def environment(
+    logs: Path, factory: EnvFactory = World, *, replicas: int = 1, deadline_s: float = LONG_S
+) -> AsyncIterator[tuple[Environment, Faults]]:
+    async with cluster(logs) as (made, faults):
+        config = Environment.Config(replicas=replicas, deadline_s=deadline_s)
+        service = await Environment.start(config, made, faults, factory=factory, deadline_s=LONG_S)
+        try:
+            yield service, faults
+        finally:
+            faults.closing = True
+            await service.stop()
+
+
+async def notes_of(service: Environment, notes: Path) -> list[str]:
+    """What worlds wrote down, once those that nobody waits for are closed."""
+    await asyncio.gather(*service._abandoning)
+    return notes.read_text().splitlines()  # noqa: ASYNC240
+
+
+def pid_of(observation: Observation) -> int:
+    return int(str(observation.messages[0]["content"]))
+
+
+@pytest.mark.parametrize(("factory", "word"), [(World, "close"), (PlainlyClosed, "plainly")])
+def test_a_world_is_closed_when_it_is_done_and_when_it_is_given_up(factory: EnvFactory, word: str, tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, factory) as (service, _):
+            notes = tmp_path / "notes"
+            first, seen = await service.open(task_of(notes=notes))
+            second, _ = await service.open(task_of(notes=notes))
+            pid = pid_of(seen)
+            assert (await first.step("a")).messages[0]["content"] == "a"
+            assert (await second.step("b")).messages[0]["content"] == "b"
+            assert service._service.replicas[0].held == 2
+            assert await first.step("done") == Step(done=True, reward=2.0)
+            assert await notes_of(service, notes) == [f"reset {pid}"] * 2 + [f"{word} {pid} a done"]
+            await first.close()  # is done already
+            await second.close()
+            await second.close()
+            assert (await notes_of(service, notes))[3:] == [f"{word} {pid} b"]
+            assert service._service.replicas[0].held == 0
+            third, _ = await service.open(task_of(notes=notes))
+            assert await third.step("wrong") == Step(done=True, reward=1.0, model_error=True)
+
+    asyncio.run(main())
+
+
+def test_a_world_needs_no_close(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, Unclosed) as (service, _):
+            for end in ("step", "close"):
+                world, _ = await service.open(task_of())
+                await (world.step("x") if end == "step" else world.close())
+
+    asyncio.run(main())
+
+
+def test_what_an_environment_raises_is_no_death_and_closes_the_world(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path) as (service, faults):
+            notes = tmp_path / "notes"
+            with pytest.raises(ServiceError, match="ValueError: early") as caught:
+                await service.open(task_of(notes=notes, reset="raise early"))
+            assert type(caught.value) is ServiceError
+            assert (caught.value.service, caught.value.call) == ("environment", "reset")
+            assert len(await notes_of(service, notes)) == 2
+            world, seen = await service.open(task_of(notes=notes))
+            with pytest.raises(ServiceError, match="ValueError: late") as caught:
+                await world.step("raise late")
+            assert type(caught.value) is ServiceError
+            pid = pid_of(seen)
+            ended = await notes_of(service, notes)
+            assert ended == [f"reset {pid}", f"close {pid}", f"reset {pid}", f"close {pid} raise late"]
+            await world.close()
+            assert service._service.replicas[0].held == 0
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+def test_what_takes_too_long_is_named_and_closed(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, deadline_s=0.5) as (service, _):
+            notes = tmp_path / "notes"
+            with pytest.raises(DeadlineError) as caught:
+                await service.open(task_of(notes=notes, reset="hang"))
+            assert (caught.value.service, caught.value.replica, caught.value.call) == ("environment", 0, "reset")
+            assert len(await notes_of(service, notes)) == 2
+            world, _ = await service.open(task_of(notes=notes))
+            with pytest.raises(DeadlineError, match=r"no answer within 0.5 s") as caught:
+                await world.step("hang")
+            assert (caught.value.service, caught.value.replica, caught.value.call) == ("environment", 0, "step")
+            assert len(await notes_of(service, notes)) == 4
+            other, _ = await service.open(task_of(notes=notes))
+            task = asyncio.create_task(other.step("hang"))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            ends = [line.split()[0] for line in await notes_of(service, notes)]
+            assert ends == ["reset", "close"] * 3
+            assert service._service.replicas[0].held == 0
+
+    asyncio.run(main())
+
+
+def test_worlds_are_spread_by_how_many_are_open(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, replicas=2) as (service, _):
+            opened = [await service.open(task_of(notes=tmp_path / "notes")) for _ in range(6)]
+            pids = [pid_of(seen) for _, seen in opened]
+            assert len(set(pids)) == 2
+            assert pids.count(pids[0]) == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_world_is_gone_with_its_replica_and_new_ones_open_elsewhere(number: signal.Signals, tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, replicas=2) as (service, faults):
+            notes = tmp_path / "notes"
+            opened = [await service.open(task_of(notes=notes)) for _ in range(4)]
+            dead = pid_of(opened[0][1])
+            gone: list[Handle] = [world for world, seen in opened if pid_of(seen) == dead]
+            kept: list[Handle] = [world for world, seen in opened if pid_of(seen) != dead]
+            steps = [asyncio.create_task(world.step("hang")) for world in gone]
+            os.kill(dead, number)
+            for step in steps:
+                with pytest.raises(ReplicaError, match="SIGKILL" if number == signal.SIGKILL else "hung"):
+                    await step
+            for world in gone:
+                with pytest.raises(ReplicaError):
+                    await world.step("again")
+                await world.close()
+            for world in kept:
+                assert (await world.step("done")).done
+            _, seen = await service.open(task_of(notes=notes))
+            assert pid_of(seen) != dead
+            assert [(fault.service, fault.fatal) for fault in faults.seen] == [("environment", False)]
+
+    asyncio.run(main())
+
+
+def test_a_world_whose_replica_dies_while_it_opens_is_opened_elsewhere(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, Fatal, replicas=2) as (service, faults):
+            task = task_of(notes=tmp_path / "notes", once=tmp_path / "once")
+            world, _ = await service.open(task)
+            assert (await world.step("done")).done
+            assert ["status 3" in fault.cause for fault in faults.seen] == [True]
+            # All die, and come back.
+            for replica in service._service.replicas:
+                service._service.condemn(replica, "test")
+            world, _ = await service.open(task)
+            assert (await world.step("done")).done
+
+    asyncio.run(main())
+
+
+class Fatal(World):
+    """Kills its process the first time that it is reset."""
+
+    async def reset(self) -> Observation:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(str(self._task.truth["once"]), os.O_CREAT | os.O_EXCL))
+            os._exit(3)
+        return await super().reset()
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path):
+    async def main() -> None:
+        async with cluster(tmp_path) as (made, faults):
+            with pytest.raises((ServiceError, TypeError)):
+                await Environment.start(Environment.Config(), made, faults, factory=Unpicklable(), deadline_s=LONG_S)
+
+    asyncio.run(main())
+
+
+class Unpicklable:
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("not this one")
+
+    def __call__(self, task: object) -> Unclosed:
+        raise AssertionError
+
+
+def test_settings_are_checked():
+    for settings, text in (({"replicas": 0}, "0 replicas"), ({"deadline_s": 0}, "0 s")):
+        with pytest.raises(ConfigError, match=text):
+            Environment.Config(**settings)
+    with pytest.raises(AssertionError, match="model"):
+        Step(done=False, messages=({"role": "user", "content": "?"},), model_error=True)

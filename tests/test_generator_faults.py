@@ -1,0 +1,381 @@
+"""What a Generator does when engines die, hang, fail and lie: with engines that do so when told, on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ReplicaError, ServiceError, WeightsError
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.supervisor import Restart
+from forge_rl.services.generator import Generator
+from forge_rl.types import Chunk, Sampling, Turn
+from tests.fake_actors import cluster, new_service_name
+from tests.fake_engine import FOLDER, GARBAGE, FakeEngine, FakeStore, Orders, draw
+
+PROMPT = (1, 4093, 198, 1780)
+MODEL = bundled_model(default_cache())
+
+
+@dataclass
+class Stage:
+    """A generator of fake engines, and what they are told."""
+
+    generator: Generator
+    orders: Orders
+    store: FakeStore
+    faults: Faults
+
+    async def load(self, version: int) -> int:
+        self.store.latest = version
+        return await self.generator.load(self.store)
+
+    async def pid(self, engine: int) -> int:
+        return await self._call(engine, "process_id")
+
+    async def state(self, engine: int) -> tuple[int, list[str]]:
+        service = self.generator._service
+        return await service.ask(service.replicas[engine], "state", deadline_s=60)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not true():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until_serving(self, *engines: int) -> None:
+        await self.until(lambda: set(self.generator.engines()) == set(engines))
+
+    async def _call(self, engine: int, method: str) -> int:
+        service = self.generator._service
+        return await service.call(service.replicas[engine], method, deadline_s=60)
+
+    def only_once(self, engine: int, **orders: object) -> None:
+        """These orders until the engine's first fault."""
+        self.orders.tell(engine, **orders)
+        self.faults.listeners.append(lambda fault: self.orders.tell(engine) if fault.replica == engine else None)
+
+
+@contextlib.asynccontextmanager
+async def stage(tmp_path: Path, engines: int = 2, *, max_restarts: int = 100) -> AsyncIterator[Stage]:
+    (tmp_path / "logs").mkdir()
+    os.environ[FOLDER] = str(tmp_path)
+    config = Generator.Config(
+        replicas=engines, max_model_tokens=256, restart=Restart(max_restarts=max_restarts, backoff_s=0.01)
+    )
+    async with cluster(tmp_path / "logs") as (made, faults):
+        generator = await Generator.start(
+            config,
+            made,
+            faults,
+            model=MODEL,
+            seed=0,
+            deadline_s=120,
+            actor=FakeEngine,
+            name=new_service_name(),
+        )
+        try:
+            yield Stage(generator, Orders(tmp_path), FakeStore(), faults)
+        finally:
+            faults.closing = True
+            await generator.stop()
+
+
+def right(turn: Turn, count: int = 20, prompt: tuple[int, ...] = PROMPT) -> bool:
+    """Whether an answer is what one undisturbed engine would have given."""
+    return turn.prompt_ids == prompt and turn.token_ids == draw(prompt, count) and len(turn.versions) == count
+
+
+async def take(chunks: AsyncIterator[Chunk], count: int) -> list[int]:
+    """The next tokens of an answer."""
+    ids: list[int] = []
+    while len(ids) < count:
+        ids += (await anext(chunks)).token_ids
+    return ids
+
+
+def test_an_answer_goes_on_elsewhere_from_the_tokens_that_there_are(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            assert await on.load(1) == 1
+            on.orders.tell(0, stream="hold", after=3)
+            for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "was stopped")):
+                before = len(on.orders.notes("stream"))
+                sampling = Sampling(max_tokens=20, seed=7)
+                async with contextlib.aclosing(on.generator.answer(PROMPT, sampling, engine=0)) as chunks:
+                    ids = await take(chunks, 3)
+                    os.kill(await on.pid(0), ending)
+                    rest = [chunk async for chunk in chunks]
+                assert [*ids, *(token for chunk in rest for token in chunk.token_ids)] == list(draw(PROMPT, 20))
+                assert [chunk.finish for chunk in rest] == [""] * 16 + ["length"]
+                first, second = on.orders.notes("stream")[before:]
+                assert (first["engine"], first["shown"], first["seed"]) == (0, len(PROMPT), 7)
+                assert (second["engine"], second["shown"]) == (1, len(PROMPT) + 3)
+                assert second["seed"] != 7
+                assert said in on.faults.seen[-1].cause
+                await on.until_serving(0, 1)
+                assert on.faults.seen[-1].recovered_s is not None
+                assert await on.state(0) == (1, [])
+
+            async with contextlib.aclosing(on.generator.stream(PROMPT, sampling, engine=0)) as chunks:
+                await take(chunks, 3)
+                os.kill(await on.pid(0), signal.SIGKILL)
+                with pytest.raises(ReplicaError, match="killed by SIGKILL"):
+                    await anext(chunks)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothing_left: None) -> None:
+    kinds = {kind: GARBAGE[kind][1] for kind in ("large id", "nan", "unpickable", "no chunk")}
+    kinds |= {"raise": "it failed: RuntimeError: the engine has a bug", "end": "it ended without a reason"}
+
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(3)
+            await on.load(1)
+            for kind, said in kinds.items():
+                on.orders.tell(0, stream=kind, after=3)
+                turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0)
+                assert right(turn), kind
+                assert set(turn.versions) == {1}
+                assert pytest.approx(turn.logprobs) == [-1.5] * 20
+                on.orders.tell(0)
+                await on.until_serving(0, 1)
+                assert re.search(said, on.faults.seen[-1].cause), (kind, on.faults.seen[-1].cause)
+                assert not on.faults.seen[-1].fatal
+
+            on.orders.tell(0, version=3)  # it was served once, but not since the request began
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
+            assert "version 3, where the engine serves 1" in on.faults.seen[-1].cause
+
+    asyncio.run(check())
+
+
+def test_an_answer_that_kills_every_engine_is_given_up_before_they_are(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(1)
+            for engine in (0, 1):
+                on.orders.tell(engine, stream="raise", after=0)
+            with pytest.raises(ReplicaError, match="the engine has a bug"):
+                await on.generator.generate(PROMPT)
+            assert len(on.faults.seen) == 3
+            for engine in (0, 1):
+                on.orders.tell(engine)
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+
+    asyncio.run(check())
+
+
+def test_text_is_right_where_engines_took_turns(tmp_path: Path, nothing_left: None) -> None:
+    text = "say 🦜 <|END|> and more"
+    tokenizer = Tokenizer(MODEL)
+    ids = tokenizer.encode(text)
+    stream = tokenizer.text_stream(PROMPT)
+    texts = [stream.add(token) for token in ids]
+    parrot = next(place for place, piece in enumerate(texts) if not piece)  # its first byte
+    ended = next(count for count in range(len(ids)) if "<|END|>" in tokenizer.decode(ids[:count]))
+
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(1)
+            for engine, orders in ((0, {"stream": "raise", "after": parrot + 1}), (1, {})):
+                said = texts if engine == 0 else ["garbled"] * len(ids)
+                on.orders.tell(engine, say=ids, texts=said, prompt=len(PROMPT), **orders)
+            sampling = Sampling(max_tokens=len(ids), stop=("<|END|>",))
+            turn = await on.generator.generate(PROMPT, sampling, engine=0)
+            assert turn.text == "say 🦜 "
+            assert turn.token_ids == ids[:ended]
+            assert not turn.truncated
+
+    asyncio.run(check())
+
+
+def test_when_all_engines_die_their_answers_wait_for_new_ones(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(1)
+            for engine in (0, 1):
+                on.orders.tell(engine, stream="hold", after=3)
+            prompts = [(*PROMPT, number) for number in range(4)]
+            async with contextlib.AsyncExitStack() as stack:
+                answers = [
+                    await stack.enter_async_context(
+                        contextlib.aclosing(on.generator.answer(prompt, Sampling(max_tokens=20)))
+                    )
+                    for prompt in prompts
+                ]
+                begun = [await take(chunks, 3) for chunks in answers]
+                pids = [await on.pid(engine) for engine in (0, 1)]
+                for engine, pid in enumerate(pids):
+                    on.orders.tell(engine)
+                    os.kill(pid, signal.SIGKILL)
+                ended = await asyncio.gather(*[take(chunks, 17) for chunks in answers])
+            for prompt, first, rest in zip(prompts, begun, ended, strict=True):
+                assert (*first, *rest) == draw(prompt, 20)
+            await on.until_serving(0, 1)
+            assert [await on.state(engine) for engine in (0, 1)] == [(1, []), (1, [])]
+            assert len(on.orders.notes("stream")) == 8
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_keeps_dying_is_given_up_and_without_any_the_run_ends(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    async def check() -> None:
+        async with stage(tmp_path, max_restarts=2) as on:
+            await on.load(1)
+            on.orders.tell(0, setup="die")
+            os.kill(await on.pid(0), signal.SIGKILL)
+            await on.until(lambda: sum(fault.replica == 0 for fault in on.faults.seen) == 3)
+            assert list(on.generator.engines()) == [1]
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
+            assert await on.load(2) == 2
+
+            on.orders.tell(1, stream="hold", load="raise")
+            waiting = asyncio.create_task(on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+            await on.until(lambda: on.generator._service.replicas[1].in_flight == 1)
+            os.kill(await on.pid(1), signal.SIGKILL)
+            async with asyncio.timeout(60):
+                with pytest.raises(ServiceError, match=r"no replica is left; replica 0: .*; replica 1: .*load.*a bug"):
+                    await waiting
+                fatal = await on.faults.wait()
+            assert "no replica is left" in str(fatal)
+            with pytest.raises(ServiceError, match="no replica is left"):
+                await on.generator.generate(PROMPT)
+            with pytest.raises(ServiceError, match="no replica is left"):
+                await on.load(3)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("death", ["die", "raise"])
+def test_an_engine_that_dies_while_it_loads_comes_back_with_that_version(
+    tmp_path: Path, nothing_left: None, death: str
+) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(1)
+            on.only_once(0, load=death)
+            assert await on.load(2) == 2
+            await on.until_serving(0, 1)
+            assert [await on.state(engine) for engine in (0, 1)] == [(2, []), (2, [])]
+            assert [note["version"] for note in on.orders.notes("load") if note["engine"] == 0] == [1, 2, 2]
+
+            for engine in (0, 1):
+                on.only_once(engine, load=death)
+            assert await on.load(3) == 3
+            assert on.generator.version == 3
+            turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20))
+            assert set(turn.versions) == {3}
+            await on.until_serving(0, 1)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_is_brought_back_during_a_load_serves_what_the_others_do(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(1)
+            on.orders.tell(0, load="hold")
+            os.kill(await on.pid(0), signal.SIGKILL)
+            await on.until(lambda: [note["engine"] for note in on.orders.notes("load")].count(0) == 2)
+            assert await on.load(2) == 2, "those that serve do not wait for it"
+            assert list(on.generator.engines()) == [1]
+            with pytest.raises(ReplicaError, match="does not serve"):
+                await anext(on.generator.stream(PROMPT, engine=0))
+            await on.generator.pause()
+            on.orders.tell(0)
+            await on.until_serving(0, 1)
+            assert await on.state(0) == (2, ["paused"])
+            assert [note["version"] for note in on.orders.notes("load") if note["engine"] == 0] == [1, 1, 2]
+            assert on.store.leased == [1, 1, 2, 2]
+            await on.generator.resume()
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
+
+    asyncio.run(check())
+
+
+def test_a_version_that_cannot_be_loaded_is_nobodys_death(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(1)
+            on.orders.tell(0, load="refuse")
+            with pytest.raises(WeightsError, match="a bucket did not come"):
+                await on.load(2)
+            with pytest.raises(WeightsError, match="loading version 2 failed"):
+                await on.generator.generate(PROMPT)
+            on.orders.tell(0, reads=7)
+            with pytest.raises(WeightsError, match=r"version 3 was to be loaded, and the engines read \[7, 3\]"):
+                await on.load(3)
+            assert not on.faults.seen
+
+            on.orders.tell(0)
+            os.kill(await on.pid(0), signal.SIGKILL)
+            await on.until(lambda: bool(on.faults.seen))
+            await on.until_serving(0, 1)
+            assert await on.state(0) == (-1, []), "there is no version to serve"
+            assert await on.load(4) == 4
+            assert [await on.state(engine) for engine in (0, 1)] == [(4, []), (4, [])]
+
+    asyncio.run(check())
+
+
+def test_engines_that_come_back_are_paused_and_asleep_like_the_others(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.generator.serve_model()
+            assert on.generator.version == 0
+            on.orders.tell(0, stream="hold", after=3)
+            async with contextlib.aclosing(on.generator.answer(PROMPT, Sampling(max_tokens=20), engine=0)) as chunks:
+                await take(chunks, 3)
+                await on.generator.pause()
+                await on.generator.pause()
+                await on.generator.sleep()
+                on.orders.tell(0)
+                os.kill(await on.pid(0), signal.SIGKILL)
+                await on.until(lambda: bool(on.faults.seen))
+                await on.until_serving(0, 1)
+                assert await on.state(0) == await on.state(1) == (0, ["asleep", "paused"])
+
+                rest = asyncio.create_task(take(chunks, 17))
+                await on.generator.resume()
+                assert await on.state(0) == await on.state(1) == (0, ["asleep"])
+                assert await on.load(1) == 1
+                assert not rest.done()
+                await on.generator.wake()
+                assert tuple(await rest) == draw(PROMPT, 20)[3:]
+            with pytest.raises(WeightsError, match="have loaded version 1"):
+                await on.generator.serve_model()
+
+    asyncio.run(check())
+
+
+def test_an_answer_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(1)
+            assert on.generator.engines() == {0: 64, 1: 64}
+            on.orders.tell(1, stream="hold", after=3)
+            for answer in (on.generator.answer(PROMPT, engine=1), on.generator.stream(PROMPT, engine=1)):
+                before = len(on.orders.notes("closed"))
+                async with contextlib.aclosing(answer) as chunks:
+                    await take(chunks, 3)
+                await on.until(lambda before=before: len(on.orders.notes("closed")) > before)
+                assert on.orders.notes("closed")[-1] == {"what": "closed", "engine": 1, "tokens": 3}
+            assert not on.faults.seen
+
+    asyncio.run(check())

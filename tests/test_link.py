@@ -1,0 +1,390 @@
+"""The link: many calls in few messages, each on its own; every way to fail, and that nothing is left of it."""
+
+import asyncio
+import contextlib
+import functools
+import operator
+import os
+import pickle
+import signal
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.runtime import link as link_module
+from forge_rl.runtime import watchdog as watchdog_module
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.link import LinkEnd
+from forge_rl.runtime.service import Service
+from tests.fake_actors import fake_service, pid_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+LONG_S = 120.0
+"""A deadline that no test reaches: what fails must be noticed, not waited for."""
+
+TASKS_OF_OURS = ("Link.", "Watchdog.", "Supervisor.", "Service.")
+
+
+@contextlib.asynccontextmanager
+async def one(logs: Path, **settings: object) -> AsyncIterator[tuple[Service, Faults]]:
+    """A service of one replica with a call in flight that nothing may touch; and no task of it is left."""
+    async with fake_service(logs, **settings) as (service, faults):
+        held = asyncio.create_task(service.ask(service.replicas[0], "hold", deadline_s=LONG_S))
+        try:
+            yield service, faults
+            if service.replicas and service.replicas[0].alive:
+                await service.call(service.replicas[0], "release", deadline_s=LONG_S, rank=0)
+                assert await held == "actor 0"
+                assert service.replicas[0].in_flight == 0
+        finally:
+            held.cancel()
+            await asyncio.gather(held, return_exceptions=True)
+    left = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
+    assert not [name for name in left if name.startswith(TASKS_OF_OURS)], left
+
+
+class Locked(ForgeError):
+    """An error that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("it holds a lock")
+        self.lock = threading.Lock()
+
+
+class Mute(Exception):
+    """An error that cannot even be said."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class Stillborn:
+    """Pickles, and does not unpickle."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return operator.truediv, (1, 0)
+
+
+def test_many_calls_travel_in_few_messages(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            answers = [service.ask(replica, "answer", i, deadline_s=LONG_S) for i in range(1000)]
+            assert await asyncio.gather(*answers) == [("actor 0", i) for i in range(1000)]
+            assert await service.ask(replica, "posts", deadline_s=LONG_S) <= 20
+            assert replica.in_flight == 1
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+def test_what_plain_pickle_cannot_do_travels_too(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, _):
+            (replica,) = service.replicas
+
+            class Local:
+                value = 3
+
+            _, found = await service.ask(replica, "answer", Local(), deadline_s=LONG_S)
+            assert (type(found), found.value) == (Local, 3)
+            assert await service.ask(replica, "run", lambda: Local.value + 1, deadline_s=LONG_S) == 4
+            doubled = await service.ask(replica, "run", lambda: lambda x: 2 * x, deadline_s=LONG_S)
+            assert doubled(4) == 8
+
+    asyncio.run(main())
+
+
+def test_what_a_script_itself_defines_is_sent_by_value(monkeypatch: pytest.MonkeyPatch):
+    import __main__
+    from forge_rl.runtime.link import _dumps
+
+    def function() -> int:
+        return 5
+
+    function.__module__, function.__qualname__ = "__main__", "function"
+    monkeypatch.setattr(__main__, "function", function, raising=False)
+    data = _dumps(function)
+    monkeypatch.delattr(__main__, "function")  # as in the other process
+    assert pickle.loads(data)() == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ConfigError("3 is too few", mend="set --n to 4"), ConfigError, "3 is too few"),
+        (ValueError("no such thing"), ServiceError, "ValueError: no such thing"),
+        (Locked(), ServiceError, "Locked: it holds a lock"),
+        (Mute(), ServiceError, "Mute"),
+        (SystemExit(3), ServiceError, "SystemExit: 3"),
+        (asyncio.CancelledError(), ServiceError, "CancelledError"),
+    ],
+)
+def test_an_error_ends_its_own_call_only(error: BaseException, kind: type[ForgeError], text: str, tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            with pytest.raises(ForgeError, match=text) as caught:
+                await service.ask(replica, "run", _Raising(type(error), error.args), deadline_s=LONG_S)
+            assert type(caught.value) is kind
+            if isinstance(caught.value, ServiceError):
+                assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "run")
+                assert str(replica.log) in caught.value.mend
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+class _Raising:
+    """Makes an error where it is called, as some cannot travel."""
+
+    def __init__(self, kind: type[BaseException], args: tuple[object, ...]) -> None:
+        self.kind, self.args = kind, args
+
+    def __call__(self) -> None:
+        if self.kind is Locked:
+            raise Locked
+        if self.kind is ConfigError:
+            raise ConfigError("3 is too few", mend="set --n to 4")
+        raise self.kind(*self.args)
+
+
+def test_the_stack_of_an_error_is_in_the_log(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, _):
+            (replica,) = service.replicas
+            with pytest.raises(ServiceError):
+                await service.ask(replica, "run", _Raising(KeyError, ("absent",)), deadline_s=LONG_S)
+            assert "KeyError: 'absent'" in replica.log.read_text()
+            assert "in __call__" in replica.log.read_text()
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_pickled_ends_its_own_call_only(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            for argument, text in (
+                (threading.Lock(), "an argument cannot be pickled: TypeError"),
+                (Stillborn(), "ZeroDivisionError"),
+            ):
+                with pytest.raises(ServiceError, match=text) as caught:
+                    await service.ask(replica, "answer", argument, deadline_s=LONG_S)
+                assert type(caught.value) is ServiceError
+                assert (caught.value.service, caught.value.call) == (service.name, "answer")
+            for function, text in (
+                (threading.Lock, "TypeError: cannot pickle"),
+                (Stillborn, "its answer cannot be unpickled: ZeroDivisionError"),
+            ):
+                with pytest.raises(ServiceError, match=text) as caught:
+                    await service.ask(replica, "run", function, deadline_s=LONG_S)
+                assert type(caught.value) is ServiceError
+            for method in ("nonsense", "echo"):  # there is none; that is an endpoint
+                with pytest.raises(ServiceError, match="Error"):
+                    await service.ask(replica, method, 1, deadline_s=LONG_S)
+            with pytest.raises(ServiceError):
+                await service.ask(replica, "count", 3, deadline_s=LONG_S)  # a stream
+            assert replica.alive
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_given_up_is_cancelled_in_the_replica(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            task = asyncio.create_task(service.ask(replica, "hold", deadline_s=LONG_S))
+            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["hold"]
+            with pytest.raises(DeadlineError, match=r"no answer within 0.1 s") as late:
+                await service.ask(replica, "hold", deadline_s=0.1)
+            assert (late.value.service, late.value.replica, late.value.call) == (service.name, 0, "hold")
+            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["hold"] * 2
+            assert replica.in_flight == 1
+            call = faults.waiting_for()
+            assert call is not None
+            assert (call[0].method, call[1]) == ("hold", 1)
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_given_up_before_it_starts_does_not():
+    class Actor:
+        started = 0
+
+        async def start(self) -> None:
+            self.started += 1
+
+    async def main() -> None:
+        actor = Actor()
+        end = LinkEnd(actor)
+        call, cancel = (7, "start", pickle.dumps(()), False), (7, "", b"", False)
+        end.post(pickle.dumps([call, cancel]))
+        assert pickle.loads(await end.collect(0.01)) == []
+        assert actor.started == 0
+        end.post(pickle.dumps([cancel, call]))  # what was given up is forgotten
+        ((number, _, value),) = pickle.loads(await end.collect(LONG_S))
+        assert (number, pickle.loads(value)) == (7, None)
+        end.post(pickle.dumps([cancel]))
+        assert actor.started == 1
+
+    asyncio.run(main())
+
+
+def test_a_stream_comes_item_by_item(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, _):
+            (replica,) = service.replicas
+            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            stream = service.stream(replica, "count", 5000, deadline_s=LONG_S)
+            assert replica.in_flight == 1  # nothing was asked of it yet
+            assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
+            assert replica.in_flight == 2
+            assert [item async for item in stream] == list(range(3, 5000))
+            assert replica.in_flight == 1
+            many = [service.stream(replica, "count", n, deadline_s=LONG_S) for n in range(20)]
+
+            async def collected(n: int) -> list[int]:
+                return [item async for item in many[n]]
+
+            assert await asyncio.gather(*map(collected, range(20))) == [list(range(n)) for n in range(20)]
+
+    asyncio.run(main())
+
+
+def test_a_stream_gives_what_came_before_its_error(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, _):
+            (replica,) = service.replicas
+            for args, deadline_s, kind in (
+                ((3, ConfigError("mine")), LONG_S, ConfigError),
+                ((3, ValueError("mine")), LONG_S, ServiceError),
+                ((-3,), 1.0, DeadlineError),
+            ):
+                stream = service.stream(replica, "count", *args, deadline_s=deadline_s)
+                assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
+                with pytest.raises(ForgeError) as caught:
+                    await anext(stream)
+                assert type(caught.value) is kind
+            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["count"]  # the late one
+            with pytest.raises(ServiceError):
+                await anext(service.stream(replica, "answer", 3, deadline_s=LONG_S))  # no stream
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_early_ends_it_in_the_replica(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, _):
+            (replica,) = service.replicas
+            stream = service.stream(replica, "count", -3, deadline_s=LONG_S)
+            assert await anext(stream) == 0
+            await stream.aclose()
+            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["count"]
+            assert replica.in_flight == 1
+
+            async def consume() -> None:
+                async for _ in service.stream(replica, "count", -3, deadline_s=LONG_S):
+                    pass
+
+            task = asyncio.create_task(consume())
+            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["count"] * 2
+
+    asyncio.run(main())
+
+
+def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            stream = service.stream(replica, "count", -3, deadline_s=LONG_S)
+            assert await anext(stream) == 0
+            asks = [asyncio.create_task(service.ask(replica, "hold", deadline_s=LONG_S)) for _ in range(20)]
+            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            os.kill(await pid_of(service), signal.SIGKILL)
+            for error in await asyncio.gather(*asks, return_exceptions=True):
+                assert isinstance(error, ReplicaError)
+                assert "SIGKILL" in error.message
+                assert (error.service, error.replica, error.call) == (service.name, 0, "hold")
+            assert [await anext(stream), await anext(stream)] == [1, 2]  # had come before
+            with pytest.raises(ReplicaError, match="SIGKILL"):
+                await anext(stream)
+            with pytest.raises(ReplicaError, match="SIGKILL"):
+                await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            assert replica.in_flight == 0
+            assert len(faults.seen) == 1
+            assert faults.waiting_for() is None
+
+    asyncio.run(main())
+
+
+def test_a_service_that_stops_ends_what_is_in_flight(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, faults):
+            (replica,) = service.replicas
+            ask = asyncio.create_task(service.ask(replica, "hold", deadline_s=LONG_S))
+            stream = service.stream(replica, "count", -1, deadline_s=LONG_S)
+            assert await anext(stream) == 0
+            await service.stop()
+            for end in (ask, anext(stream)):
+                with pytest.raises(ServiceError, match="the service has been stopped") as caught:
+                    await end
+                assert type(caught.value) is ServiceError
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+def test_several_ranks_are_linked_by_their_first(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path, ranks=2) as (service, _):
+            assert await service.ask(service.replicas[0], "rank", deadline_s=LONG_S) == 0
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_does_not_answer_is_a_death_and_an_idle_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(link_module, "POLL_S", 0.5)
+    monkeypatch.setattr(watchdog_module, "_SILENT_POLLS", 8)
+
+    async def main() -> None:
+        async with fake_service(tmp_path, replicas=2) as (service, _):
+            blocked, idle = service.replicas
+            await service.ask(idle, "answer", 0, deadline_s=LONG_S)
+            with pytest.raises(ReplicaError, match="hung: its event loop does not answer"):
+                await service.ask(blocked, "block", 60.0, deadline_s=LONG_S)
+            assert idle.alive
+            assert await service.ask(idle, "answer", 1, deadline_s=LONG_S) == ("actor 1", 1)
+
+    asyncio.run(main())
+
+
+def test_a_service_without_calls_has_no_link(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path) as (service, _):
+            assert not service.replicas[0].link.open
+            await service.ask(service.replicas[0], "answer", 0, deadline_s=LONG_S)
+            assert service.replicas[0].link.open
+
+    asyncio.run(main())
+
+
+def test_functions_with_arguments_travel(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, _):
+            power = functools.partial(pow, 2, 10)
+            assert await service.ask(service.replicas[0], "run", power, deadline_s=LONG_S) == 1024
+
+    asyncio.run(main())

@@ -1,0 +1,201 @@
+"""The Reward service: scores, with functions that fail in every way, on replicas that die."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.runtime import link as link_module
+from forge_rl.runtime import watchdog as watchdog_module
+from forge_rl.runtime.faults import Faults
+from forge_rl.services.reward import Reward, RewardFunction
+from tests import fake_worlds
+from tests.fake_actors import cluster
+from tests.fake_worlds import task_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+LONG_S = 120.0
+
+
+@contextlib.asynccontextmanager
+async def reward(
+    logs: Path, function: RewardFunction, *, replicas: int = 1, deadline_s: float = LONG_S
+) -> AsyncIterator[tuple[Reward, Faults]]:
+    async with cluster(logs) as (made, faults):
+        config = Reward.Config(replicas=replicas, deadline_s=deadline_s)
+        service = await Reward.start(config, made, faults, function=function, deadline_s=LONG_S)
+        try:
+            yield service, faults
+        finally:
+            faults.closing = True
+            await service.stop()
+
+
+async def full_strength(service: Reward) -> None:
+    """Wait until all replicas serve."""
+    changed = asyncio.Event()
+    service._service.listeners.append(changed.set)
+    async with asyncio.timeout(LONG_S):
+        while not all(replica.serving for replica in service._service.replicas):
+            await changed.wait()
+            changed.clear()
+
+
+def test_answers_are_scored_by_every_kind_of_function(tmp_path: Path):
+    async def main() -> None:
+        async with reward(tmp_path, fake_worlds.length) as (service, _):
+            task = task_of()
+            assert await service.score(task, "four") == 4.0
+            await service.replace(lambda task, text: 7)
+            assert await service.score(task, "") == 7.0
+            await service.replace(fake_worlds.Meeting())  # async: side by side
+            assert await asyncio.gather(service.score(task, ""), service.score(task, "")) == [2.0, 2.0]
+            await service.replace(fake_worlds.Alone())  # plain: one by one
+            assert await asyncio.gather(*(service.score(task, "") for _ in range(8))) == [1.0] * 8
+
+            async def awaited() -> float:
+                return 9.0
+
+            await service.replace(lambda task, text: awaited())  # plain, but what it gives is not
+            assert await service.score(task, "") == 9.0
+
+    asyncio.run(main())
+
+
+def test_what_a_function_raises_is_no_death(tmp_path: Path):
+    async def main() -> None:
+        async with reward(tmp_path, fake_worlds.obedient) as (service, faults):
+            with pytest.raises(ServiceError, match="ValueError: mine") as caught:
+                await service.score(task_of(), "raise mine")
+            assert type(caught.value) is ServiceError
+            assert (caught.value.service, caught.value.call) == ("reward", "score")
+            for value in ("nan", "inf"):
+                with pytest.raises(ForgeError, match=f"the reward of t is {value}"):
+                    await service.score(task_of(), f"number {value}")
+            with pytest.raises(ServiceError, match="pickle"):
+                await service.replace(_Holds(threading.Lock()))
+            assert await service.score(task_of(), "number 3") == 3.0
+            assert "obedient" in repr(service)
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+class _Holds:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __call__(self, task: object, text: str) -> float:
+        return 0.0
+
+
+def test_a_score_whose_replica_dies_is_had_elsewhere(tmp_path: Path):
+    async def main() -> None:
+        async with reward(tmp_path, fake_worlds.length, replicas=2) as (service, faults):
+            scores = [service.score(task_of(once=tmp_path / "once"), "x" * n) for n in range(20)]
+            assert await asyncio.gather(*scores) == [float(n) for n in range(20)]
+            assert ["status 5" in fault.cause for fault in faults.seen] == [True]
+            assert faults.fatal is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_new_replica_scores_with_the_function_of_the_day(number: signal.Signals, tmp_path: Path):
+    async def main() -> None:
+        async with reward(tmp_path, fake_worlds.pid, replicas=1) as (service, faults):
+            first = int(await service.score(task_of(), ""))
+            os.kill(first, number)
+            waiting = asyncio.create_task(service.score(task_of(), ""))
+            assert int(await waiting) not in (first, 0)
+            assert (await service.score(task_of(), "")) == waiting.result()
+            # Replaced while none is there.
+            os.kill(int(waiting.result()), number)
+            await asyncio.wait_for(asyncio.shield(service._service.replicas[0].death), LONG_S)
+            await service.replace(fake_worlds.negative)
+            assert await service.score(task_of(), "") == -1.0
+            assert [fault.fatal for fault in faults.seen] == [False, False]
+
+    asyncio.run(main())
+
+
+def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(tmp_path: Path):
+    async def main() -> None:
+        async with reward(tmp_path, fake_worlds.pid) as (service, _):
+            original, given = service._service.call, asyncio.Event()
+            go_on = asyncio.Event()
+
+            async def call(replica: object, method: str, *args: object, **settings: object) -> object:
+                answer = await original(replica, method, *args, **settings)  # type: ignore[arg-type]
+                if method == "replace" and not given.is_set():
+                    given.set()
+                    await go_on.wait()
+                return answer
+
+            service._service.call = call  # type: ignore[method-assign]
+            os.kill(int(await service.score(task_of(), "")), signal.SIGKILL)
+            await given.wait()
+            await service.replace(fake_worlds.negative)
+            go_on.set()
+            assert await service.score(task_of(), "") == -1.0
+
+    asyncio.run(main())
+
+
+def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(link_module, "POLL_S", 0.5)
+    monkeypatch.setattr(watchdog_module, "_SILENT_POLLS", 4)
+
+    async def main() -> None:
+        async with reward(tmp_path, fake_worlds.obedient) as (service, faults):
+            assert await service.score(task_of(), "sleep 4") == 1.0
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others(tmp_path: Path):
+    async def main() -> None:
+        async with reward(tmp_path, fake_worlds.obedient, deadline_s=1.0) as (service, faults):
+            with pytest.raises(DeadlineError, match="no answer within 1 s") as caught:
+                await service.score(task_of(), "sleep 600")
+            assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 0, "score")
+            await asyncio.wait_for(asyncio.shield(service._service.replicas[0].death), LONG_S)
+            assert await service.score(task_of(), "number 4") == 4.0
+            assert [fault.cause for fault in faults.seen] == [
+                "its reward function did not come back within its deadline"
+            ]
+            # One that only waited for others is no reason.
+            many = [service.score(task_of(), "sleep 0.4") for _ in range(5)]
+            late = [isinstance(score, DeadlineError) for score in await asyncio.gather(*many, return_exceptions=True)]
+            assert any(late)
+            await full_strength(service)
+            assert await service.score(task_of(), "number 4") == 4.0
+            assert len(faults.seen) == 1
+
+    asyncio.run(main())
+
+
+def test_a_reward_that_kills_every_replica_is_told_apart(tmp_path: Path):
+    async def main() -> None:
+        async with reward(tmp_path, lambda task, text: os._exit(6)) as (service, faults):
+            with pytest.raises(ReplicaError, match="status 6"):
+                await service.score(task_of(), "")
+            assert len(faults.seen) == 3
+            await full_strength(service)
+            assert faults.fatal is None
+
+    asyncio.run(main())
+
+
+def test_settings_are_checked():
+    for settings, text in (({"replicas": 0}, "0 replicas"), ({"deadline_s": 0}, "0 s")):
+        with pytest.raises(ConfigError, match=text):
+            Reward.Config(**settings)

@@ -1,0 +1,140 @@
+"""Rollouts go on when engines, worlds and judges die; staged services."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from forge_rl.envs.protocol import Step
+from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.errors import ReplicaError
+from forge_rl.types import Chunk, Outcome, Sampling, Task
+from tests.staged_rollouts import (
+    CountingSource,
+    MortalGenerator,
+    StagedEnvironment,
+    StagedGenerator,
+    StagedReward,
+    rollouts,
+    settle,
+)
+
+
+def test_an_episode_whose_world_or_judge_died_starts_again() -> None:
+    died: set[str] = set()
+
+    def die_once(who: str, task: Task) -> None:
+        if who + task.id not in died:
+            died.add(who + task.id)
+            raise ReplicaError("gone", service=who, replica=0)
+
+    class Mortal(SingleTurn):
+        async def step(self, answer: str) -> Step:
+            die_once("environment", self._task)
+            return Step(done=True)
+
+    def score(task: Task, text: str) -> float:
+        die_once("reward", task)
+        return float(int(text) % 7)
+
+    made = rollouts(environment=StagedEnvironment(Mortal), reward=StagedReward(score))
+    batch = asyncio.run(made.next_batch())
+    assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+    assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+    found = made.metrics()
+    assert (found["outcomes/infrastructure_error"], found["outcomes/completed"]) == (6, 12)
+
+
+def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had() -> None:
+    async def main() -> None:
+        generator = MortalGenerator()
+        made = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
+        coming = asyncio.create_task(made.next_batch())
+        await settle()
+        assert len(generator.seen) == 12
+        on_first = [plan for plan in made._running if plan.engine == 0]
+        generator.kill(0)
+        await settle()
+        rest = generator.seen[12:]
+        assert len(rest) == 8 - (12 - len(on_first)), "as many as the other engine takes"
+        generator.gates[1].set_result(None)
+        batch = await coming
+        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+        assert made.metrics()["outcomes/truncated"] == 12
+        lost = 0
+        for episode in batch.episodes:
+            (turn,) = episode.turns
+            assert (len(turn.token_ids), turn.truncated) == (12, True)
+            assert turn.text == "".join(map(chr, turn.token_ids))
+            if turn.versions[0] == 0:
+                lost += 1
+                assert turn.versions == (0,) * 3 + (1,) * 9
+                (again,) = [each for each in generator.seen if each[0] == turn.prompt_ids + turn.token_ids[:3]]
+                assert again[1].max_tokens == 9
+        assert lost == len(on_first)
+        assert made._schedule.count("decoding") == 0
+
+    asyncio.run(main())
+
+
+def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goes_first() -> None:
+    async def main() -> None:
+        generator = MortalGenerator()
+        made = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
+        coming = asyncio.create_task(made.next_batch())
+        await settle()
+        generator.kill(0)
+        generator.kill(1)
+        await settle()
+        assert made._schedule.count("waiting") == 12
+        assert "12 wait for an engine" in made.waiting_for()
+        generator.serving = {2: 16}
+        generator.gates[2].set_result(None)
+        generator.tell()
+        batch = await coming
+        assert all(turn.versions == (turn.versions[0],) * 3 + (2,) * 9 for e in batch.episodes for turn in e.turns)
+        assert len(generator.seen) == 24
+
+    asyncio.run(main())
+
+
+def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches() -> None:
+    async def main() -> None:
+        generator = MortalGenerator()
+        made = rollouts(generator=generator, reward=StagedReward(lambda task, text: 1.0))
+        made._schedule.pause()
+        task = asyncio.create_task(made.evaluate([CountingSource().draw()]))
+        await settle()
+        generator.kill(0)
+        generator.gates[1].set_result(None)
+        (episode,) = await task
+        assert episode.turns[0].versions == (0,) * 3 + (1,) * 9
+
+    asyncio.run(main())
+
+
+def test_an_answer_at_which_engines_die_again_and_again_costs_its_episode_and_not_all_engines() -> None:
+    async def main() -> None:
+        class Poisonous(StagedGenerator):
+            async def stream(
+                self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
+            ) -> AsyncGenerator[Chunk, None]:
+                self.seen.append((tuple(prompt_ids), sampling))
+                if prompt_ids == (ord("1"),):
+                    raise ReplicaError("gone", service="generator", replica=engine)
+                async for chunk in super().stream(prompt_ids, sampling, engine=engine):
+                    yield chunk
+
+        environment = StagedEnvironment(SingleTurn)
+        generator = Poisonous()
+        made = rollouts(generator=generator, environment=environment)
+        batch = await made.next_batch()
+        assert [group.task.id for group in batch.groups] == ["4", "2", "3"]
+        found = made.metrics()
+        assert found["groups/replaced_failed"] == 1
+        assert 3 <= found["outcomes/infrastructure_error"] <= 12
+        poisoned = sum(prompt == (ord("1"),) for prompt, _ in generator.seen)
+        assert poisoned <= 3 * 3 * 4
+        await made.close()
+        assert environment.closed >= 3, "the worlds of what is given up are closed"
+        assert generator.listeners == []
+
+    asyncio.run(main())

@@ -1,0 +1,142 @@
+"""Whole runs whose processes are killed or stopped: what goes on, and what ends with a clear word."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from tests.commands import Command, metrics, processes_of, shared_memory, tiny_run
+from tests.tiny import make_tiny_model
+
+FOR_EVER = ("--steps", "100000", "--eval-every", "0")
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), bundled_model(default_cache()))
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    started: list[Command] = []
+    try:
+        yield started
+    finally:
+        for command in started:
+            command.clean_up()
+
+
+def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process:
+    """The process of a replica that others of its mesh were started by."""
+    return min(processes_of(command, service, replica), key=lambda process: process.create_time())
+
+
+def engine_of(command: Command, replica: int) -> psutil.Process:
+    """vLLM's own process."""
+    below = actor_of(command, "generator", replica).children(recursive=True)
+    return next(process for process in below if "EngineCore" in " ".join(process.cmdline()))
+
+
+def test_a_run_survives_the_death_of_each_of_its_processes(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    before = shared_memory()
+    out = tmp_path / "run"
+    command = tiny_run(
+        commands,
+        tiny_model,
+        out,
+        *(*FOR_EVER, "--checkpoint-every", "2", "--generator.replicas", "2", "--reward.replicas", "2"),
+        *("--tasks", "chain_sum:min_terms=2,max_terms=2*3", "basic_arithmetic:min_terms=2,max_terms=2*1"),
+        *("--groups-per-batch", "4"),
+    )
+    command.wait_for("step +3/")
+    # One at a time, so that the machine has room; both engines at once in the end.
+    for service, replica, number, cause in (
+        ("environment", 0, signal.SIGKILL, "SIGKILL"),
+        ("reward", 0, signal.SIGKILL, "SIGKILL"),
+        ("reward", 1, signal.SIGSTOP, "hung: its process was stopped"),
+        ("generator", 0, signal.SIGSTOP, "hung: its process was stopped"),
+        ("trainer", 0, signal.SIGKILL, "SIGKILL"),
+    ):
+        actor_of(command, service, replica).send_signal(number)
+        command.wait_for(f"{service}/{replica} failed.*{cause}")
+        command.wait_for(f"{service}/{replica} has recovered")
+    went_on = re.search(r"the run goes on from step (\d+)", command.wait_for("the run goes on from step"))
+    assert went_on is not None
+    assert int(went_on[1]) % 2 == 0
+    command.wait_for(f"the run goes on from step(.|\n)*step +{int(went_on[1]) + 2}/", whole=True)
+    engine_of(command, 0).kill()
+    engine_of(command, 1).kill()
+    command.wait_for("generator/0 failed.*vLLM engine process died")
+    command.wait_for("generator/1 failed.*vLLM engine process died")
+    command.wait_for("generator/0 has recovered(.|\n)*generator/0 has recovered", whole=True)
+    command.wait_for("generator/1 has recovered")
+    step = metrics(out)[-1]["step"]
+    command.wait_for(f"step +{step + 2}/")
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == 130, command.output
+    assert "Traceback" not in command.output
+    assert command.strays() == []
+    assert shared_memory() <= before
+
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert all(row["lag/max"] <= 1 for row in rows)
+    sampled: dict[int, list[dict[str, object]]] = {}
+    for line in (out / "episodes.jsonl").read_text().splitlines():
+        episode = json.loads(line)
+        sampled.setdefault(episode["step"], []).append(episode)
+    assert sorted(sampled) == list(range(1, len(rows) + 1))
+    drawn: Counter[object] = Counter()
+    for episodes in sampled.values():
+        assert {episode["outcome"] for episode in episodes} <= {"completed", "truncated"}
+        groups = {(episode["source"], episode["task"]) for episode in episodes}
+        assert Counter(source for source, _ in groups) == {"chain_sum": 3, "basic_arithmetic": 1}
+        drawn.update(groups)
+    assert max(drawn.values()) == 1, "no task is trained on twice"
+    again = tiny_run(
+        commands,
+        tiny_model,
+        out,
+        *("--steps", str(len(rows) + 1), "--eval-every", "0", "--checkpoint-every", "2", "--generator.replicas", "2"),
+        *("--reward.replicas", "2", "--groups-per-batch", "4"),
+        *("--tasks", "chain_sum:min_terms=2,max_terms=2*3", "basic_arithmetic:min_terms=2,max_terms=2*1"),
+    )
+    assert again.end(240) == 0, again.output
+    assert json.loads((out / "summary.json").read_text())["faults"] == []
+
+
+@pytest.mark.parametrize("service", ["trainer", "generator", "reward"])
+def test_what_is_not_to_be_restarted_ends_the_run_with_its_name_and_cause(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, service: str
+) -> None:
+    flag = "--trainer.max-restarts" if service == "trainer" else f"--{service}.restart.max-restarts"
+    command = tiny_run(commands, tiny_model, tmp_path / "run", *FOR_EVER, flag, "0")
+    command.wait_for("step +2/")
+    actor_of(command, service).kill()
+    status = command.end(60)
+    assert status == 1, command.output
+    error = command.output[command.output.rindex("error:") :]
+    assert service in error
+    assert "SIGKILL" in error
+    assert "phase" in error
+    assert "Traceback" not in command.output
+    assert command.strays() == []
+
+
+def test_a_phase_that_takes_too_long_names_what_it_waits_for(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    command = tiny_run(commands, tiny_model, tmp_path / "run", *FOR_EVER, "--phase-deadline-s", "1")
+    assert command.end(240) == 1
+    assert re.search(r"phase \w+: .*did not end within its 1 s", command.output), command.output
+    assert command.strays() == []

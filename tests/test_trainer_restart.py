@@ -1,0 +1,335 @@
+"""Trainer ranks that die or hang: named at once, replaced, and training goes on from the checkpoint as it had been."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.errors import CheckpointError, ConfigError, DeadlineError, ReplicaError, ServiceError, WeightsError
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.processes import state_of
+from forge_rl.runtime.replica import Replica
+from forge_rl.services.trainer import Trainer
+from forge_rl.services.weights import WeightStore
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.manifest import Manifest, ShardReport
+from forge_rl.weights.reading import read_boxes
+from forge_rl.weights.shared_memory import SharedMemoryTransport
+from forge_rl.weights.transport import LocalShard
+from tests.fake_actors import cluster
+from tests.fake_store import segments
+from tests.fakes import make_model, packed, random_batch
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """A loss in which a rank gets a signal, while the others go on to wait for it; or sleeps, without one."""
+
+    signal: signal.Signals | None
+    rank: int = 1
+
+    def __call__(self, *args: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if torch.distributed.get_rank() == self.rank:
+            if self.signal is None:
+                time.sleep(600)
+            else:
+                os.kill(os.getpid(), self.signal)
+        return ClippedSurrogate()(*args)
+
+
+@dataclass(frozen=True)
+class Severed:
+    """A loss in which rank 0 meets an error, and only then rank 1 dies, or never."""
+
+    dies: bool
+
+    def __call__(self, *args: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if torch.distributed.get_rank() == 0:
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(0.5)
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ClippedSurrogate()(*args)
+
+
+class DeadlyTransport(SharedMemoryTransport):
+    """Kills the process of rank 1 as soon as it has written its shards."""
+
+    async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
+        reports = await super().write(drafted, shards, rank=rank)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return reports
+
+
+@contextlib.asynccontextmanager
+async def open_trainer(folder: Path, *, ranks: int = 2, **config: int) -> AsyncIterator[tuple[Trainer, Faults]]:
+    """A trainer on a random model."""
+    make_model(folder / "hf")
+    async with cluster(folder) as (made, faults):
+        trainer = await Trainer.start(
+            Trainer.Config(ranks=ranks, row_tokens=64, optimizer=OptimizerConfig(lr=1e-2), **config),
+            made,
+            faults,
+            model=folder / "hf",
+            resume=None,
+            reference=False,
+            total_steps=9,
+            deadline_s=120,
+        )
+        try:
+            yield trainer, faults
+        finally:
+            faults.closing = True
+            await trainer.stop()
+
+
+async def step(trainer: Trainer, seed: int, loss: object = None) -> float:
+    batch = packed(random_batch(seed, vocab=43), ranks=trainer.config.ranks)
+    return (await trainer.step(batch, loss or ClippedSurrogate()))["loss"]  # type: ignore[arg-type]
+
+
+async def save(trainer: Trainer, folder: Path) -> Path:
+    """Returns the training state's folder."""
+    for part in ("model", "training"):
+        (folder / part).mkdir(parents=True)
+    await trainer.save(folder, model=folder.parent / "hf")
+    return folder / "training"
+
+
+def content(saved: Path) -> dict[str, torch.Tensor]:
+    """Weights, optimizer state and steps of a training state."""
+    dcp_to_torch_save(saved, saved.parent / "content.pt")
+    found: dict[str, torch.Tensor] = torch.load(saved.parent / "content.pt")
+    return found
+
+
+def ended(replica: Replica) -> bool:
+    """Whether none of its ranks' processes is left."""
+    states = {pid: state_of(pid) for pid in replica.roots}
+    return all(state is None or state[0] in "ZX" or state[1] != replica.roots[pid] for pid, state in states.items())
+
+
+async def read(store: WeightStore, version: int) -> dict[str, torch.Tensor]:
+    async with store.lease(version) as manifest:
+        found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
+        boxes = {entry.name: Box.whole(entry.shape) for entry in manifest.tensors}
+        await read_boxes(store.transport(), manifest, boxes, found.__getitem__)
+    return found
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_ranks_that_die_in_a_step_or_a_publish_are_replaced_and_training_goes_on_as_it_had(tmp_path: Path, shm: Path):
+    async def run() -> None:
+        async with open_trainer(tmp_path) as (trainer, faults), contextlib.AsyncExitStack() as stack:
+            store = await WeightStore.start(
+                WeightStore.Config(shm=shm, transport="shared_memory"),
+                trainer._service._cluster,
+                faults,
+                deadline_s=60,
+            )
+            stack.push_async_callback(store.stop)
+            losses = [await step(trainer, 0)]
+            saved = await save(trainer, tmp_path / "saved")
+            published = {}
+            for seed in (1, 2):
+                losses.append(await step(trainer, seed))
+                assert await trainer.publish(store, dtype="float32") == trainer.version
+                published[trainer.version] = await read(store, trainer.version)
+
+            # In the middle of a step.
+            with pytest.raises(ReplicaError, match=r"trainer replica 0, call step: rank 1: .*SIGKILL"):
+                await asyncio.wait_for(step(trainer, 3, Deadly(signal.SIGKILL)), 30)
+            for call in (step(trainer, 3), trainer.settle(), trainer.offload()):
+                with pytest.raises(ReplicaError, match=r"rank 1: .*SIGKILL"):
+                    await asyncio.wait_for(call, 5)
+            dead = trainer._service.replicas[0]
+            await trainer.restart(saved)
+            assert ended(dead)
+            assert trainer.version == 1
+            before, after = content(saved), content(await save(trainer, tmp_path / "again"))
+            assert before.keys() == after.keys()
+            assert any(name.startswith("exp_avg_sq.") for name in before)
+            assert all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(after[n])) for n in before)
+            await store.go_back(trainer.version)
+            assert await store.latest() is None
+            for seed in (1, 2):
+                assert await step(trainer, seed) == pytest.approx(losses[seed], abs=1e-6)
+                assert await trainer.publish(store, dtype="float32") == trainer.version == seed + 1
+                assert furthest(await read(store, trainer.version), published[trainer.version]) < 1e-6
+            assert furthest(published[2], published[3]) > 1e-3
+            held = sum(path.stat().st_size for path in segments(shm))
+
+            # In the middle of a publish, which others wait for; and back to the start.
+            await step(trainer, 3)
+            good = store._transports
+            store._transports = {"local": DeadlyTransport("local", good["local"]._volumes)}  # type: ignore[attr-defined]
+            waiting = asyncio.create_task(store.wait_for(4))
+            with pytest.raises(ReplicaError, match=r"call publish: rank 1: .*SIGKILL"):
+                await asyncio.wait_for(trainer.publish(store, dtype="float32"), 30)
+            store._transports = good
+            with pytest.raises(WeightsError, match=r"version 4 will not come: .*SIGKILL"):
+                await waiting
+            dead = trainer._service.replicas[0]
+            await asyncio.gather(store.go_back(0), trainer.restart(None))
+            assert ended(dead)
+            assert trainer.version == 0
+            waiting = asyncio.create_task(store.wait_for(1))
+            assert await trainer.publish(store, dtype="float32") == 0
+            assert await step(trainer, 0) == pytest.approx(losses[0], abs=1e-6)
+            assert not waiting.done()
+            assert await trainer.publish(store, dtype="float32") == 1
+            assert await waiting == 1
+            assert furthest(await read(store, 1), await read(store, 0)) > 1e-3
+            await step(trainer, 1)
+            await trainer.publish(store, dtype="float32")
+            assert sum(path.stat().st_size for path in segments(shm)) == held
+
+            assert [(fault.service, fault.fatal) for fault in faults.seen] == [("trainer", False)] * 2
+            assert all(fault.recovered_s is not None for fault in faults.seen)
+
+    asyncio.run(run())
+    logs = {path.name for path in tmp_path.glob("trainer-*.log")}
+    assert logs == {"trainer-0.log", "trainer-0.1.log", "trainer-0.2.log"}
+
+
+def test_a_trainer_that_hangs_is_replaced_and_its_port_is_taken_again(tmp_path: Path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def run() -> None:
+        async with open_trainer(tmp_path, port=port) as (trainer, faults):
+            saved = await save(trainer, tmp_path / "saved")
+            loss = await step(trainer, 0)
+
+            # A rank that is stopped is noticed; the other one waits for it in a collective.
+            with pytest.raises(ReplicaError, match="call step: hung: its process was stopped"):
+                await asyncio.wait_for(step(trainer, 1, Deadly(signal.SIGSTOP)), 30)
+            restarting = asyncio.create_task(trainer.restart(saved))
+            await asyncio.sleep(0)
+            assert not trainer.alive
+            for call in (step(trainer, 0), trainer.settle(), trainer.offload()):
+                with pytest.raises(ServiceError, match="trainer: it is being restarted"):
+                    await call
+            await restarting
+            assert await step(trainer, 0) == pytest.approx(loss, abs=1e-6)
+
+            # One that computes for ever is not; then whoever waited restarts it, though both ranks live.
+            trainer._deadline_s = 2.0
+            with pytest.raises(DeadlineError, match="call step: no answer within 2 s"):
+                await step(trainer, 1, Deadly(None))
+            trainer._deadline_s = 3600.0
+            settling = asyncio.create_task(trainer.settle())
+            await asyncio.sleep(0)
+            await trainer.restart(saved, cause="no answer to step")
+            with pytest.raises(ReplicaError, match="call settle: no answer to step"):
+                await settling
+            assert await step(trainer, 0) == pytest.approx(loss, abs=1e-6)
+            assert [fault.cause for fault in faults.seen] == ["hung: its process was stopped", "no answer to step"]
+            assert all(fault.recovered_s is not None for fault in faults.seen)
+
+    asyncio.run(run())
+
+
+def test_a_restart_that_fails_is_told_and_can_be_tried_again(tmp_path: Path):
+    async def run() -> None:
+        async with open_trainer(tmp_path) as (trainer, faults):
+            with pytest.raises(ReplicaError, match=r"rank 0: .*SIGKILL"):
+                await asyncio.wait_for(step(trainer, 0, Deadly(signal.SIGKILL, rank=0)), 30)
+            (tmp_path / "empty").mkdir()
+            with pytest.raises(CheckpointError, match="empty cannot be read"):
+                await trainer.restart(tmp_path / "empty")
+            assert not trainer.alive
+            with pytest.raises(ServiceError, match=r"its restart failed: the training state in .*empty cannot be read"):
+                await step(trainer, 0)
+            assert [fault.recovered_s for fault in faults.seen] == [None]
+            await trainer.restart(None)
+            await step(trainer, 0)
+            assert trainer.version == 1
+            assert all(fault.recovered_s is not None for fault in faults.seen)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_its_last_restart_the_death_of_a_rank_ends_the_run(ranks: int, tmp_path: Path):
+    async def run() -> None:
+        async with open_trainer(tmp_path, ranks=ranks, max_restarts=2) as (trainer, faults):
+            last = ranks - 1
+            first = await step(trainer, 0)
+            saved = await save(trainer, tmp_path / "saved")
+            with pytest.raises(ReplicaError, match="call step: hung: its process was stopped"):
+                await asyncio.wait_for(step(trainer, 1, Deadly(signal.SIGSTOP, rank=last)), 30)
+            await trainer.restart(saved)
+            await trainer.restart(None)  # though it lives
+            assert trainer.restarts_left == 0
+            assert await step(trainer, 0) == pytest.approx(first, abs=1e-6)
+            assert faults.fatal is None
+            fatal, death = asyncio.create_task(faults.wait()), asyncio.create_task(trainer.death())
+            given_up = asyncio.create_task(trainer.death())
+            await asyncio.sleep(0)
+            given_up.cancel()
+            assert trainer.alive
+
+            # While nobody calls it.
+            dead = trainer._service.replicas[0]
+            os.kill(list(dead.roots)[last], signal.SIGKILL)
+            error = await asyncio.wait_for(fatal, 30)
+            assert (error.service, error.replica) == ("trainer", None)
+            assert "SIGKILL" in str(error)
+            assert str(error).startswith(f"trainer: {await death}")
+            assert not trainer.alive
+            assert str(error).endswith("; it has been restarted 2 times, of at most 2")
+            with pytest.raises(ReplicaError, match=r"call step: .*SIGKILL"):
+                await step(trainer, 0)
+            with pytest.raises(ServiceError, match=r"SIGKILL.*; it has been restarted 2 times, of at most 2"):
+                await trainer.restart(saved)
+            assert trainer._service.replicas == [dead]
+
+    asyncio.run(run())
+
+
+def test_a_trainer_that_may_not_be_restarted_ends_the_run_at_its_first_death(tmp_path: Path):
+    async def run() -> None:
+        async with open_trainer(tmp_path, ranks=1, max_restarts=0) as (trainer, faults):
+            with pytest.raises(ReplicaError, match=r"call step: .*SIGKILL"):
+                await asyncio.wait_for(step(trainer, 0, Deadly(signal.SIGKILL, rank=0)), 30)
+            assert [(fault.replica, fault.fatal) for fault in faults.seen] == [(0, True)]
+            with pytest.raises(ServiceError, match="it has been restarted 0 times, of at most 0"):
+                await trainer.restart(None)
+
+    asyncio.run(run())
+    with pytest.raises(ConfigError) as caught:
+        Trainer.Config(max_restarts=-1)
+    assert "--trainer.max-restarts " in caught.value.mend
+
+
+def test_a_rank_that_meets_the_death_of_another_first_does_not_hide_it(tmp_path: Path):
+    async def run() -> None:
+        async with open_trainer(tmp_path) as (trainer, _):
+            with pytest.raises(ReplicaError, match=r"call step: rank 1: .*SIGKILL"):
+                await asyncio.wait_for(step(trainer, 0, Severed(dies=True)), 30)
+            await trainer.restart(None)
+            with pytest.raises(ServiceError, match="call step: RuntimeError: Connection closed by peer") as caught:
+                await asyncio.wait_for(step(trainer, 0, Severed(dies=False)), 30)
+            assert not isinstance(caught.value, ReplicaError)
+
+    asyncio.run(run())

@@ -1,0 +1,197 @@
+"""The version index against a simple model, under random schedules."""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.versions import VersionIndex
+from tests.fake_versions import settle
+from tests.fakes import manifest_of, manifest_of_bytes
+
+
+class Schedule(RuleBasedStateMachine):
+    """Random calls, against plain sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep, self.keep_bytes = 2, 25
+        self.loop = asyncio.new_event_loop()
+        self.index = VersionIndex(keep_versions=self.keep, keep_bytes=self.keep_bytes)
+        self.held: dict[int, dict[str, int]] = {}  # bytes by bucket, by version
+        self.era = 0
+        self.eras: dict[int, int] = {}  # of what is held
+        self.forgotten: dict[tuple[int, int], dict[str, int]] = {}  # by version and era: what is still leased
+        self.stale: list[tuple[int, int]] = []  # publishes that were begun before the run went back
+        self.writing: dict[int, int | None] = {}  # the version before
+        self.base_buckets: dict[int, dict[str, int]] = {}
+        self.leases: list[tuple[int, int]] = []
+        self.waiters: dict[asyncio.Future[int], int] = {}
+
+    @property
+    def newest(self) -> int | None:
+        return max(self.held, default=None)
+
+    def do(self, awaitable: Awaitable[Any]) -> Any:
+        async def bounded() -> Any:
+            result = await awaitable
+            await settle()
+            return result
+
+        return self.loop.run_until_complete(bounded())
+
+    def buckets(self) -> dict[str, int]:
+        """Of all that must be kept."""
+        every = (*self.held.values(), *self.base_buckets.values(), *self.forgotten.values())
+        return {key: size for buckets in every for key, size in buckets.items()}
+
+    def retire(self, coming: int = 0) -> None:
+        """What the rules say goes: of the unleased, newest first, all past the count or the bytes, but never latest."""
+        unleased = sorted((v for v in self.held if (v, self.eras[v]) not in self.leases), reverse=True)
+        room = self.keep - (coming > 0)
+        newest = self.newest
+        for place, version in enumerate(unleased):
+            taken: dict[str, int] = {}
+            for other in unleased[: place + 1]:
+                taken |= self.held.get(other, {})
+            if version != newest and (place >= room or coming + sum(taken.values()) > self.keep_bytes):
+                for gone in unleased[place:]:
+                    if gone != newest:
+                        del self.held[gone]
+                return
+
+    @rule(version=st.integers(0, 12))
+    def begin(self, version: int) -> None:
+        if version in self.writing or (self.newest is not None and version <= self.newest):
+            with pytest.raises(WeightsError):
+                self.index.begin(version)
+            return
+        before, newest = self.buckets(), self.newest
+        base, freed = self.index.begin(version)
+        assert (base and base.version) == newest
+        self.writing[version] = newest
+        self.base_buckets[version] = self.held[newest] if newest is not None else {}
+        self.retire(coming=base.bytes if base else 0)
+        assert set(freed) == before.keys() - self.buckets().keys()
+
+    @precondition(lambda self: self.writing)
+    @rule(size=st.sampled_from([5, 10, 30]), shares=st.booleans(), data=st.data())
+    def commit(self, size: int, shares: bool, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.writing)))
+        base = self.writing[version]
+        shared = dict(list(self.base_buckets[version].items())[:2]) if shares else {}
+        own = f"{version}/{self.era}.0"
+        manifest = replace(manifest_of(version, {own: size, **shared}), era=self.era)
+        if (self.newest is not None and version < self.newest) or (shared and base != self.newest):
+            with pytest.raises(WeightsError, match=r"comes too late|shares tensors"):
+                self.do(self.index.commit(manifest))
+            return
+        before = self.buckets()
+        del self.writing[version], self.base_buckets[version]
+        freed = self.do(self.index.commit(manifest))
+        self.held[version], self.eras[version] = {own: size, **shared}, self.era
+        self.retire()
+        assert set(freed) == before.keys() - self.buckets().keys()
+        for waiter, wanted in list(self.waiters.items()):
+            if wanted <= version:
+                assert waiter.result() == version
+                del self.waiters[waiter]
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.writing)))
+        before = self.buckets()
+        del self.writing[version], self.base_buckets[version]
+        freed = self.do(self.index.abort(version, "died", era=self.era))
+        self.retire()
+        assert set(freed) == before.keys() - self.buckets().keys()
+        for waiter in self.waiters:
+            with pytest.raises(WeightsError, match="died"):
+                waiter.result()
+        self.waiters.clear()
+
+    @precondition(lambda self: self.writing)
+    @rule(ahead=st.integers(0, 3))
+    def wait(self, ahead: int) -> None:
+        wanted = (self.newest or 0) + ahead
+        waiter = self.loop.create_task(self.index.wait_for(wanted))
+        self.do(settle())
+        if self.newest is not None and wanted <= self.newest:
+            assert waiter.result() == self.newest
+        elif waiter.done():  # an earlier abort still stands
+            assert isinstance(waiter.exception(), WeightsError)
+        else:
+            self.waiters[waiter] = wanted
+
+    @rule(version=st.none() | st.integers(0, 12))
+    def lease(self, version: int | None) -> None:
+        wanted = self.newest if version is None else version
+        if wanted in self.held:
+            assert self.index.lease(version).bytes == sum(self.held[wanted].values())
+            self.leases.append((wanted, self.eras[wanted]))
+        else:
+            with pytest.raises(WeightsError, match="there is no version"):
+                self.index.lease(version)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        version, era = leased = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        before = self.buckets()
+        freed = self.index.release(version, era=era)
+        if leased not in self.leases:
+            self.forgotten.pop(leased, None)
+        self.retire()
+        assert set(freed) == before.keys() - self.buckets().keys()
+
+    @rule(version=st.integers(0, 12))
+    def go_back(self, version: int) -> None:
+        before = self.buckets()
+        freed = self.index.go_back(version)
+        self.stale += [(begun, self.era) for begun in self.writing]
+        self.writing.clear()
+        self.base_buckets.clear()
+        for newer in [held for held in self.held if held > version]:
+            buckets = self.held.pop(newer)
+            if (leased := (newer, self.eras[newer])) in self.leases:
+                self.forgotten[leased] = buckets
+        self.era += 1
+        self.retire()
+        assert set(freed) == before.keys() - self.buckets().keys()
+        assert not self.index._failure, "who waits from now on waits for what comes"
+        self.do(settle())
+
+    @precondition(lambda self: self.stale)
+    @rule(commits=st.booleans())
+    def end_a_publish_that_was_begun_before_going_back(self, commits: bool) -> None:
+        version, era = self.stale.pop()
+        if commits:
+            with pytest.raises(WeightsError, match="was not begun, or was aborted"):
+                self.do(self.index.commit(replace(manifest_of_bytes(version, 10), era=era)))
+        else:
+            assert self.do(self.index.abort(version, "late", era=era)) == ()
+
+    @invariant()
+    def what_is_held_agrees(self) -> None:
+        assert self.index.latest == self.newest
+        every = (*self.held.values(), *self.forgotten.values())
+        assert self.index.bytes == sum({key: size for buckets in every for key, size in buckets.items()}.values())
+        assert all(not waiter.done() for waiter in self.waiters)
+        assert set(self.leases) <= {(version, self.eras[version]) for version in self.held} | self.forgotten.keys()
+
+    def teardown(self) -> None:
+        for waiter in self.waiters:
+            waiter.cancel()
+        self.do(settle())
+        self.loop.close()
+
+
+TestSchedule = Schedule.TestCase
+TestSchedule.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
