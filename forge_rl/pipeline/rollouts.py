@@ -16,11 +16,10 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ForgeError, TaskError
 from forge_rl.metrics import RolloutStatus
-from forge_rl.pipeline.attempts import Decode
 from forge_rl.pipeline.drawn import DrawnTasks
 from forge_rl.pipeline.plans import EpisodePlan, ScheduleConfig
 from forge_rl.pipeline.schedule import Schedule
-from forge_rl.pipeline.slots import Decoder, Slots
+from forge_rl.pipeline.slots import Decoder, Seat, Slots
 from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
@@ -36,9 +35,9 @@ class Shape:
 
 
 class Attempt(Protocol):
-    """Makes an episode of a task; asks the policy with `decode`."""
+    """Makes an episode of a task; asks the policy at `seat`."""
 
-    async def __call__(self, task: Task, decode: Decode) -> Episode: ...
+    async def __call__(self, task: Task, seat: Seat, /) -> Episode: ...
 
 
 class Rollouts:
@@ -254,7 +253,7 @@ class Rollouts:
         group = plan.group
         sampling = replace(self._generator.sampling, seed=self._seed_of(plan))
         try:
-            result = await self._attempt(group.task, self._decode(plan, sampling))
+            result = await self._attempt(group.task, self._slots.seat(plan, sampling))
             self._running.pop(plan, None)
             if result.problem:
                 self._warn(f"{group.task.source} {group.task.id}: {result.outcome}: {result.problem}")
@@ -274,7 +273,7 @@ class Rollouts:
         for _ in range(1 + self.config.retries):
             plan = self._schedule.outside(task)
             try:
-                result = await self._attempt(task, self._decode(plan, sampling))
+                result = await self._attempt(task, self._slots.seat(plan, sampling))
             finally:
                 self._schedule.gives_up(plan)
                 self._slots.grant()
@@ -284,9 +283,6 @@ class Rollouts:
             f"an evaluation of {task.source} {task.id} ended with {result.outcome}: {result.problem}",
             mend="see the services' logs in the run folder",
         )
-
-    def _decode(self, plan: EpisodePlan, sampling: Sampling) -> Decode:
-        return lambda prompt_ids: self._slots.turn(plan, prompt_ids, sampling)
 
     def _seed_of(self, plan: EpisodePlan) -> int:
         return zlib.crc32("/".join(map(str, (self._seed, *plan.place))).encode())

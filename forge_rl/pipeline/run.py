@@ -47,7 +47,8 @@ class Run(Generic[C]):
         self.generator: Generator
         self.weights: WeightStore
         self.reward: Reward
-        self.environment: Environment
+        self.environment: Environment | None = None
+        """None where an agent makes the episodes."""
         self.mixture: Mixture
         self.rollouts: Rollouts
         self.tokenizer: Tokenizer
@@ -214,7 +215,7 @@ class Run(Generic[C]):
     def __repr__(self) -> str:
         lines = [
             f"Run  step {self.step} of {self.config.steps}  {self.folder}",
-            *(f"  {part!r}" for part in (self.trainer, self.generator, self.reward, self.environment)),
+            *(f"  {part!r}" for part in (self.trainer, self.generator, self.reward, self.environment) if part),
         ]
         return "\n".join(lines)
 

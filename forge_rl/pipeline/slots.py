@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from forge_rl.data.tokenizer import Tokenizer
@@ -91,6 +92,10 @@ class Slots:
                 self._schedule.leaves(plan, interrupted=lost)
                 self.grant()
 
+    def seat(self, plan: EpisodePlan, sampling: Sampling) -> Seat:
+        """An episode's way to the engines."""
+        return Seat(self, plan, sampling, self._tokenizer)
+
     async def turn(self, plan: EpisodePlan, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
         """Decode a whole answer; see `stream`."""
         answer = Answer(prompt_ids, sampling, self._tokenizer)
@@ -98,3 +103,22 @@ class Slots:
             async for _ in chunks:
                 pass
         return answer.turn()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """An episode's way to the engines, for one answer at a time."""
+
+    slots: Slots
+    plan: EpisodePlan
+    sampling: Sampling
+    """How its answers are drawn."""
+    tokenizer: Tokenizer
+
+    async def __call__(self, prompt_ids: Sequence[int]) -> Turn:
+        """Decode a whole answer; see Slots.stream."""
+        return await self.slots.turn(self.plan, prompt_ids, self.sampling)
+
+    def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Decode an answer; see Slots.stream."""
+        return self.slots.stream(self.plan, Answer(prompt_ids, sampling, self.tokenizer))

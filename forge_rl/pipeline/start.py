@@ -34,13 +34,14 @@ from forge_rl.metrics import (
 from forge_rl.pipeline.attempts import Attempts
 from forge_rl.pipeline.config import RunConfig
 from forge_rl.pipeline.folder import as_json, check_space, choose_folder, prepare_folder
-from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.pipeline.rollouts import Attempt, Rollouts, Shape
 from forge_rl.pipeline.run import Run
 from forge_rl.pipeline.watch import Watch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.environment import EnvFactory, Environment
+from forge_rl.services.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, RewardFunction
 from forge_rl.services.trainer import Trainer
@@ -76,6 +77,8 @@ def start(
     recipe: str = "grpo",
     reward: RewardFunction | None = None,
     environment: EnvFactory = SingleTurn,
+    agent: Agent | None = None,
+    gateway: GatewayConfig | None = None,
 ) -> Starting[C]:
     """Start everything that a recipe needs, or continue where the same command stopped.
 
@@ -84,15 +87,24 @@ def start(
         recipe: its name, for the run folder.
         reward: scores episodes; the config's verifier by default.
         environment: makes each episode's world; by default the model answers once.
+        agent: makes the episodes instead of worlds; it finds the policy at a gateway.
+        gateway: of the agent.
 
     Returns:
         A context manager that yields the Run.
     """
-    return Starting(_start(config, recipe, reward or config.verifier, environment))
+    return Starting(_start(config, recipe, reward or config.verifier, environment, agent, gateway or GatewayConfig()))
 
 
 @contextlib.asynccontextmanager
-async def _start(config: C, recipe: str, reward: RewardFunction, environment: EnvFactory) -> AsyncIterator[Run[C]]:
+async def _start(
+    config: C,
+    recipe: str,
+    reward: RewardFunction,
+    environment: EnvFactory,
+    agent: Agent | None,
+    gateway: GatewayConfig,
+) -> AsyncIterator[Run[C]]:
     clock = PhaseClock()
     faults = Faults(phase=lambda: clock.current)
     folder = choose_folder(config, recipe, config.out)
@@ -110,6 +122,7 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
     watching: asyncio.Task[None] | None = None
     checkpoint = run._checkpoints.latest()
     cluster = Cluster((folder / "logs").resolve())
+    front = contextlib.AsyncExitStack()
     try:
         log.start(
             RunInfo(
@@ -127,17 +140,26 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
         run._model = model.resolve()
         if config.checkpoint_every:
             check_space(folder, _checkpoint_bytes(run._model) * (config.keep_checkpoints + 1))
-        await _start_services(run, cluster, faults, display, reward, environment, checkpoint)
+        worlds = environment if agent is None else None
+        await _start_services(run, cluster, faults, display, reward, worlds, checkpoint)
         log.event(run.weights.choice)
         run.mixture, run.held_out = mixture, held_out
         run.tokenizer = Tokenizer(run._model)
+        attempt: Attempt
+        if agent is None:
+            assert run.environment is not None
+            attempt = Attempts(run.tokenizer, run.environment, run.reward)
+        else:
+            engines = GeneratorBackend(run.generator, config.model)
+            serving = serving_agents(agent, gateway, engines, run.tokenizer, run.reward)
+            attempt = await front.enter_async_context(serving)
         run.rollouts = Rollouts(
             mixture=mixture,
             shape=Shape(groups=config.groups_per_batch, episodes=config.group_size),
             schedule=config.schedule,
             tokenizer=run.tokenizer,
             generator=run.generator,
-            attempt=Attempts(run.tokenizer, run.environment, run.reward),
+            attempt=attempt,
             seed=config.seed,
             version=lambda: run.trainer.version,
             warn=lambda text: log.event(text, "warning"),
@@ -166,6 +188,7 @@ async def _start(config: C, recipe: str, reward: RewardFunction, environment: En
         try:
             if hasattr(run, "rollouts"):
                 await run.rollouts.close()
+            await front.aclose()
             await _stop_services(run, cluster)
         finally:
             watch.close()
@@ -202,7 +225,7 @@ async def _start_services(
     faults: Faults,
     display: Display,
     reward: RewardFunction,
-    environment: EnvFactory,
+    environment: EnvFactory | None,
     checkpoint: Checkpoint | None,
 ) -> None:
     """Side by side: none needs another to start."""
@@ -220,51 +243,50 @@ async def _start_services(
         display.startup(name, "ready", detail)
 
     ranks, replicas = config.trainer.ranks, config.generator.replicas
+    parts: list[tuple[str, str, Awaitable[object]]] = [
+        (
+            "trainer",
+            f"torchtitan, {ranks} rank" + "s" * (ranks > 1),
+            Trainer.start(
+                config.trainer,
+                cluster,
+                faults,
+                model=run._model,
+                resume=checkpoint.training.resolve() if checkpoint else None,
+                reference=config.loss.kl_coef > 0,
+                total_steps=config.steps,
+                deadline_s=deadline_s,
+            ),
+        ),
+        (
+            "generator",
+            f"vLLM, {replicas} replica" + "s" * (replicas > 1),
+            Generator.start(
+                config.generator, cluster, faults, model=run._model, seed=config.seed, deadline_s=deadline_s
+            ),
+        ),
+        (
+            "weights",
+            config.weights.transport,
+            WeightStore.start(
+                config.weights,
+                cluster,
+                faults,
+                deadline_s=deadline_s,
+                expected_bytes=_version_bytes(run._model, config.generator),
+            ),
+        ),
+        (
+            "reward",
+            type(reward).__name__,
+            Reward.start(config.reward, cluster, faults, function=reward, deadline_s=deadline_s),
+        ),
+    ]
+    if environment is not None:
+        worlds = Environment.start(config.environment, cluster, faults, factory=environment, deadline_s=deadline_s)
+        parts.append(("environment", getattr(environment, "__name__", type(environment).__name__), worlds))
     async with task_group() as group:
-        for name, detail, starting in (
-            (
-                "trainer",
-                f"torchtitan, {ranks} rank" + "s" * (ranks > 1),
-                Trainer.start(
-                    config.trainer,
-                    cluster,
-                    faults,
-                    model=run._model,
-                    resume=checkpoint.training.resolve() if checkpoint else None,
-                    reference=config.loss.kl_coef > 0,
-                    total_steps=config.steps,
-                    deadline_s=deadline_s,
-                ),
-            ),
-            (
-                "generator",
-                f"vLLM, {replicas} replica" + "s" * (replicas > 1),
-                Generator.start(
-                    config.generator, cluster, faults, model=run._model, seed=config.seed, deadline_s=deadline_s
-                ),
-            ),
-            (
-                "weights",
-                config.weights.transport,
-                WeightStore.start(
-                    config.weights,
-                    cluster,
-                    faults,
-                    deadline_s=deadline_s,
-                    expected_bytes=_version_bytes(run._model, config.generator),
-                ),
-            ),
-            (
-                "reward",
-                type(reward).__name__,
-                Reward.start(config.reward, cluster, faults, function=reward, deadline_s=deadline_s),
-            ),
-            (
-                "environment",
-                getattr(environment, "__name__", type(environment).__name__),
-                Environment.start(config.environment, cluster, faults, factory=environment, deadline_s=deadline_s),
-            ),
-        ):
+        for name, detail, starting in parts:
             group.create_task(shown(name, detail, starting))
 
 

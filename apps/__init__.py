@@ -1,0 +1,1 @@
+"""Programs around a run, each a module to run with python -m."""

@@ -1,0 +1,124 @@
+"""Serve a model over OpenAI's and Anthropic's APIs.
+
+python -m apps.gateway --model smollm2-135m --port 8000
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from forge_rl.data.bundled import default_cache
+from forge_rl.data.models import resolve_model
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.pipeline.launch import launch
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
+from forge_rl.services.generator import Generator
+
+KEY_VARIABLE = "FORGE_RL_API_KEY"
+_START_DEADLINE_S = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(GatewayConfig):
+    """Serve a model over OpenAI's and Anthropic's APIs."""
+
+    model: str = "smollm2-135m"
+    """Name of a bundled model, a local folder, or a Hugging Face id."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key: str = field(default="", repr=False)
+    """Key that requests must carry; by default the environment's FORGE_RL_API_KEY, which other users of the machine do
+    not see."""
+    generator: Generator.Config = field(default_factory=Generator.Config)
+    """The engines. Answers are as long and as warm as requests ask for."""
+    seed: int = 0
+    """Of the engines' own streams, for requests without a seed."""
+    cache: Path = field(default_factory=default_cache)
+    """Folder for models that are built here."""
+    out: Path = Path("runs/gateway")
+    """Folder for what the engines print, in logs/."""
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[tuple[Gateway, Generator, Faults]]:
+    """Engines and the gateway before them, until the body ends.
+
+    Raises:
+        ForgeError: they do not start; says why.
+    """
+    check_address(config)
+    faults = Faults()
+    faults.install()
+    logs = config.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    cluster = Cluster(logs.resolve())
+    generator: Generator | None = None
+    try:
+        folder, name = await asyncio.to_thread(_model, config)
+        tokenizer = Tokenizer(folder)
+        generator = await Generator.start(
+            config.generator, cluster, faults, model=folder, seed=config.seed, deadline_s=_START_DEADLINE_S
+        )
+        await generator.serve_model()
+        engines = generator
+        gateway = Gateway(
+            config,
+            GeneratorBackend(generator, name),
+            tokenizer,
+            open_to_all=True,
+            healthy=lambda: bool(engines.engines()),
+            warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
+        )
+        async with gateway:
+            yield gateway, generator, faults
+    finally:
+        faults.closing = True
+        if generator is not None:
+            await generator.stop()
+        await cluster.close()
+
+
+async def main(config: Config) -> None:
+    """Serve until a signal, or until no engine is left."""
+    if not config.api_key:
+        config = replace(config, api_key=os.environ.get(KEY_VARIABLE, ""))
+    print(f"starting {config.model}", flush=True)
+    async with serving(config) as (gateway, _, faults):
+        await gateway.load_tool_parser()
+        _greet(gateway, config)
+        async with task_group() as group:
+            group.create_task(_until_fault(faults))
+
+
+def _model(config: Config) -> tuple[Path, str]:
+    """Its folder, and what requests call it."""
+    folder = resolve_model(config.model, config.cache).resolve()
+    return folder, folder.name if Path(config.model).expanduser().is_dir() else config.model
+
+
+async def _until_fault(faults: Faults) -> None:
+    raise await faults.wait()
+
+
+def _greet(gateway: Gateway, config: Config) -> None:
+    key = " -H 'authorization: Bearer KEY'" if config.api_key else ""
+    body = f'{{"model": "{gateway.model}", "messages": [{{"role": "user", "content": "What is 2 + 3?"}}]}}'
+    print(
+        f"serving {gateway.model} at {gateway.base_url}\n\n"
+        f"  curl {gateway.base_url}/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n\n"
+        "Ctrl-C ends it",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    launch(Config, main)

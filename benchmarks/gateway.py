@@ -1,0 +1,202 @@
+"""What the gateway costs before a real engine, and how many streams it holds.
+
+python -m benchmarks.gateway --json out.json
+
+The first lets one engine answer the same prompts, asked in the controller and over HTTP by a client in a process of its
+own, in turns. The second puts a staged backend behind the gateway, which hands out a token now and then, and
+holds a thousand streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import tempfile
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.http_load import Streamed, stream_all
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from forge_rl.data.bundled import default_cache
+from forge_rl.data.models import resolve_model
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.gateway import Gateway, GatewayConfig, GeneratorBackend
+from forge_rl.services.generator import Generator
+from forge_rl.types import Chunk, Sampling
+
+_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Measure the gateway's overhead, and the streams that it holds."""
+
+    model: str = "smollm2-135m"
+    """Name of a bundled model, a local folder, or a Hugging Face id."""
+    requests: int = 32
+    """Answers decoded at a time."""
+    new_tokens: int = 64
+    """Most tokens of each."""
+    repeats: int = 7
+    """Pairs of measurements."""
+    warm_up: int = 1
+    """Pairs that come first and do not count."""
+    streams: int = 1000
+    """Streams to hold."""
+    stream_tokens: int = 20
+    """Tokens of each of them."""
+    interval_s: float = 1.0
+    """Between two of its tokens."""
+    smoke: bool = False
+    """One pair, short streams: shows that everything runs, and measures nothing."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < LEAST_REPEATS and not self.smoke:
+            raise BenchmarkError(
+                f"--repeats is {self.repeats}, too few for a median", mend=f"set --repeats to {LEAST_REPEATS} or more"
+            )
+        if min(self.requests, self.new_tokens, self.warm_up, self.streams, self.stream_tokens) < 1:
+            raise BenchmarkError("a count is below 1", mend="set all counts to 1 or more")
+        if self.interval_s < 0:
+            raise BenchmarkError(f"--interval-s is {self.interval_s}", mend="set --interval-s to 0 or more")
+
+
+class StagedBackend:
+    """Answers slowly, with the same token again and again.
+
+    Args:
+        token: that it answers with.
+        interval_s: between two tokens.
+    """
+
+    model = "staged"
+    max_model_tokens = 4096
+
+    def __init__(self, token: int, interval_s: float) -> None:
+        self._token = token
+        self._interval_s = interval_s
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
+    ) -> AsyncGenerator[Chunk, None]:
+        for left in reversed(range(sampling.max_tokens)):
+            yield Chunk(
+                token_ids=(self._token,), logprobs=(-1.0,), versions=(0,), text="", finish="" if left else "length"
+            )
+            await asyncio.sleep(self._interval_s)
+
+
+def measure(config: Config, report: Report) -> None:
+    """Both measurements."""
+    if config.smoke:
+        report.benchmark += " (smoke: no measurement)"
+    # Made before there are engines, and by spawn: threads do not survive a fork.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as client:
+        asyncio.run(_measure_streams(config, report, client))
+        asyncio.run(_measure_overhead(config, report, client))
+
+
+async def _measure_streams(config: Config, report: Report, client: ProcessPoolExecutor) -> None:
+    tokenizer = Tokenizer(resolve_model(config.model, default_cache()))
+    (token, *_) = tokenizer.encode("and")
+    tokens = min(3, config.stream_tokens) if config.smoke else config.stream_tokens
+    body = {"model": "staged", "messages": [_question(0)], "max_tokens": tokens}
+    backend = StagedBackend(token, config.interval_s)
+    async with Gateway(GatewayConfig(), backend, tokenizer, open_to_all=True) as gateway:
+        found = await _streamed(client, gateway.base_url, [body] * config.streams)
+    report.rows.append({"side": "streams", "warm_up": False, **vars(found)})
+    # Held are streams that were open at the same time, and came to their end with all tokens.
+    whole = found.complete == config.streams and found.tokens == config.streams * tokens
+    if not whole:
+        raise BenchmarkError(
+            f"{found.complete} of {config.streams} streams came to their end, with {found.tokens} tokens"
+        )
+    report.results["streams_held"] = found.most_open
+
+
+async def _measure_overhead(config: Config, report: Report, client: ProcessPoolExecutor) -> None:
+    pairs = [False, True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
+    model = resolve_model(config.model, default_cache())
+    tokenizer = Tokenizer(model)
+    engine = Generator.Config(dtype="bfloat16", max_requests=config.requests)
+    async with (
+        _engine(engine, model) as generator,
+        Gateway(GatewayConfig(), GeneratorBackend(generator, model.name), tokenizer, open_to_all=True) as gateway,
+    ):
+        rates: dict[str, list[float]] = {"bare": [], "http": []}
+        for number, counts in enumerate(pairs):
+            # Which one comes first changes, so that a machine that slows down favours none.
+            for side in ("bare", "http") if number % 2 else ("http", "bare"):
+                if side == "bare":
+                    seconds, tokens = await _ask_engine(config, generator, tokenizer)
+                else:
+                    found = await _streamed(client, gateway.base_url, _bodies(config, gateway.model))
+                    if found.complete != config.requests:
+                        raise BenchmarkError(f"{found.complete} of {config.requests} answers came over HTTP")
+                    seconds, tokens = found.seconds, found.tokens
+                report.rows.append({"side": side, "warm_up": not counts, "seconds": seconds, "tokens": tokens})
+                print(f"{side}: {tokens} tokens in {seconds:.2f} s", flush=True)
+                if counts:
+                    rates[side].append(tokens / seconds)
+    report.measure("bare_tokens_per_s", rates["bare"])
+    report.measure("http_tokens_per_s", rates["http"])
+    report.results["overhead_share"] = 1 - median(rates["http"]) / median(rates["bare"])
+
+
+@contextlib.asynccontextmanager
+async def _engine(config: Generator.Config, model: Path) -> AsyncIterator[Generator]:
+    """A real one, with the model's own weights."""
+    with tempfile.TemporaryDirectory() as logs:
+        faults = Faults()
+        faults.install()
+        cluster = Cluster(Path(logs))
+        generator: Generator | None = None
+        try:
+            generator = await Generator.start(config, cluster, faults, model=model, seed=0, deadline_s=_DEADLINE_S)
+            await generator.serve_model()
+            yield generator
+        finally:
+            faults.closing = True
+            if generator is not None:
+                await generator.stop()
+            await cluster.close()
+
+
+async def _ask_engine(config: Config, generator: Generator, tokenizer: Tokenizer) -> tuple[float, int]:
+    """Seconds and tokens of the same requests without the gateway."""
+    prompts = [tokenizer.render([_question(at)]) for at in range(config.requests)]
+    began = time.perf_counter()
+    async with task_group() as group:
+        answers = [
+            group.create_task(generator.generate(ids, Sampling(max_tokens=config.new_tokens, seed=at)))
+            for at, ids in enumerate(prompts)
+        ]
+    return time.perf_counter() - began, sum(len(answer.result().token_ids) for answer in answers)
+
+
+async def _streamed(client: ProcessPoolExecutor, base_url: str, bodies: Sequence[dict[str, object]]) -> Streamed:
+    work = partial(stream_all, f"{base_url}/chat/completions", bodies, _DEADLINE_S)
+    return await asyncio.get_running_loop().run_in_executor(client, work)
+
+
+def _bodies(config: Config, model: str) -> list[dict[str, object]]:
+    return [
+        {"model": model, "messages": [_question(at)], "max_tokens": config.new_tokens, "seed": at}
+        for at in range(config.requests)
+    ]
+
+
+def _question(at: int) -> dict[str, str]:
+    return {"role": "user", "content": f"Tell me a long story about {at + 2} friends in the mountains."}
+
+
+if __name__ == "__main__":
+    run_benchmark("gateway", Config, measure)

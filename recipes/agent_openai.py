@@ -1,0 +1,77 @@
+"""Train an agent that is written against the openai package alone, as one file to copy and edit.
+
+python -m recipes.agent_openai --help
+
+Each episode has a base URL and a key of its own, at which the agent finds the policy. What it asks there is recorded
+token for token, and trained.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from forge_rl import Run, RunConfig, Task, group_advantages, launch, pack, start
+from forge_rl.services.gateway import GatewayConfig, Session
+
+
+async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") -> str:
+    """The agent. It asks, and asks again if no number came back; how it is trained, it does not know."""
+    messages: list[Any] = [{"role": "user", "content": question}]
+    answer = ""
+    for _ in range(2):
+        completion = await client.chat.completions.create(model=model, messages=messages)
+        answer = completion.choices[0].message.content or ""
+        if re.search(r"\d", answer):
+            break
+        messages += [completion.choices[0].message, {"role": "user", "content": "Answer with a number, nothing else."}]
+    return answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """Train an agent with group-relative advantages."""
+
+    gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
+    """Where the agent finds the policy, and under which names."""
+
+
+async def step(run: Run[Config]) -> None:
+    """One optimizer step: let the agent work, train, publish."""
+    with run.phase("rollout"):
+        batch = await run.rollouts.next_batch()
+    with run.phase("train"):
+        packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
+        stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
+    with run.phase("publish"):
+        version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
+        await run.generator.load(run.weights, version)
+    run.log(stats, batch, packed)
+
+
+async def main(config: Config) -> None:
+    """The whole run, or what is left of it."""
+    # A request waits while engines pause for a training step.
+    async with AsyncOpenAI(api_key="each episode has its own", timeout=config.phase_deadline_s) as client:
+
+        async def agent(task: Task, session: Session) -> str:
+            own = client.with_options(base_url=session.base_url, api_key=session.key)
+            return await solve(own, task.messages[-1]["content"])
+
+        async with start(config, recipe="agent_openai", agent=agent, gateway=config.gateway) as run:
+            if not run.scores:
+                await run.evaluate()
+            while run.step < config.steps:
+                async with run.recovering():
+                    await step(run)
+                    if run.due(config.eval_every):
+                        await run.evaluate()
+                    if run.due(config.checkpoint_every):
+                        await run.checkpoint()
+
+
+if __name__ == "__main__":
+    launch(Config, main)

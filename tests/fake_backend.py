@@ -1,0 +1,198 @@
+"""A gateway on a backend without engines: what it answers is scripted, and what it was asked is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.services.gateway import Gateway, Session
+from forge_rl.types import Chunk, Sampling
+
+EOS = 2
+VERSION = 3
+TRAINING = Sampling(max_tokens=500, temperature=0.8, seed=11)
+
+Script = Callable[[tuple[int, ...], Sampling], Sequence[int]]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(bundled_model(default_cache()))
+
+
+def ids_of(text: str, *, end: bool = True) -> tuple[int, ...]:
+    """The usual tokens of a text."""
+    return tokenizer().encode(text) + ((EOS,) if end else ())
+
+
+def letters_of(text: str, *, end: bool = True) -> tuple[int, ...]:
+    """Tokens that no tokenizer would give a text: each letter on its own."""
+    return tuple(token for letter in text for token in tokenizer().encode(letter)) + ((EOS,) if end else ())
+
+
+def logprob_of(token: int) -> float:
+    return -(token % 7 + 1) / 10
+
+
+@dataclass
+class Asked:
+    """One request to the backend."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    session: str | None
+
+    @property
+    def prompt(self) -> str:
+        return tokenizer().decode(self.prompt_ids, skip_special=False)
+
+
+@dataclass
+class FakeBackend:
+    """Answers with texts, token ids, or what a function makes of the request; the last one again and again."""
+
+    answers: Sequence[str | Sequence[int] | Script] = ("Hello there.",)
+    model: str = "fake"
+    max_model_tokens: int = 4096
+    chunk_tokens: int = 1
+    fail: Exception | None = None
+    fail_after: int = 0
+    """Tokens before it fails."""
+    gate: asyncio.Event | None = None
+    """Is waited for after the first token."""
+    asked: list[Asked] = field(default_factory=list)
+    open: int = 0
+    most_open: int = 0
+    chunks: int = 0
+    aborted: int = 0
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
+    ) -> AsyncGenerator[Chunk, None]:
+        number = len(self.asked)
+        self.asked.append(Asked(tuple(prompt_ids), sampling, session))
+        answer = self.answers[min(number, len(self.answers) - 1)]
+        ids = ids_of(answer) if isinstance(answer, str) else answer
+        if callable(ids):
+            ids = ids(tuple(prompt_ids), sampling)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        finished = False
+        try:
+            for begin in range(0, len(ids), self.chunk_tokens):
+                if self.fail is not None and begin >= self.fail_after:
+                    raise self.fail
+                if begin > 0 and self.gate is not None:
+                    await self.gate.wait()
+                await asyncio.sleep(0)
+                chunk = self._chunk(ids, begin, sampling)
+                self.chunks += 1
+                finished = bool(chunk.finish)
+                yield chunk
+                if finished:
+                    return
+        finally:
+            self.open -= 1
+            self.aborted += not finished
+
+    def _chunk(self, ids: Sequence[int], begin: int, sampling: Sampling) -> Chunk:
+        """As the engine does: it ends with the token that a stop text is complete with, or with the limit."""
+        some, finish = tuple(ids[begin : begin + self.chunk_tokens]), ""
+        for place in range(1, len(some) + 1):
+            upto = tuple(ids[: begin + place])
+            if upto[-1] == EOS or any(stop in tokenizer().decode(upto) for stop in sampling.stop):
+                finish = "stop"
+            elif len(upto) >= sampling.max_tokens:
+                finish = "length"
+            if finish:
+                some = some[:place]
+                break
+        top: tuple[Any, ...] = ()
+        if sampling.top_logprobs:
+            top = tuple(
+                tuple((token + rank, logprob_of(token) - rank) for rank in range(sampling.top_logprobs))
+                for token in some
+            )
+        greedy = sampling.temperature == 0
+        return Chunk(
+            token_ids=some,
+            logprobs=tuple(math.nan if greedy else logprob_of(token) for token in some),
+            versions=(VERSION,) * len(some),
+            text="",
+            finish=finish,  # type: ignore[arg-type]
+            top=top,
+        )
+
+
+@asynccontextmanager
+async def serving(
+    backend: FakeBackend, *, model: Path | None = None, open_to_all: bool = True, **config: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway on a free port of this machine."""
+    tokens = tokenizer() if model is None else Tokenizer(model)
+    async with Gateway(Gateway.Config(**config), backend, tokens, open_to_all=open_to_all) as gateway:
+        yield gateway
+
+
+@asynccontextmanager
+async def client_of(
+    backend: FakeBackend, *, key: str = "any", **config: Any
+) -> AsyncIterator[tuple[AsyncOpenAI, Gateway]]:
+    async with (
+        serving(backend, **config) as gateway,
+        AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0) as client,
+    ):
+        yield client, gateway
+
+
+class Agent:
+    """An agent that knows OpenAI's API and nothing else."""
+
+    def __init__(self, client: AsyncOpenAI, session: Session) -> None:
+        self.client = client
+        self.session = session
+
+    async def ask(self, messages: Iterable[Any], *, stream: bool = False, **wishes: Any) -> dict[str, Any]:
+        """The assistant's message, as it came."""
+        asked: Any = {"model": "fake", "messages": list(messages), **wishes}
+        if not stream:
+            answer = await self.client.chat.completions.create(**asked)
+            return answer.choices[0].message.model_dump(exclude_unset=True)
+        content, calls = "", {}
+        async for chunk in await self.client.chat.completions.create(stream=True, **asked):
+            delta = chunk.choices[0].delta
+            content += delta.content or ""
+            for part in delta.tool_calls or ():
+                call = calls.setdefault(part.index, {"type": "function", "function": {"name": "", "arguments": ""}})
+                call["id"] = part.id or call["id"]
+                assert part.function is not None
+                call["function"]["name"] += part.function.name or ""
+                call["function"]["arguments"] += part.function.arguments or ""
+        return {"role": "assistant", "content": content, **({"tool_calls": list(calls.values())} if calls else {})}
+
+
+@asynccontextmanager
+async def agent_of(
+    backend: FakeBackend, *, sampling: Sampling = TRAINING, model: Path | None = None
+) -> AsyncIterator[Agent]:
+    async with serving(backend, open_to_all=False, model=model) as gateway:
+        session = gateway.open("task-1", sampling=sampling)
+        async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
+            yield Agent(client, session)
+
+
+async def until(true: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    """Wait for what another task is about to do."""
+    async with asyncio.timeout(deadline_s):
+        while not true():  # noqa: ASYNC110  whatever it is, nobody tells
+            await asyncio.sleep(0.005)

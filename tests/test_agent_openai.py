@@ -1,0 +1,242 @@
+"""Episodes of agents that know only the openai package: what they do is recorded, scored and trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from forge_rl.errors import ReplicaError, ServiceError
+from forge_rl.services.gateway import Agent, GatewayConfig, Session, serving_agents
+from forge_rl.services.gateway.agents import AgentAttempts
+from forge_rl.types import Chunk, Outcome, Sampling, Task
+from recipes.agent_openai import solve
+from tests.conftest import ROOT
+from tests.fake_backend import FakeBackend, ids_of, letters_of, tokenizer, until
+
+TASK = Task(id="7", source="s", messages=({"role": "user", "content": "What is 2 + 3?"},))
+
+
+class Seat:
+    """An episode's way to a fake backend."""
+
+    def __init__(self, backend: FakeBackend, sampling: Sampling | None = None) -> None:
+        self.backend = backend
+        self.sampling = sampling or Sampling(max_tokens=40, temperature=0.7, seed=3)
+
+    def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        return self.backend.stream(prompt_ids, sampling, session=None)
+
+
+class Judge:
+    """Gives the length of the text."""
+
+    error: Exception | None = None
+
+    async def score(self, task: Task, text: str) -> float:
+        if self.error is not None:
+            raise self.error
+        return float(len(text))
+
+
+@asynccontextmanager
+async def attempts_of(agent: Agent, judge: Judge | None = None, **outside: Any) -> AsyncIterator[AgentAttempts]:
+    engines = FakeBackend(**outside)
+    async with serving_agents(agent, GatewayConfig(), engines, tokenizer(), judge or Judge()) as attempts:
+        yield attempts
+
+
+def client_of(session: Session) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+
+
+async def ask(session: Session, text: str = "Hi") -> str:
+    async with client_of(session) as client:
+        answer = await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}])
+    return answer.choices[0].message.content or ""
+
+
+def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
+    async def agent(task: Task, session: Session) -> str:
+        async with client_of(session) as client:
+            return await solve(client, task.messages[0]["content"], model="fake")
+
+    async def check() -> None:
+        seat = Seat(FakeBackend([letters_of("Let me see."), "It is 5."]))
+        async with attempts_of(agent) as attempts:
+            episode = await attempts(TASK, seat)
+        assert (episode.outcome, episode.reward) == (Outcome.COMPLETED, float(len("It is 5.")))
+        assert episode.task is TASK
+        first, second = episode.turns
+        assert first.prompt_ids == tokenizer().render(TASK.messages)
+        assert first.token_ids == letters_of("Let me see.")
+        assert second.prompt_ids[: len(first.prompt_ids + first.token_ids)] == first.prompt_ids + first.token_ids
+        (segment,) = episode.segments
+        assert sum(segment.trained) == len(letters_of("Let me see.")) + len(ids_of("It is 5."))
+        assert {asked.sampling.temperature for asked in seat.backend.asked} == {0.7}
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("returned", "scored"), [("5", 1.0), (None, float(len("Hello there.")))])
+def test_what_the_agent_returns_is_scored_or_else_the_last_answer(returned: str | None, scored: float):
+    async def agent(task: Task, session: Session) -> str | None:
+        await ask(session)
+        return returned
+
+    async def check() -> None:
+        async with attempts_of(agent) as attempts:
+            assert (await attempts(TASK, Seat(FakeBackend()))).reward == scored
+
+    asyncio.run(check())
+
+
+def test_an_answer_that_is_cut_off_last_makes_the_episode_truncated():
+    async def agent(task: Task, session: Session) -> str:
+        return await ask(session)
+
+    async def check() -> None:
+        async with attempts_of(agent) as attempts:
+            episode = await attempts(TASK, Seat(FakeBackend(), Sampling(max_tokens=2)))
+        assert episode.outcome is Outcome.TRUNCATED
+        assert episode.reward == len(episode.turns[0].text)
+
+    asyncio.run(check())
+
+
+def failing(error: Exception) -> FakeBackend:
+    return FakeBackend(fail=error)
+
+
+@pytest.mark.parametrize(
+    ("backend", "question", "outcome", "problem"),
+    [
+        (FakeBackend(), "", Outcome.ENVIRONMENT_ERROR, "the agent raised KeyError: 'lost'"),
+        (failing(ReplicaError("it died", service="g", replica=0)), "Hi", Outcome.INFRASTRUCTURE_ERROR, "it died"),
+        (failing(ServiceError("none left", service="g")), "Hi", Outcome.INFRASTRUCTURE_ERROR, "none left"),
+        (FakeBackend(), "word " * 5000, Outcome.TRUNCATED, ""),
+    ],
+)
+def test_why_an_agent_raises_decides_the_outcome(backend: FakeBackend, question: str, outcome: Outcome, problem: str):
+    async def agent(task: Task, session: Session) -> str:
+        if question != "Hi":
+            await ask(session)
+        if not question:
+            raise KeyError("lost")
+        return await ask(session, question)
+
+    async def check() -> None:
+        async with attempts_of(agent) as attempts:
+            episode = await attempts(TASK, Seat(backend))
+        assert episode.outcome is outcome
+        assert problem in episode.problem
+        assert bool(episode.problem) == (not outcome.scored)
+        assert episode.reward == (len("Hello there.") if outcome.scored else 0)
+
+    asyncio.run(check())
+
+
+def test_an_error_that_the_agent_overcame_is_no_reason_for_a_later_one():
+    async def agent(task: Task, session: Session) -> str:
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await ask(session, "word " * 5000)
+        await ask(session)
+        raise KeyError("lost")
+
+    async def check() -> None:
+        async with attempts_of(agent) as attempts:
+            assert (await attempts(TASK, Seat(FakeBackend()))).outcome is Outcome.ENVIRONMENT_ERROR
+
+    asyncio.run(check())
+
+
+def test_an_agent_that_asks_nothing_gives_nothing_to_train():
+    async def agent(task: Task, session: Session) -> str:
+        return "5"
+
+    async def check() -> None:
+        async with attempts_of(agent) as attempts:
+            episode = await attempts(TASK, Seat(FakeBackend()))
+        assert episode.outcome is Outcome.ENVIRONMENT_ERROR
+        assert "no answer" in episode.problem
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(ValueError("bad"), Outcome.JUDGE_ERROR), (ReplicaError("died", service="r"), Outcome.INFRASTRUCTURE_ERROR)],
+)
+def test_a_judge_that_fails_is_told_from_one_that_dies(error: Exception, outcome: Outcome):
+    async def agent(task: Task, session: Session) -> str:
+        return await ask(session)
+
+    async def check() -> None:
+        judge = Judge()
+        judge.error = error
+        async with attempts_of(agent, judge) as attempts:
+            assert (await attempts(TASK, Seat(FakeBackend()))).outcome is outcome
+
+    asyncio.run(check())
+
+
+def test_answers_of_one_episode_are_decoded_one_at_a_time_and_of_two_side_by_side():
+    async def agent(task: Task, session: Session) -> None:
+        await asyncio.gather(ask(session, "one"), ask(session, "two"))
+
+    async def check() -> None:
+        gate = asyncio.Event()
+        backends = [FakeBackend(gate=gate), FakeBackend(gate=gate)]
+        async with attempts_of(agent) as attempts, asyncio.TaskGroup() as group:
+            episodes = [group.create_task(attempts(TASK, Seat(backend))) for backend in backends]
+            await until(lambda: all(backend.open for backend in backends))
+            gate.set()
+        assert [len(episode.result().turns) for episode in episodes] == [2, 2]
+        assert [backend.most_open for backend in backends] == [1, 1]
+
+    asyncio.run(check())
+
+
+def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine():
+    async def agent(task: Task, session: Session) -> str:
+        return await ask(session)
+
+    async def check() -> None:
+        backend = FakeBackend(gate=asyncio.Event())
+        async with attempts_of(agent) as attempts:
+            episode = asyncio.ensure_future(attempts(TASK, Seat(backend)))
+            await until(lambda: backend.chunks > 0)
+            episode.cancel()
+            await asyncio.wait([episode])
+            assert episode.cancelled()
+            assert (backend.open, backend.aborted) == (0, 1)
+            attempts._deadline_s = 0.5
+            slow = await attempts(TASK, Seat(backend))
+            assert slow.outcome is Outcome.INFRASTRUCTURE_ERROR
+            assert "longer than 0.5 s" in slow.problem
+            assert backend.open == 0
+
+    asyncio.run(check())
+
+
+def test_the_recipe_trains_an_agent_that_knows_only_the_openai_package(tmp_path: Path, nothing_left: None):
+    flags = ["--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--held-out-tasks", "0"]
+    flags += ["--checkpoint-every", "0", "--display", "plain", "--out", str(tmp_path)]
+    flags += ["--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "recipes.agent_openai", *flags], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row["outcomes/completed"] + row["outcomes/truncated"] >= 8
+    assert row["grad_norm"] > 0
+    assert row["logprob_gap"] < 1e-3

@@ -1,0 +1,106 @@
+"""Tools, as the `openai` package uses them at the gateway: calls are found in answers by vLLM's parsers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from tests.fake_backend import (
+    FakeBackend,
+    client_of,
+    letters_of,
+    serving,
+)
+
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "日"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3])
+def test_an_agent_calls_tools_and_goes_on_with_their_outputs(chunk_tokens: int):
+    async def check() -> None:
+        backend = FakeBackend(
+            [letters_of(f"Let me see. {CALL}\n{CALL}"), "It is 2.", letters_of(f"{CALL}"), "Done."],
+            chunk_tokens=chunk_tokens,
+        )
+        async with client_of(backend) as (client, _):
+            messages = list(HI)
+            answer = await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
+            assert answer.choices[0].finish_reason == "tool_calls"
+            message = answer.choices[0].message
+            assert (message.content or "").strip() == "Let me see."
+            assert message.tool_calls is not None
+            assert [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls] == [
+                ("add", {"a": 1, "b": "日"})
+            ] * 2
+            assert len({call.id for call in message.tool_calls}) == 2
+            messages.append(message)
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls]
+            answer = await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
+            assert answer.choices[0].message.content == "It is 2."
+            prompt = backend.asked[1].prompt
+            assert '"name": "add", "description": "Adds."' in prompt, "a template without tools is given them as text"
+            assert prompt.count('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "日"}}\n</tool_call>') == 2
+            assert prompt.endswith(
+                "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+                "<|im_end|>\n<|im_start|>assistant\n"
+            )
+
+            stream = await client.chat.completions.create(model="fake", messages=HI, tools=TOOLS, stream=True)
+            names, arguments, finish = "", "", ""
+            async for chunk in stream:
+                for call in chunk.choices[0].delta.tool_calls or ():
+                    assert call.function is not None
+                    names += call.function.name or ""
+                    arguments += call.function.arguments or ""
+                assert not chunk.choices[0].delta.content
+                finish = chunk.choices[0].finish_reason or finish
+            assert (names, json.loads(arguments), finish) == ("add", {"a": 1, "b": "日"}, "tool_calls")
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_one_tool_is_called_at_a_time_if_asked(stream: bool):
+    async def check() -> None:
+        async with client_of(FakeBackend([letters_of(f"{CALL}\n{CALL}")])) as (client, _):
+            wishes: Any = {"model": "fake", "messages": HI, "tools": TOOLS, "parallel_tool_calls": False}
+            if stream:
+                chunks = [c async for c in await client.chat.completions.create(stream=True, **wishes)]
+                assert {call.index for c in chunks for call in c.choices[0].delta.tool_calls or ()} == {0}
+            else:
+                answer = await client.chat.completions.create(**wishes)
+                assert len(answer.choices[0].message.tool_calls or ()) == 1
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("text", ["<tool_call>\nnonsense\n</tool_call>", "No call <tool", CALL])
+def test_what_is_no_call_is_text(text: str):
+    async def check() -> None:
+        choice: Any = "none" if text == CALL else "auto"
+        async with client_of(FakeBackend([text])) as (client, _):
+            answer = await client.chat.completions.create(model="fake", messages=HI, tools=TOOLS, tool_choice=choice)
+            assert answer.choices[0].message.content == text
+            assert answer.choices[0].finish_reason == "stop"
+
+    asyncio.run(check())
+
+
+def test_an_unknown_tool_parser_is_refused_with_the_known_ones():
+    async def check() -> None:
+        async with serving(FakeBackend(), tool_parser="nonsense") as gateway:
+            with pytest.raises(ConfigError, match=r"'nonsense'\n  mend: .*hermes"):
+                await gateway.load_tool_parser()
+
+    asyncio.run(check())
