@@ -139,6 +139,12 @@ class StagedGenerator:
         for request in self._running:
             self._start(request)
 
+    async def sleep(self) -> None:
+        await self.pause()
+
+    async def wake(self) -> None:
+        await self.resume()
+
     def load(self, version: int) -> None:
         """Serve other weights; requests go on under them."""
         now = asyncio.get_running_loop().time()

@@ -10,6 +10,7 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
 from forge_rl.pipeline.attempts import Attempts
+from forge_rl.pipeline.phases import Devices
 from forge_rl.pipeline.plans import ScheduleConfig
 from forge_rl.pipeline.rollouts import Rollouts, Shape
 from forge_rl.types import Chunk, Message, Sampling, Task
@@ -66,15 +67,22 @@ class StagedGenerator:
         self.seen: list[tuple[tuple[int, ...], Sampling]] = []
         self.truncated = truncated
         self.listeners: list[Callable[[], None]] = []
+        self.told: list[str] = []
 
     def engines(self) -> dict[int, int]:
         return {0: 8, 1: 8}
 
     async def pause(self) -> None:
-        """Nothing is in flight."""
+        self.told.append("pause")
 
     async def resume(self) -> None:
-        """Nothing is in flight."""
+        self.told.append("resume")
+
+    async def sleep(self) -> None:
+        self.told.append("sleep")
+
+    async def wake(self) -> None:
+        self.told.append("wake")
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
@@ -154,7 +162,8 @@ def rollouts(**changes: object) -> Rollouts:
     }
     parts |= changes
     attempt = Attempts(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
-    return Rollouts(attempt=attempt, **parts)  # type: ignore[arg-type]
+    devices = Devices(parts["generator"])  # type: ignore[arg-type]
+    return Rollouts(attempt=attempt, devices=devices, **parts)  # type: ignore[arg-type]
 
 
 class MortalGenerator(StagedGenerator):

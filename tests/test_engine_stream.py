@@ -85,7 +85,8 @@ async def _check(folder: Path, tmp_path: Path) -> None:
         await _paused_requests_go_on_as_if_nothing_had_been(generator)
         other = await _a_load_while_paused_leaves_it_paused(generator, shelf, model)
         third = await _resume_waits_for_a_load_that_is_under_way(generator, shelf, other)
-        await _resume_does_not_serve_half_of_a_version(generator, shelf, third)
+        fourth = await _resume_does_not_serve_half_of_a_version(generator, shelf, third)
+        await _asleep_requests_go_on_under_what_was_loaded_meanwhile(generator, shelf, fourth)
 
 
 async def _chunks_join_to_the_answer(generator: Generator) -> Turn:
@@ -200,7 +201,9 @@ async def _resume_waits_for_a_load_that_is_under_way(
     return other
 
 
-async def _resume_does_not_serve_half_of_a_version(generator: Generator, shelf: Shelf, model: torch.nn.Module) -> None:
+async def _resume_does_not_serve_half_of_a_version(
+    generator: Generator, shelf: Shelf, model: torch.nn.Module
+) -> torch.nn.Module:
     other = change(model)
     shelf.put(other, 4, bucket_bytes=64 << 10)
     seeds = range(30, 34)
@@ -215,3 +218,29 @@ async def _resume_does_not_serve_half_of_a_version(generator: Generator, shelf: 
     await generator.load(shelf)
     for chunks, count in zip(await asyncio.gather(*streams), counts, strict=True):
         assert joined(chunks).versions == (3,) * count + (4,) * (TOKENS - count)
+    return other
+
+
+async def _asleep_requests_go_on_under_what_was_loaded_meanwhile(
+    generator: Generator, shelf: Shelf, model: torch.nn.Module
+) -> None:
+    other = change(model)
+    shelf.put(other, 5, bucket_bytes=1 << 20)
+    seeds = range(40, 44)
+    streams = await start(generator, seeds)
+    await generator.sleep()
+    await generator.sleep()
+    before = await counts_standing_still(generator, seeds)
+    await generator.pause()
+    await generator.wake()  # it is also paused
+    assert await counts_standing_still(generator, seeds) == before
+    await generator.resume()
+    await generator.sleep()
+    await generator.load(shelf)
+    counts = await counts_standing_still(generator, seeds)
+    await generator.wake()
+    for chunks, count in zip(await asyncio.gather(*streams), counts, strict=True):
+        turn = joined(chunks)
+        assert turn.versions == (4,) * count + (5,) * (TOKENS - count)
+        assert gaps(model, turn)[:count].max() < 1e-4, "what the cache held was computed again"
+        assert gaps(other, turn)[count:].max() < 1e-4

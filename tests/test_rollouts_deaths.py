@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from forge_rl.envs.protocol import Step
 from forge_rl.envs.single_turn import SingleTurn
@@ -71,6 +72,27 @@ def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had(
                 assert again[1].max_tokens == 9
         assert lost == len(on_first)
         assert made._schedule.count("decoding") == 0
+
+    asyncio.run(main())
+
+
+def test_a_stop_text_ends_an_answer_also_where_another_engine_went_on_with_it() -> None:
+    async def main() -> None:
+        generator = MortalGenerator()
+        generator.sampling = Sampling(max_tokens=12, stop=tuple(5 * str(digit) for digit in range(10)))
+        made = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(len(text))))
+        task = asyncio.create_task(made.episode(CountingSource().draw(), replace(generator.sampling, seed=17)))
+        await settle()
+        generator.kill(0)
+        generator.gates[1].set_result(None)
+        (turn,) = (await task).turns
+        (_, sampling) = generator.seen[1]
+        assert sampling.seed is not None
+        again = str(sampling.seed % 10)
+        assert again != "7"
+        assert "".join(map(chr, turn.token_ids)) == "777" + 5 * again
+        assert turn.text == "777"
+        assert not turn.truncated
 
     asyncio.run(main())
 

@@ -18,6 +18,11 @@ def device_type() -> Literal["cuda", "cpu"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def gpus() -> int:
+    """GPUs that this machine has."""
+    return torch.cuda.device_count() if device_type() == "cuda" else 0
+
+
 def local_device(rank: int) -> torch.device:
     """The device of a rank: GPUs are dealt to the ranks of a host in turn."""
     if device_type() == "cpu":

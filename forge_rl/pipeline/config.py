@@ -42,6 +42,10 @@ class RunConfig:
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     """The surrogate that is minimised."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    placement: Literal["auto", "colocated", "separate"] = "auto"
+    """colocated: trainer and engines share the devices; engines sleep while it trains, and its state is offloaded while
+    they decode. separate: each has its own. auto: colocated where there are too few GPUs; on a CPU, whose memory
+    both have, separate."""
     seed: int = 0
     """Of the tasks' order and of the sampling."""
     held_out_tasks: int = 100
@@ -93,6 +97,12 @@ class RunConfig:
             raise ConfigError("no tasks are named", mend="give --tasks at least one reasoning-gym data set")
         if not 0 < self.held_out_share < 1:
             raise ConfigError(f"--held-out-share is {self.held_out_share}", mend="set --held-out-share between 0 and 1")
+        if self.placement == "colocated" and self.schedule.decodes_while_training:
+            raise ConfigError(
+                f"engines of the schedule {self.schedule.kind} decode while the trainer trains, and --placement is "
+                "colocated",
+                mend="choose --placement separate, or --schedule.kind pipelined",
+            )
         if self.trainer.optimizer.warmup_steps > self.steps:
             raise ConfigError(
                 f"the warm-up of {self.trainer.optimizer.warmup_steps} steps is longer than the run of {self.steps}",

@@ -17,6 +17,7 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ForgeError, TaskError
 from forge_rl.metrics import RolloutStatus
 from forge_rl.pipeline.drawn import DrawnTasks
+from forge_rl.pipeline.phases import Devices
 from forge_rl.pipeline.plans import EpisodePlan, ScheduleConfig
 from forge_rl.pipeline.schedule import Schedule
 from forge_rl.pipeline.slots import Decoder, Seat, Slots
@@ -50,6 +51,7 @@ class Rollouts:
         tokenizer: of the policy.
         generator: decodes.
         attempt: makes an episode of a task.
+        devices: handed to the engines and back.
         seed: of the sampling. The same seed gives the same batches where the schedule has no lag.
         version: of the trainer's weights, as of now.
         warn: takes a line for the user.
@@ -65,6 +67,7 @@ class Rollouts:
         tokenizer: Tokenizer,
         generator: Decoder,
         attempt: Attempt,
+        devices: Devices,
         seed: int,
         version: Callable[[], int],
         warn: Callable[[str], None],
@@ -76,6 +79,7 @@ class Rollouts:
         self._tokenizer = tokenizer
         self._generator = generator
         self._attempt = attempt
+        self._devices = devices
         self._seed = seed
         self._version = version
         self._warn = warn
@@ -87,7 +91,6 @@ class Rollouts:
         self._running: dict[EpisodePlan, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
         self._stirred = asyncio.Event()
-        self._paused = False
         self._most_engines = 0
 
     async def next_batch(self) -> Batch:
@@ -99,7 +102,8 @@ class Rollouts:
         Raises:
             TaskError: a source gives nothing but groups that cannot be used.
         """
-        await self._go_on()
+        await self._devices.to_engines()
+        self._schedule.resume()
         while True:
             self._stirred.clear()
             self._pump()
@@ -113,9 +117,7 @@ class Rollouts:
         self._tasks.delivered()
         if not self.config.decodes_while_training:
             self._schedule.pause()
-            if self._schedule.count("decoding"):
-                await self._generator.pause()
-                self._paused = True
+            await self._devices.to_trainer(idle=not self._schedule.count("decoding"))
         self._pump()
         return Batch(
             groups=tuple(Group(task=group.task, episodes=group.results) for group in groups), version=self._version()
@@ -124,9 +126,7 @@ class Rollouts:
     async def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
         """One greedy episode of each task, in order; they go before all others."""
         greedy = Sampling(max_tokens=self._generator.sampling.max_tokens, temperature=0)
-        if self._paused:
-            await self._generator.resume()
-            self._paused = False
+        await self._devices.to_engines()
         async with task_group() as running:
             episodes = [running.create_task(self._outside(task, greedy)) for task in tasks]
         return [episode.result() for episode in episodes]
@@ -222,12 +222,6 @@ class Rollouts:
         self._slots.see_engines()
         self._slots.grant()
         self._stirred.set()
-
-    async def _go_on(self) -> None:
-        if self._paused:
-            await self._generator.resume()
-            self._paused = False
-        self._schedule.resume()
 
     def _pump(self) -> None:
         """Do what the schedule says now."""

@@ -16,6 +16,7 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import CheckpointError, ReplicaError
 from forge_rl.metrics import Histogram, Metric, PhaseClock, RunLog, lag_histogram
 from forge_rl.pipeline.config import RunConfig
+from forge_rl.pipeline.phases import Devices
 from forge_rl.pipeline.rollouts import Rollouts
 from forge_rl.pipeline.watch import Watch
 from forge_rl.runtime.faults import Faults
@@ -58,6 +59,7 @@ class Run(Generic[C]):
         self._clock = clock
         self._faults = faults
         self._log = log
+        self._devices: Devices
         self._watch = watch
         self._began = time.monotonic()
         self._model: Path
@@ -120,7 +122,7 @@ class Run(Generic[C]):
             }
             self._clock.tokens("train", packed.sequence_tokens)
         values |= self.rollouts.metrics()
-        values |= self._watch.take()
+        values |= self._devices.take() | self._watch.take()
         values |= self._finish_step()
         bound, gap = _GAP_BOUND[self.generator.dtype], stats.get("logprob_gap", 0.0)
         if gap > bound:
@@ -286,6 +288,7 @@ class Run(Generic[C]):
             while True:
                 checkpoint = self._checkpoints.latest()
                 try:
+                    await self._devices.clear()
                     await self.trainer.restart(checkpoint.training.resolve() if checkpoint else None)
                     await self._go_back(checkpoint)
                 except ReplicaError as error:  # it died again; where no restart is left, another error is raised

@@ -91,6 +91,9 @@ class Schedule:
         self._states: Counter[State] = Counter()
         self._load: Counter[int] = Counter()
         self._free: list[tuple[int, int]] = []
+        """Heap of requests beyond the budget and engine; some no longer hold."""
+        self._offers: set[tuple[int, int]] = set()
+        """What is in the heap: each only once, however often it comes to hold."""
         self._slots = 0
         self._busy = self._offered = 0.0
         self._counted = clock()
@@ -103,6 +106,7 @@ class Schedule:
         self.engines = dict(budgets)
         self._slots = sum(budgets.values())
         self._free = []
+        self._offers.clear()
         for engine in budgets:
             self._offer(engine)
 
@@ -498,12 +502,16 @@ class Schedule:
             used, engine = self._free[0]
             if used < 0 and engine in self.engines and used == self._load[engine] - self.engines[engine]:
                 return engine
-            heapq.heappop(self._free)
+            self._offers.remove(heapq.heappop(self._free))
         return None
 
     def _offer(self, engine: int) -> None:
-        if engine in self.engines:
-            heapq.heappush(self._free, (self._load[engine] - self.engines[engine], engine))
+        if engine not in self.engines:
+            return
+        offer = (self._load[engine] - self.engines[engine], engine)
+        if offer not in self._offers:
+            self._offers.add(offer)
+            heapq.heappush(self._free, offer)
 
     def _set(self, plan: EpisodePlan, state: State) -> None:
         if "decoding" in (plan.state, state) and plan.state != state:

@@ -34,10 +34,6 @@ class Decoder(Protocol):
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> AsyncGenerator[Chunk, None]: ...
 
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
 
 class Slots:
     """Hands engines to those whose turn it is.
@@ -73,7 +69,7 @@ class Slots:
         Raises:
             ReplicaError: several engines, one after another, died without a token.
         """
-        while not answer.finish:
+        while True:
             granted = self._granted[plan] = asyncio.get_running_loop().create_future()
             self._schedule.wants(plan)
             self.grant()
@@ -84,6 +80,8 @@ class Slots:
                 async with contextlib.aclosing(shown) as chunks:
                     async for chunk in chunks:
                         yield answer.add(chunk)
+                        if answer.finish:
+                            return
             except ReplicaError as error:
                 lost = True
                 answer.move(error)

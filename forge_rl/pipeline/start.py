@@ -34,6 +34,7 @@ from forge_rl.metrics import (
 from forge_rl.pipeline.attempts import Attempts
 from forge_rl.pipeline.config import RunConfig
 from forge_rl.pipeline.folder import as_json, check_space, choose_folder, prepare_folder
+from forge_rl.pipeline.phases import Devices, shares_devices
 from forge_rl.pipeline.rollouts import Attempt, Rollouts, Shape
 from forge_rl.pipeline.run import Run
 from forge_rl.pipeline.watch import Watch
@@ -107,6 +108,7 @@ async def _start(
 ) -> AsyncIterator[Run[C]]:
     clock = PhaseClock()
     faults = Faults(phase=lambda: clock.current)
+    shared = shares_devices(config)
     folder = choose_folder(config, recipe, config.out)
     specs = [parse_source(text) for text in config.tasks]
     sources = make_sources(
@@ -145,6 +147,8 @@ async def _start(
         log.event(run.weights.choice)
         run.mixture, run.held_out = mixture, held_out
         run.tokenizer = Tokenizer(run._model)
+        run._devices = Devices(run.generator, run.trainer if shared else None)
+        run.generator.lent = run._devices.lent
         attempt: Attempt
         if agent is None:
             assert run.environment is not None
@@ -160,6 +164,7 @@ async def _start(
             tokenizer=run.tokenizer,
             generator=run.generator,
             attempt=attempt,
+            devices=run._devices,
             seed=config.seed,
             version=lambda: run.trainer.version,
             warn=lambda text: log.event(text, "warning"),
@@ -262,7 +267,13 @@ async def _start_services(
             "generator",
             f"vLLM, {replicas} replica" + "s" * (replicas > 1),
             Generator.start(
-                config.generator, cluster, faults, model=run._model, seed=config.seed, deadline_s=deadline_s
+                config.generator,
+                cluster,
+                faults,
+                model=run._model,
+                seed=config.seed,
+                deadline_s=deadline_s,
+                first_gpu=0 if shares_devices(config) else ranks,
             ),
         ),
         (

@@ -105,8 +105,11 @@ class GeneratorActor(ServiceActor):
         return self._engine
 
 
-def environment(config: Generator.Config, index: int) -> dict[str, str]:
-    """Of an engine's process. In one process with its worker, an engine starts sooner and needs no inner messages."""
+def environment(config: Generator.Config, place: int) -> dict[str, str]:
+    """Of an engine's process; on CUDA the GPU is the one at this place, in turn.
+
+    In one process with its worker, an engine starts sooner and needs no inner messages.
+    """
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -116,6 +119,6 @@ def environment(config: Generator.Config, index: int) -> dict[str, str]:
     if device_type() == "cuda":
         import torch
 
-        return env | {"CUDA_VISIBLE_DEVICES": str(index % torch.cuda.device_count())}
+        return env | {"CUDA_VISIBLE_DEVICES": str(place % torch.cuda.device_count())}
     threads = max(1, cpu_cores() // config.replicas)
     return env | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

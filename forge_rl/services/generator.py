@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -97,6 +98,8 @@ class Generator:
         self._refusal = "nothing was loaded yet"
         self.attested_in_place = 0.0
         """Share of the weights that the last load attested over the live parameters."""
+        self.lent: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
+        """Keeps the engines from standing still while a body runs."""
         self.load_seconds: dict[str, float] = {}
         """Of each stage of the last load, by the slowest engine; see LoadReport."""
 
@@ -110,6 +113,7 @@ class Generator:
         model: Path,
         seed: int,
         deadline_s: float,
+        first_gpu: int = 0,
         actor: type[ServiceActor] = GeneratorActor,
         name: str = "generator",
     ) -> Generator:
@@ -122,6 +126,7 @@ class Generator:
             model: folder of the model.
             seed: of the engines' own streams.
             deadline_s: for the start of an engine, also of one that is brought back.
+            first_gpu: number of the first engine's GPU.
             actor: what an engine is.
             name: of the service, in errors and logs.
         """
@@ -134,7 +139,7 @@ class Generator:
                 model,
                 seed + index,
                 f"{name} replica {index}",
-                env=environment(config, index),
+                env=environment(config, first_gpu + index),
                 index=index if again else None,
             )
 
@@ -239,10 +244,14 @@ class Generator:
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
     ) -> str:
-        """Ask the current policy something, with the model's chat template; greedy by default."""
+        """Ask the current policy something, with the model's chat template; greedy by default.
+
+        Engines that stand while the trainer trains go on for that long.
+        """
         messages = [{"role": "user", "content": message}] if isinstance(message, str) else list(message)
         sampling = Sampling(max_tokens=max_tokens or self.config.max_new_tokens, temperature=temperature)
-        return (await self.generate(self._tokenizer.render(messages), sampling)).text
+        async with self.lent():
+            return (await self.generate(self._tokenizer.render(messages), sampling)).text
 
     async def load(self, store: WeightStore, version: int | None = None) -> int:
         """Load a version, the latest by default, into every engine.
@@ -321,11 +330,13 @@ class Generator:
 
     async def _answer(self, answer: Answer, engine: int | None) -> AsyncGenerator[Chunk, None]:
         self._check(answer.prompt_ids, answer.rest)
-        while not answer.finish:
+        while True:
             try:
                 async with contextlib.aclosing(self.stream(answer.shown, answer.rest, engine=engine)) as chunks:
                     async for chunk in chunks:
                         yield answer.add(chunk)
+                        if answer.finish:
+                            return
             except ReplicaError as error:
                 answer.move(error)
                 engine = None

@@ -20,8 +20,6 @@ Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | None]]
 """Works on a task with the policy that it finds at session.base_url under session.key. Returns what is to be scored;
 None stands for the policy's last answer. What blocks for long must run in a thread or a process."""
 
-AGENT_DEADLINE_S = 3600.0
-
 
 class Seat(Protocol):
     """An episode's way to the engines."""
@@ -97,7 +95,7 @@ class AgentAttempts:
         backend: SeatedBackend,
         reward: Judge,
         *,
-        deadline_s: float = AGENT_DEADLINE_S,
+        deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent = agent
@@ -168,4 +166,4 @@ async def serving_agents(
     """
     backend = SeatedBackend(outside)
     async with Gateway(config, backend, tokenizer) as gateway:
-        yield AgentAttempts(agent, gateway, backend, reward)
+        yield AgentAttempts(agent, gateway, backend, reward, deadline_s=config.agent_deadline_s)

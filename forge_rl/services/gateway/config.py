@@ -29,6 +29,9 @@ class GatewayConfig:
     client_deadline_s: float = 60.0
     """Longest time that a client may take to send its request, or to take what is sent to it."""
 
+    agent_deadline_s: float = 3600.0
+    """Longest time for an agent's attempt at a task, with all that it waits for, such as a training step."""
+
     def __post_init__(self) -> None:
         for flag, value, good, mend in (
             ("port", self.port, 0 <= self.port < 65536, "a port from 0 to 65535"),
@@ -37,6 +40,7 @@ class GatewayConfig:
             ("max-body-bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more"),
             ("max-concurrent", self.max_concurrent, self.max_concurrent >= 1, "1 or more"),
             ("client-deadline-s", self.client_deadline_s, self.client_deadline_s > 0, "a value above 0"),
+            ("agent-deadline-s", self.agent_deadline_s, self.agent_deadline_s > 0, "a value above 0"),
         ):
             if not good:
                 raise ConfigError(f"the gateway's {flag} is {value!r}", mend=f"set its {flag} to {mend}")

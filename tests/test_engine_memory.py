@@ -1,0 +1,33 @@
+"""Memory of CPU tensors, given back while the tensors live."""
+
+import os
+
+import torch
+
+from forge_rl.engines.vllm.memory import release
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
+def test_pages_are_given_back_and_come_back_as_zeros_until_they_are_written() -> None:
+    kept = torch.ones(1 << 20)
+    tensors = [torch.ones(64 << 20, dtype=torch.uint8) for _ in range(2)]
+    full = resident_bytes()
+    release([tensors[0], tensors[0][5:], tensors[1].view(1024, -1)])
+    assert full - resident_bytes() > 120 << 20
+    assert all(tensor[PAGE:-PAGE].eq(0).all() for tensor in tensors)
+    for tensor in tensors:
+        tensor.fill_(3)
+        assert tensor.eq(3).all()
+    assert kept.eq(1).all()
+
+
+def test_what_shares_a_page_with_others_is_left() -> None:
+    tensor = torch.ones(PAGE // 2, dtype=torch.uint8)
+    release([tensor])
+    assert tensor.eq(1).all()
