@@ -84,7 +84,7 @@ def test_two_steps_of_grpo_on_the_bundled_model_leave_a_whole_run_folder(
 def test_ctrl_c_saves_and_the_same_command_continues_to_the_same_end(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
-    arguments = ("--checkpoint-every", "1000", "--eval-every", "0", "--seed", "3")
+    arguments = ("--checkpoint-every", "1000", "--eval-every", "0", "--seed", "3", "--schedule.max-lag", "0")
     stopped = tiny_run(commands, tiny_model, tmp_path / "run", *arguments, "--steps", "400")
     stopped.wait_for("step +3/400")
     stopped.process.send_signal(signal.SIGINT)

@@ -74,6 +74,8 @@ class Rollouts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = schedule
+        self.last: Batch | None = None
+        """The batch that was delivered last."""
         self._tasks = DrawnTasks(mixture)
         self._shape = shape
         self._tokenizer = tokenizer
@@ -119,9 +121,10 @@ class Rollouts:
             self._schedule.pause()
             await self._devices.to_trainer(idle=not self._schedule.count("decoding"))
         self._pump()
-        return Batch(
+        self.last = Batch(
             groups=tuple(Group(task=group.task, episodes=group.results) for group in groups), version=self._version()
         )
+        return self.last
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
         """One greedy episode of each task, in order; they go before all others."""

@@ -65,7 +65,7 @@ class Run(Generic[C]):
         self._model: Path
         self._checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
         self._resume_state: dict[str, object] = {}
-        self._resume_step = 0
+        self._resume_step = self._logged = 0
         self._first_rollouts: dict[str, object] = {}
         self._saved_step: int | None = None
         self._close: Callable[[], Awaitable[object]] | None = None
@@ -132,6 +132,7 @@ class Run(Generic[C]):
                 "warning",
             )
         self._log.log(self.step, values, batch)
+        self._logged = self.step
         self._note_progress()
         return values
 
@@ -264,6 +265,7 @@ class Run(Generic[C]):
             await self.rollouts.restore(rollouts)
             self._saved_step = checkpoint.step
         self._first_rollouts = self.rollouts.state()
+        self._logged = self.step
         self._note_progress()
 
     def _state_in(self, checkpoint: Checkpoint) -> tuple[dict[str, object], dict[int, float], float]:
@@ -307,6 +309,7 @@ class Run(Generic[C]):
         self.scores = {step: score for step, score in self.scores.items() if step <= self.step}
         self._saved_step = checkpoint.step if checkpoint else None
         self._log.go_back(self.step)
+        self._logged = self.step
         self._note_progress()
         self._log.event(f"the trainer was restarted; the run goes on from step {self.step}", "warning")
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from forge_rl.errors import TaskError
+from forge_rl.pipeline.budgets import Budgets
 from forge_rl.pipeline.plans import EVALUATION, EpisodePlan, GroupPlan, ScheduleConfig, State, Tasks
 from forge_rl.types import Episode, Task
 
@@ -72,14 +73,11 @@ class Schedule:
         """Of all attempts, also of those that were not used."""
         self.replaced: Counter[str] = Counter()
         """Groups that were not used, by why: uniform, failed, aged."""
-        self.engines: dict[int, int] = {}
-        """Those that serve, with the number of requests that each takes at a time."""
         self.expected: dict[str, float] = {}
         """Tokens of an episode, by source, as far as known."""
         self._groups, self._size = groups, episodes
         self._tasks = tasks
-        self._clock = clock
-        self._paused = False
+        self._budgets = Budgets(clock)
         self._batches: dict[int, _Batch] = {}
         self._turns: deque[str] = deque()
         self._unused: Counter[str] = Counter()
@@ -89,36 +87,20 @@ class Schedule:
         self._waiting: list[tuple[float, int, EpisodePlan]] = []
         self._cancelled: list[EpisodePlan] = []
         self._states: Counter[State] = Counter()
-        self._load: Counter[int] = Counter()
-        self._free: list[tuple[int, int]] = []
-        """Heap of requests beyond the budget and engine; some no longer hold."""
-        self._offers: set[tuple[int, int]] = set()
-        """What is in the heap: each only once, however often it comes to hold."""
-        self._slots = 0
-        self._busy = self._offered = 0.0
-        self._counted = clock()
 
     # What happens.
 
     def set_engines(self, budgets: Mapping[int, int]) -> None:
         """Which engines serve, and how many requests each takes at a time."""
-        self._count_time()
-        self.engines = dict(budgets)
-        self._slots = sum(budgets.values())
-        self._free = []
-        self._offers.clear()
-        for engine in budgets:
-            self._offer(engine)
+        self._budgets.set(budgets)
 
     def pause(self) -> None:
         """From now on no episode of a batch begins or gets an engine, and time does not count as idle."""
-        self._count_time()
-        self._paused = True
+        self._budgets.pause(True)
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._count_time()
-        self._paused = False
+        self._budgets.pause(False)
 
     def outside(self, task: Task) -> EpisodePlan:
         """An episode that is of no batch, such as one of an evaluation: it has begun, and goes before all others."""
@@ -190,10 +172,11 @@ class Schedule:
     def starts(self) -> list[EpisodePlan]:
         """Episodes to begin now, so that engines find work waiting; they are "away" from then on."""
         found: list[EpisodePlan] = []
-        wanted = self._slots + 1 + self._slots // 8  # a little more than engines take: a world needs time to open
+        slots = self._budgets.slots
+        wanted = slots + 1 + slots // 8  # a little more than engines take: a world needs time to open
         while (
-            not self._paused
-            and self._slots
+            not self._budgets.paused
+            and slots
             and self._states["waiting"] + self._states["decoding"] + len(found) < wanted
             and self.under_way < self.config.max_episodes
             and (plan := self._next_episode()) is not None
@@ -209,12 +192,13 @@ class Schedule:
         found: list[EpisodePlan] = []
         while self._waiting:
             rank, _, plan = self._waiting[0]
-            if self._paused and rank != EVALUATION:
+            if self._budgets.paused and rank != EVALUATION:
                 break
             if plan.state != "waiting":
                 heapq.heappop(self._waiting)
                 continue
-            engine = self._choose(plan)
+            # Where its prompt may be in the cache, if there is room.
+            engine = self._budgets.choose((plan.engine, plan.group.home))
             if engine is None:
                 break
             heapq.heappop(self._waiting)
@@ -254,6 +238,11 @@ class Schedule:
     # What is seen.
 
     @property
+    def engines(self) -> dict[int, int]:
+        """Those that serve, with the number of requests that each takes at a time."""
+        return self._budgets.engines
+
+    @property
     def under_way(self) -> int:
         """Episodes that began and did not end."""
         return self._states["away"] + self._states["waiting"] + self._states["decoding"]
@@ -288,12 +277,8 @@ class Schedule:
             yield from batch.groups
 
     def take_busy(self) -> tuple[float, float]:
-        """Requests decoded times seconds, and engines' budgets times seconds, since this was last asked; pauses left
-        out."""
-        self._count_time()
-        found = self._busy, self._offered
-        self._busy = self._offered = 0.0
-        return found
+        """See Budgets.take_busy."""
+        return self._budgets.take_busy()
 
     # Batches.
 
@@ -491,41 +476,13 @@ class Schedule:
         longest_first = -self.expected.get(group.task.source, 0.0)
         heapq.heappush(self._begin, (group.batch, longest_first, group.order, plan.index, plan))
 
-    # Engines.
-
-    def _choose(self, plan: EpisodePlan) -> int | None:
-        """Where its prompt may be in the cache, else the engine with most room; None if no engine has any."""
-        for engine in (plan.engine, plan.group.home):
-            if engine is not None and self._load[engine] < self.engines.get(engine, 0):
-                return engine
-        while self._free:
-            used, engine = self._free[0]
-            if used < 0 and engine in self.engines and used == self._load[engine] - self.engines[engine]:
-                return engine
-            self._offers.remove(heapq.heappop(self._free))
-        return None
-
-    def _offer(self, engine: int) -> None:
-        if engine not in self.engines:
-            return
-        offer = (self._load[engine] - self.engines[engine], engine)
-        if offer not in self._offers:
-            self._offers.add(offer)
-            heapq.heappush(self._free, offer)
-
     def _set(self, plan: EpisodePlan, state: State) -> None:
         if "decoding" in (plan.state, state) and plan.state != state:
-            self._count_time()
             assert plan.engine is not None, "whoever decodes does so on an engine"
-            self._load[plan.engine] += 1 if state == "decoding" else -1
-            self._offer(plan.engine)
+            if state == "decoding":
+                self._budgets.take(plan.engine)
+            else:
+                self._budgets.leave(plan.engine)
         self._states[plan.state] -= 1
         self._states[state] += 1
         plan.state = state
-
-    def _count_time(self) -> None:
-        now = self._clock()
-        if not self._paused:
-            self._busy += self._states["decoding"] * (now - self._counted)
-            self._offered += max(self._slots, self._states["decoding"]) * (now - self._counted)
-        self._counted = now

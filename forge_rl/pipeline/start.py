@@ -40,6 +40,7 @@ from forge_rl.pipeline.run import Run
 from forge_rl.pipeline.watch import Watch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.garbage import rare_collections
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.environment import EnvFactory, Environment
 from forge_rl.services.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
@@ -125,6 +126,7 @@ async def _start(
     checkpoint = run._checkpoints.latest()
     cluster = Cluster((folder / "logs").resolve())
     front = contextlib.AsyncExitStack()
+    front.enter_context(rare_collections())
     try:
         log.start(
             RunInfo(
@@ -343,7 +345,10 @@ async def _save_interrupted(run: Run[C]) -> None:
     """Keep what was trained since the last checkpoint."""
     if not hasattr(run, "rollouts") or run.config.checkpoint_every == 0 or not run.trainer.alive:
         return
-    if await run.trainer.settle() != run._saved_step and run.step > 0:
+    step = await run.trainer.settle()
+    if step > run._logged:  # it was stopped in the optimizer step, which ended
+        run.log({}, run.rollouts.last)
+    if step != run._saved_step and step > 0:
         await run._save()
         run._log.event(f"saved step {run.step}; the same command continues from there")
 
