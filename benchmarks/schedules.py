@@ -1,11 +1,13 @@
 """What each schedule makes of heavy-tailed episodes: engines' busy share, tokens an hour, lag, and the mixture.
 
 python -m benchmarks.schedules --json out.json
+python -m benchmarks.schedules --real --json out.json
 
 The schedule and the rollouts are the real ones; engines, worlds and the trainer are staged, on virtual time. 40% of the
 episodes decode for less than 30 s, 10% for 10 to 30 minutes, with tools between turns; a batch is four episodes for
 each request that the engines take at a time. Schedules that decode while training have a part of the cluster for each,
-divided so that neither waits for the other on average; the others use all of it for both, one after the other.
+divided so that neither waits for the other on average; the others use all of it for both, one after the other. The
+second command runs real engines on this machine instead: see schedules_real.py.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import asyncio
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.schedules_real import Real, measure_real
 from benchmarks.staged_services import (
     HEAVY_TAILED,
     STEP_S,
@@ -30,6 +33,7 @@ from benchmarks.staged_services import (
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
 from forge_rl.pipeline.attempts import Attempts
+from forge_rl.pipeline.phases import Devices
 from forge_rl.pipeline.plans import ScheduleConfig
 from forge_rl.pipeline.rollouts import Rollouts, Shape
 from forge_rl.types import Batch
@@ -65,6 +69,10 @@ class Config(BenchmarkConfig):
     """Mean wait for a tool."""
     seed: int = 0
     """Of the episodes."""
+    real: bool = False
+    """Ten batches by each schedule on real engines, and no virtual clock."""
+    on: Real = field(default_factory=Real)
+    """What --real runs."""
 
     def __post_init__(self) -> None:
         if not 0 < self.train_share < 1:
@@ -97,9 +105,7 @@ class Outcome:
 
 async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     """Run one schedule."""
-    policy = ScheduleConfig(
-        kind=name, max_lag=config.asynchronous_lag if name == "asynchronous" else config.max_lag, max_episodes=1 << 30
-    )
+    policy = _policy(config, name)
     split = policy.decodes_while_training
     decoding = round(engines * (1 - config.train_share)) if split else engines
     groups = 4 * engines * config.budget // config.group_size
@@ -124,6 +130,7 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
         schedule=policy,
         tokenizer=tokenizer,
         generator=generator,
+        devices=Devices(generator, clock=loop.time),
         attempt=Attempts(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the worlds score
         seed=config.seed,
         version=lambda: trained,
@@ -166,7 +173,11 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
 
 
 def measure(config: Config, report: Report) -> None:
-    """Run all schedules at all sizes."""
+    """Run all schedules: at all sizes, or on real engines."""
+    if config.real:
+        policies = {name: _policy(config, name) for name in get_args(Name)}
+        measure_real(config.on, policies, report, seed=config.seed)
+        return
     for engines in config.engines:
         suffix = "" if engines == config.engines[0] else f"_{engines}"
         for name in get_args(Name):
@@ -178,6 +189,11 @@ def measure(config: Config, report: Report) -> None:
             report.results[f"tokens_per_hour_pipelined{suffix}"]
             / report.results[f"tokens_per_hour_asynchronous{suffix}"]
         )
+
+
+def _policy(config: Config, name: Name) -> ScheduleConfig:
+    lag = config.asynchronous_lag if name == "asynchronous" else config.max_lag
+    return ScheduleConfig(kind=name, max_lag=lag, max_episodes=1 << 30)
 
 
 def _mean_s(kind: Kind) -> float:

@@ -1,0 +1,143 @@
+"""Real engines for benchmarks of rollouts: vLLM, a store that versions come from, and episodes of given lengths."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from forge_rl.data.bundled import default_cache
+from forge_rl.data.models import resolve_model
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.pipeline.attempts import Attempts
+from forge_rl.pipeline.plans import EpisodePlan
+from forge_rl.pipeline.slots import Seat
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.generator import Generator
+from forge_rl.services.weights import WeightStore
+from forge_rl.types import Episode, Task, Turn
+from forge_rl.weights.boxes import Box
+from forge_rl.weights.manifest import TensorSpec
+from forge_rl.weights.transport import LocalShard
+
+_DEADLINE_S = 300.0
+
+
+class Engines:
+    """A generator, and what stands for its trainer: the model's own weights, published again and again.
+
+    Args:
+        generator: started, without weights.
+        store: empty.
+        faults: of both.
+        folder: of the model.
+    """
+
+    def __init__(self, generator: Generator, store: WeightStore, faults: Faults, folder: Path) -> None:
+        self.generator = generator
+        self.faults = faults
+        self.tokenizer = Tokenizer(folder)
+        self.version = -1
+        """That was published last."""
+        self._store = store
+        self._dtype = resolve_dtype(generator.config.dtype)
+        self._weights = {name: part for path in folder.glob("*.safetensors") for name, part in load_file(path).items()}
+
+    async def advance(self) -> None:
+        """Publish the next version, and load it into all engines."""
+        specs = [TensorSpec(name=name, shape=tuple(part.shape)) for name, part in self._weights.items()]
+        shards = [LocalShard(name=name, box=Box.whole(part.shape), values=part) for name, part in self._weights.items()]
+        async with self._store.publishing(self.version + 1, specs, self._dtype) as publication:
+            reports = await self._store.transport().write(publication.draft, shards, rank=0)
+            await publication.commit([reports])
+        self.version += 1
+        await self.generator.load(self._store, self.version)
+
+
+@contextlib.asynccontextmanager
+async def engines(config: Generator.Config, model: str) -> AsyncIterator[Engines]:
+    """Start them, with version 0 loaded; in the end all processes end.
+
+    Args:
+        config: of the generator.
+        model: name of a bundled model, a folder, or a hub id.
+    """
+    folder = resolve_model(model, default_cache())
+    torch.set_num_threads(1)  # the cores are the engines'
+    with tempfile.TemporaryDirectory(prefix="engines-") as logs:
+        cluster, faults = Cluster(Path(logs)), Faults()
+        faults.install()
+        generator: Generator | None = None
+        store: WeightStore | None = None
+        try:
+            store = await WeightStore.start(WeightStore.Config(), cluster, faults, deadline_s=_DEADLINE_S)
+            generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=_DEADLINE_S)
+            found = Engines(generator, store, faults, folder)
+            await found.advance()
+            yield found
+        finally:
+            faults.closing = True
+            async with task_group() as stopping:
+                for service in (generator, store):
+                    if service is not None:
+                        stopping.create_task(service.stop())
+            await cluster.close()
+
+
+class Stories:
+    """Episodes of so many tokens: where the model ends its answer early, the world asks it to go on.
+
+    Args:
+        tokenizer: of the model.
+        tokens: of an episode.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tokens: Callable[[EpisodePlan], int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+
+    async def __call__(self, task: Task, seat: Seat) -> Episode:
+        """An attempt, as rollouts want it."""
+        story = _Story(self._tokens(seat.plan), random.Random("/".join(map(str, seat.plan.place))))
+        attempts = Attempts(self._tokenizer, story, None)  # type: ignore[arg-type]  # the world scores
+        return await attempts(task, functools.partial(story.decode, seat))
+
+
+class _Story:
+    """The world of one episode, and the place to open it."""
+
+    def __init__(self, tokens: int, drawn: random.Random) -> None:
+        self._left = tokens
+        self._drawn = drawn
+
+    async def open(self, task: Task) -> tuple[_Story, Observation]:
+        text = f"Tell me a very long story about {task.id} friends in the mountains."
+        return self, Observation(messages=({"role": "user", "content": text},))
+
+    async def decode(self, seat: Seat, prompt_ids: tuple[int, ...]) -> Turn:
+        """One answer, of no more tokens than are left."""
+        turn = await replace(seat, sampling=replace(seat.sampling, max_tokens=self._left))(prompt_ids)
+        self._left -= len(turn.token_ids)
+        return turn
+
+    async def step(self, answer: str) -> Step:
+        if self._left <= 0:
+            return Step(done=True, reward=self._drawn.random())
+        return Step(messages=({"role": "user", "content": "And then? Tell me more."},), done=False)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def abandon(self) -> None:
+        """Nothing to close."""

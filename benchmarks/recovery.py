@@ -1,0 +1,240 @@
+"""How soon work goes on when an engine dies: two real ones, of which one is killed or stopped in mid-rollout.
+
+python -m benchmarks.recovery --json out.json
+
+Rollouts, generator and weight store are the real ones; worlds and the trainer are staged in the controller, and each
+batch is followed by a new version. Seconds count from the signal: until the fault was noticed, until the last of the
+requests that were on the engine has a token from the other one, and until a new engine serves the current version. The
+engines have room for each other's requests: without it, interrupted requests go first, but wait for one to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.real_engines import Engines, Stories, engines
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.staged_services import Kind, StagedSource
+from benchmarks.watched_generator import Request, Watched
+from forge_rl.data.mixture import Mixture
+from forge_rl.pipeline.phases import Devices
+from forge_rl.pipeline.plans import ScheduleConfig
+from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.pipeline.slots import Seat
+from forge_rl.runtime.faults import Fault
+from forge_rl.runtime.supervisor import Restart
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.generator import Generator
+from forge_rl.types import Batch, Episode, Task
+
+_SIGNALS = {"": signal.SIGKILL, "_stopped": signal.SIGSTOP}
+"""By the results' suffix."""
+_IN_THE_MIDDLE = 16
+"""A request with so many tokens has something to lose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Kill engines."""
+
+    model: str = "smollm2-135m"
+    """Name of the bundled model, a folder, or a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
+    """Format of the engines' weights."""
+    repeats: int = LEAST_REPEATS
+    """Kills, and as many stops."""
+    requests: int = 16
+    """Episodes under way, on both engines together; each takes as many."""
+    interrupted: int = 4
+    """A signal comes when so many requests of the engine have 16 tokens."""
+    tokens: tuple[int, int] = (64, 192)
+    """Of an episode: fewest and most."""
+    groups: int = 4
+    """P."""
+    group_size: int = 4
+    """G."""
+    smoke: bool = False
+    """One kill: shows that everything runs, and measures nothing."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < LEAST_REPEATS and not self.smoke:
+            raise BenchmarkError(
+                f"--repeats is {self.repeats}, too few for a median", mend=f"set --repeats to {LEAST_REPEATS} or more"
+            )
+        if not 1 <= self.interrupted <= self.requests // 2:
+            raise BenchmarkError(f"--interrupted is {self.interrupted}", mend="set it from 1 to half of the --requests")
+        if not 1 <= self.tokens[0] <= self.tokens[1]:
+            raise BenchmarkError(f"--tokens is {self.tokens}", mend="set it to two counts, the smaller one first")
+
+
+class _Bench:
+    """Rollouts that go on, and the signals that they survive."""
+
+    def __init__(self, config: Config, served: Engines) -> None:
+        self.config = config
+        self.lost = self.duplicated = 0
+        self.last: int | None = None
+        """Number of the batch to end with."""
+        self._served = served
+        self._number = 0
+        self._rolling = False
+        self._watched = Watched(served.generator)
+        self._made: dict[int, tuple[tuple[str, int], Episode]] = {}
+        """By the episode's identity: its task, place in the group, and the episode, which keeps the identity taken."""
+        self._delivered: Counter[tuple[str, int]] = Counter()
+        low, high = config.tokens
+        self._stories = Stories(
+            served.tokenizer, lambda plan: low + (37 * plan.group.order + 101 * plan.index) % (high - low + 1)
+        )
+        self._rollouts = Rollouts(
+            mixture=Mixture({"stories": StagedSource(Kind(name="stories", share=1.0, least_s=1.0, most_s=1.0))}),
+            shape=Shape(groups=config.groups, episodes=config.group_size),
+            schedule=ScheduleConfig(max_episodes=config.requests),
+            tokenizer=served.tokenizer,
+            generator=self._watched,
+            attempt=self._attempt,
+            devices=Devices(served.generator),
+            seed=0,
+            version=lambda: served.version,
+            warn=print,
+        )
+        served.faults.listeners.append(lambda fault: self._watched.tell())
+
+    async def deliver(self) -> None:
+        """Batch after batch, each followed by a new version."""
+        try:
+            while self.last is None or self._number <= self.last:
+                self._rolling = True
+                batch = await self._rollouts.next_batch()
+                self._rolling = False
+                self._count(batch)
+                self._number += 1
+                await self._served.advance()
+        finally:
+            await self._rollouts.close()
+
+    async def interrupt(self, victim: int, number: signal.Signals) -> dict[str, float]:
+        """Send an engine a signal and see what follows: seconds and counts."""
+        watched, faults = self._watched, self._served.faults
+        await watched.until(lambda: self._in_the_middle(victim), "a rollout that keeps the engine busy")
+        (pid,) = self._served.generator._service.replicas[victim].roots
+        watched.asked, noted = [], len(faults.seen)
+        at = time.monotonic()
+        os.kill(pid, number)
+        interrupted = [request for request in watched.running if request.engine == victim]
+        again: list[float] = []
+
+        def all_run_again() -> bool:
+            nonlocal again
+            again = self._again(interrupted)
+            return len(faults.seen) > noted and len(again) == sum(not request.ended for request in interrupted)
+
+        await watched.until(all_run_again, "a token for each request of the dead engine")
+        boundary = self._number
+        fault = self._the_fault(noted, victim)
+        await watched.until(lambda: fault.recovered_s is not None, "full strength")
+        full_at = time.monotonic()
+        watched.asked = []
+        await watched.until(
+            lambda: any(r.engine == victim and r.token_ids for r in watched.asked), "a token from the new engine"
+        )
+        self._the_fault(noted, victim)
+        return {
+            "noticed_s": fault.at_s - at,
+            "first_again_s": min(again, default=at) - at,
+            "running_again_s": max(again, default=at) - at,
+            "full_strength_s": full_at - at,
+            "interrupted": len(interrupted),
+            "interrupted_with_tokens": sum(bool(request.token_ids) for request in interrupted),
+            "tokens_kept": sum(len(request.token_ids) for request in interrupted),
+            "batches_meanwhile": self._number - boundary,
+        }
+
+    async def _attempt(self, task: Task, seat: Seat) -> Episode:
+        episode = await self._stories(task, seat)
+        self._made[id(episode)] = ((task.id, seat.plan.index), episode)
+        return episode
+
+    def _in_the_middle(self, victim: int) -> bool:
+        """Whether a rollout is not near its end, and the engine decodes requests that can be interrupted."""
+        done, groups = self._rollouts.status().groups_done, self.config.groups
+        decoded = sum(r.engine == victim and len(r.token_ids) >= _IN_THE_MIDDLE for r in self._watched.running)
+        whole = len(self._watched.engines()) == self._served.generator.config.replicas
+        return self._rolling and whole and done <= groups // 2 and decoded >= self.config.interrupted
+
+    def _again(self, interrupted: Sequence[Request]) -> list[float]:
+        """When those that lost their engine had a token from another one; those that did not end before."""
+        found, left = [], [request for request in self._watched.asked if request.first_at is not None]
+        for request in interrupted:
+            other = next((other for other in left if other.goes_on_for(request)), None)
+            if other is not None and not request.ended:
+                assert other.first_at is not None
+                found.append(other.first_at)
+                left.remove(other)
+        return found
+
+    def _the_fault(self, noted: int, victim: int) -> Fault:
+        """The only one since then, of this engine."""
+        faults = self._served.faults.seen[noted:]
+        if len(faults) != 1 or faults[0].replica != victim or faults[0].fatal:
+            raise BenchmarkError("something else failed: " + "; ".join(f"{f.service} {f.cause}" for f in faults))
+        return faults[0]
+
+    def _count(self, batch: Batch) -> None:
+        """A batch must have each episode of its tasks, which are drawn in order, once; no other batch may."""
+        first = self._number * self.config.groups + 1
+        planned = {
+            (str(task), index)
+            for task in range(first, first + self.config.groups)
+            for index in range(self.config.group_size)
+        }
+        here = [self._made[id(episode)][0] for episode in batch.episodes]
+        self._delivered.update(here)
+        self.lost += len(planned - set(here))
+        self.duplicated = sum(count - 1 for count in self._delivered.values())
+
+
+def measure(config: Config, report: Report) -> None:
+    """Kill and stop engines."""
+    if config.smoke:
+        report.benchmark += " (smoke: no measurement)"
+    asyncio.run(_measure(config, report))
+
+
+async def _measure(config: Config, report: Report) -> None:
+    generator = Generator.Config(
+        replicas=2,
+        dtype=config.dtype,
+        max_model_tokens=4 * config.tokens[1] + 128,  # room for turns that end early
+        max_requests=config.requests,
+        kv_cache_gib=0.75,
+        restart=Restart(healthy_s=0),  # each death is the first one
+    )
+    signals = {"": signal.SIGKILL} if config.smoke else _SIGNALS
+    found: dict[str, list[float]] = {}
+    async with engines(generator, config.model) as served:
+        bench = _Bench(config, served)
+        async with task_group() as running:
+            running.create_task(bench.deliver())
+            for repeat in range(1 if config.smoke else config.repeats):
+                for suffix, number in signals.items():
+                    row = await bench.interrupt(repeat % 2, number)
+                    print(f"{number.name}: " + "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
+                    report.rows.append({"signal": number.name, "warm_up": False, **row})
+                    for name in ("noticed_s", "running_again_s", "full_strength_s"):
+                        found.setdefault(name + suffix, []).append(row[name])
+            bench.last = bench._number + 1  # all that was interrupted is delivered by then
+    for name, values in found.items():
+        report.measure(name, values)
+    report.results |= {"lost_episodes": bench.lost, "duplicated_episodes": bench.duplicated}
+
+
+if __name__ == "__main__":
+    run_benchmark("recovery", Config, measure)

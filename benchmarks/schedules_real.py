@@ -1,0 +1,178 @@
+"""The schedules on real engines: vLLM on this machine, heavy-tailed answers, weights from a store. See schedules.py.
+
+An episode has the simulator's lengths, in tokens instead of seconds, and no tools. Training is a pause that is equal
+for all schedules, on a device of its own: those that decode meanwhile gain it. Each version is really published and
+loaded, also while requests are in flight: what was computed with older weights is then computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.real_engines import Engines, Stories, engines
+from benchmarks.report import Report
+from benchmarks.staged_services import HEAVY_TAILED, StagedSource
+from forge_rl.data.mixture import Mixture
+from forge_rl.pipeline.phases import Devices
+from forge_rl.pipeline.plans import EpisodePlan, ScheduleConfig
+from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.generator import Generator
+from forge_rl.types import Batch, Sampling
+
+_WARM_UP = 2
+"""Batches that come first and do not count: schedules that work ahead begin without anything ahead."""
+_BATCHES = 10
+_GROUP_SIZE = 4
+_KINDS = {kind.name: kind for kind in HEAVY_TAILED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Real:
+    """What runs on real engines."""
+
+    model: str = "smollm2-135m"
+    """Name of the bundled model, a folder, or a hub id."""
+    engines: int = 2
+    """vLLM engines, on the CPU with its cores divided between them."""
+    budget: int = 4
+    """Requests that each decodes at a time."""
+    most_tokens: int = 240
+    """Of an episode: of the simulator's longest."""
+
+
+def measure_real(config: Real, policies: Mapping[str, ScheduleConfig], report: Report, *, seed: int) -> None:
+    """Ten batches by each schedule, one after the other on the same engines.
+
+    Args:
+        config: what runs.
+        policies: schedules by name.
+        report: gets `real_<result>_<name>`.
+        seed: of the episodes' lengths.
+    """
+    asyncio.run(_measure(config, policies, report, seed))
+
+
+async def _measure(config: Real, policies: Mapping[str, ScheduleConfig], report: Report, seed: int) -> None:
+    generator = Generator.Config(
+        replicas=config.engines,
+        dtype="bfloat16",
+        max_model_tokens=4 * config.most_tokens + 128,  # room for turns that end early
+        max_requests=config.budget,
+        kv_cache_gib=0.5,
+    )
+    async with engines(generator, config.model) as served:
+        rate = await _full_rate(served, config)
+        episodes = 4 * config.engines * config.budget
+        mean = statistics.fmean(_tokens(random.Random(at), _kind_at(at / 1000), config) for at in range(1000))
+        train_s = 0.25 * episodes * mean / rate  # a fifth of the time of engines that are always busy
+        report.results |= {"real_full_tokens_per_s": rate, "real_train_s": train_s}
+        print(f"engines that are full: {rate:.0f} tokens/s; a training phase: {train_s:.2f} s", flush=True)
+        devices = Devices(served.generator)
+        for name, policy in policies.items():
+            found = await _ten_batches(config, policy, served, devices, episodes // _GROUP_SIZE, train_s, seed)
+            print(f"{name}: " + "  ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
+            report.rows.append({"schedule": name, "warm_up": False, **found})
+            report.results |= {f"real_{key}_{name}": value for key, value in found.items()}
+
+
+async def _ten_batches(
+    config: Real,
+    policy: ScheduleConfig,
+    served: Engines,
+    devices: Devices,
+    groups: int,
+    train_s: float,
+    seed: int,
+) -> dict[str, float]:
+    def tokens(plan: EpisodePlan) -> int:
+        place = "/".join(map(str, (seed, *plan.place[1:])))
+        return _tokens(random.Random(f"{plan.place[0] - first}/{place}"), plan.group.task.source, config)
+
+    first = served.version
+    rollouts = Rollouts(
+        mixture=Mixture(
+            {kind.name: StagedSource(kind) for kind in HEAVY_TAILED}, {kind.name: kind.share for kind in HEAVY_TAILED}
+        ),
+        shape=Shape(groups=groups, episodes=_GROUP_SIZE),
+        schedule=policy,
+        tokenizer=served.tokenizer,
+        generator=served.generator,
+        attempt=Stories(served.tokenizer, tokens),
+        devices=devices,
+        seed=seed,
+        version=lambda: served.version,
+        warn=print,
+    )
+    await rollouts.restore(rollouts.state() | {"batches": first})  # batches are numbered as versions are
+    batches: list[Batch] = []
+    try:
+        began = 0.0
+        for number in range(_WARM_UP + _BATCHES):
+            if number == _WARM_UP:
+                rollouts.take_busy()
+                began = time.monotonic()
+            batch = await rollouts.next_batch()
+            await asyncio.sleep(train_s)
+            await served.advance()
+            if number >= _WARM_UP:
+                batches.append(batch)
+        seconds = time.monotonic() - began
+        busy, offered = rollouts.take_busy()
+    finally:
+        await rollouts.close()
+    await devices.to_engines()  # the next schedule begins like the first one
+    lags = [
+        batch.version - version
+        for batch in batches
+        for episode in batch.episodes
+        for turn in episode.turns
+        for version in turn.versions
+    ]
+    return {
+        "busy_share": busy / offered,
+        "seconds": seconds,
+        "tokens_per_s": len(lags) / seconds,
+        "lag_mean": statistics.fmean(lags),
+        "lag_max": float(max(lags)),
+    }
+
+
+async def _full_rate(served: Engines, config: Real) -> float:
+    """Tokens a second of engines that are full; before it, they warm up."""
+    prompt = served.tokenizer.render([{"role": "user", "content": "Tell me a very long story."}])
+    rate = 0.0
+    for tokens in (8, 64):
+        began = time.monotonic()
+        async with task_group() as running:
+            answers = [
+                running.create_task(
+                    served.generator.generate(prompt, Sampling(max_tokens=tokens, seed=seed), engine=engine)
+                )
+                for engine in range(config.engines)
+                for seed in range(config.budget)
+            ]
+        rate = sum(len(answer.result().token_ids) for answer in answers) / (time.monotonic() - began)
+    return rate
+
+
+def _kind_at(share: float) -> str:
+    """The kind of the episode at this place among all, by share."""
+    for kind in HEAVY_TAILED:
+        share -= kind.share
+        if share < 0:
+            return kind.name
+    return HEAVY_TAILED[-1].name
+
+
+def _tokens(drawn: random.Random, source: str, config: Real) -> int:
+    """Length of an episode."""
+    kind, longest_s = _KINDS[source], max(kind.most_s for kind in HEAVY_TAILED)
+    seconds = math.exp(drawn.uniform(math.log(kind.least_s), math.log(kind.most_s)))
+    return max(1, round(seconds / longest_s * config.most_tokens))

@@ -1,0 +1,113 @@
+"""A generator whose requests are seen, for benchmarks: what each engine was asked, what it gave, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.report import BenchmarkError
+from forge_rl.services.generator import Generator
+from forge_rl.types import Chunk, Sampling
+
+_PATIENCE_S = 180.0
+"""For whatever is measured to happen."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """What an engine was asked, and what it gave so far."""
+
+    engine: int
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    least_version: int
+    """That the engines served when it was asked."""
+    token_ids: list[int] = field(default_factory=list)
+    first_at: float | None = None
+    """When its first token came, on the monotonic clock."""
+    ended: bool = False
+    """Whether the answer came to its end."""
+
+    def goes_on_for(self, lost: Request) -> bool:
+        """Whether it was asked for exactly what another one lacks."""
+        return (
+            self.prompt_ids == lost.prompt_ids + tuple(lost.token_ids)
+            and self.sampling.max_tokens == lost.sampling.max_tokens - len(lost.token_ids)
+            and (bool(lost.token_ids) or self.sampling.seed == lost.sampling.seed)
+        )
+
+
+class Watched:
+    """A generator whose requests are seen, as rollouts make them.
+
+    Args:
+        generator: that answers them.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self.running: list[Request] = []
+        """In flight."""
+        self.asked: list[Request] = []
+        """All since the last signal."""
+        self._stirred = asyncio.Event()
+
+    @property
+    def sampling(self) -> Sampling:
+        return self._generator.sampling
+
+    @property
+    def version(self) -> int | None:
+        return self._generator.version
+
+    @property
+    def listeners(self) -> list[Callable[[], None]]:
+        return self._generator.listeners
+
+    def engines(self) -> dict[int, int]:
+        return self._generator.engines()
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        assert sampling is not None, "rollouts say how"
+        assert engine is not None, "rollouts say where"
+        version = self.version
+        assert version is not None, "the first version was loaded"
+        request = Request(engine=engine, prompt_ids=tuple(prompt_ids), sampling=sampling, least_version=version)
+        self.running.append(request)
+        self.asked.append(request)
+        try:
+            async with contextlib.aclosing(self._generator.stream(prompt_ids, sampling, engine=engine)) as chunks:
+                async for chunk in chunks:
+                    if chunk.versions and min(chunk.versions) < request.least_version:
+                        raise BenchmarkError(f"engine {engine} serves version {min(chunk.versions)} after {version}")
+                    request.token_ids += chunk.token_ids
+                    request.ended = bool(chunk.finish)
+                    request.first_at = request.first_at or time.monotonic()
+                    self.tell()
+                    yield chunk
+        finally:
+            self.running.remove(request)
+            self.tell()
+
+    def tell(self) -> None:
+        """Something happened."""
+        self._stirred.set()
+
+    async def until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until something holds.
+
+        Raises:
+            BenchmarkError: it never does.
+        """
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while not holds():
+                    self._stirred.clear()
+                    await self._stirred.wait()
+        except TimeoutError:
+            raise BenchmarkError(f"after {_PATIENCE_S:g} s, {what} had not happened") from None
