@@ -95,6 +95,12 @@ class FakeActor(ServiceActor):
             self._ended.append("count")
             raise
 
+    async def drip(self, until: int, every_s: float) -> AsyncGenerator[int, None]:
+        """Numbers one by one."""
+        for number in range(until):
+            await asyncio.sleep(every_s)
+            yield number
+
     async def ended(self) -> list[str]:
         """What was cancelled."""
         return self._ended

@@ -11,12 +11,14 @@ import pytest
 
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ReplicaError
 from forge_rl.services.answer import Answer, flaw
 from forge_rl.types import Chunk, Sampling
 from tests.fake_engine import GARBAGE, Unpickable
 
 GOOD = Chunk(token_ids=(7,), logprobs=(-0.5,), versions=(1,), text="x")
 SAMPLING = Sampling(max_tokens=8)
+DIED = ReplicaError("gone", service="generator", replica=0)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,17 @@ def test_an_answer_of_one_engine_is_what_the_engine_said(tokenizer: Tokenizer) -
     assert (turn.prompt_ids, turn.token_ids, turn.text, turn.truncated) == ((1, 2), (5, 6, 7), "ab", False)
 
 
+def test_an_answer_is_given_up_when_three_engines_in_a_row_die_without_a_token(tokenizer: Tokenizer) -> None:
+    answer = Answer((1, 2), SAMPLING, tokenizer)
+    answer.move(DIED)
+    answer.move(DIED)
+    answer.add(chunk((5,)))
+    answer.move(DIED)
+    answer.move(DIED)
+    with pytest.raises(ReplicaError, match="gone"):
+        answer.move(DIED)
+
+
 @pytest.mark.parametrize("place", range(1, 8))
 def test_a_character_that_two_engines_decoded_is_whole(tokenizer: Tokenizer, place: int) -> None:
     text = "où 🦜🦜 et"
@@ -49,7 +62,7 @@ def test_a_character_that_two_engines_decoded_is_whole(tokenizer: Tokenizer, pla
     begun = tokenizer.text_stream((1,))
     answer = Answer((1,), Sampling(max_tokens=64, seed=3), tokenizer)
     pieces = [answer.add(chunk((token,), begun.add(token))).text for token in ids[:place]]
-    answer.move()
+    answer.move(DIED)
     assert answer.shown == (1, *ids[:place])
     assert answer.rest.max_tokens == 64 - place
     assert answer.rest.seed != 3
@@ -67,7 +80,7 @@ def test_a_stop_text_that_two_engines_decoded_ends_the_answer(tokenizer: Tokeniz
     answer = Answer((1,), Sampling(max_tokens=64, stop=("D|>", "<|END|>", "two")), tokenizer)
     # The engine holds back what may be a part of a stop text, as vLLM does.
     answer.add(chunk(ids[: 4 + place - 1], "one<|END|>"[: max(0, 4 + place - 1 - 6)]))
-    answer.move()
+    answer.move(DIED)
     assert answer.rest.stop == ()
     assert answer.add(chunk(ids[4 + place - 1 : -1], "garbled")).finish == "stop"
     assert answer.turn().text == "one"
@@ -79,7 +92,7 @@ def test_what_may_become_a_stop_text_is_held_back(tokenizer: Tokenizer) -> None:
     ids = [token for letter in "ab<|c" for token in tokenizer.encode(letter)]
     answer = Answer((1,), Sampling(max_tokens=64, stop=("<|>",)), tokenizer)
     answer.add(chunk(ids[:1], ""))
-    answer.move()
+    answer.move(DIED)
     texts = [answer.add(chunk((token,))).text for token in ids[1:-1]]
     texts.append(answer.add(chunk(ids[-1:], finish="stop")).text)
     assert texts == ["", "a", "b", "<|c"]

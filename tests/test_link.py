@@ -261,6 +261,15 @@ def test_a_stream_comes_item_by_item(tmp_path: Path):
     asyncio.run(main())
 
 
+def test_the_deadline_of_a_stream_is_for_each_item(tmp_path: Path):
+    async def main() -> None:
+        async with one(tmp_path) as (service, _):
+            stream = service.stream(service.replicas[0], "drip", 5, 0.5, deadline_s=2.0)
+            assert [item async for item in stream] == list(range(5))
+
+    asyncio.run(main())
+
+
 def test_a_stream_gives_what_came_before_its_error(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path) as (service, _):

@@ -58,7 +58,7 @@ class Faults:
     def __init__(self, clock: Callable[[], float] = time.monotonic, phase: Callable[[], str] = lambda: "") -> None:
         self._clock = clock
         self._phase = phase
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, tuple[str, int | None, str, float]] = {}
         self._next = 0
         self._meshes: dict[str, Callable[[str], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,18 +87,28 @@ class Faults:
     @contextlib.contextmanager
     def calling(self, service: str, replica: int | None, method: str) -> Iterator[None]:
         """Note a call as in flight."""
-        key, self._next = self._next, self._next + 1
-        self._calls[key] = Call(service=service, replica=replica, method=method, since=self._clock())
+        key = self.begin(service, replica, method)
         try:
             yield
         finally:
-            del self._calls[key]
+            self.end(key)
+
+    def begin(self, service: str, replica: int | None, method: str) -> int:
+        """Note a call as in flight until `end` is given what this returns."""
+        key, self._next = self._next, self._next + 1
+        self._calls[key] = service, replica, method, self._clock()
+        return key
+
+    def end(self, key: int) -> None:
+        """A call is over."""
+        del self._calls[key]
 
     def waiting_for(self) -> tuple[Call, int] | None:
         """The call that has been in flight for longest, and how many are; None if none is."""
         if not self._calls:
             return None
-        return next(iter(self._calls.values())), len(self._calls)
+        service, replica, method, since = next(iter(self._calls.values()))
+        return Call(service=service, replica=replica, method=method, since=since), len(self._calls)
 
     @contextlib.contextmanager
     def deadline(self, phase: str, seconds: float) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """The link to a replica: many calls and streams at a time in few messages, as each message costs a millisecond.
 
-The controller posts all calls that gathered while the last post was under way, and a long poll brings back all replies
-that are ready. Each call and each reply is pickled on its own, so that a bad value breaks one call only.
+The controller posts the calls that gathered while the last post was under way, and a long poll brings back the replies
+that are ready; not too many at a time, so that both ends have work. Each call and each reply is pickled on its own, so
+that a bad value breaks one call only.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from typing import Any, TypeAlias
 import cloudpickle  # type: ignore[import-untyped]
 
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.runtime.deadlines import Deadlines
 
 POLL_S = 5.0
 """How long a poll stays open when there is nothing to tell."""
+_MOST = 256
+"""Calls or replies in a message. With thousands in flight the two ends would else wait for each other in turn, and an
+event loop would do nothing else for seconds."""
 
 Message: TypeAlias = tuple[int, str, bytes, bool]
 """To a replica: number of the call, method, its pickled arguments, and whether it streams. An empty method cancels."""
@@ -54,7 +59,8 @@ class Link:
         self._lost = lost
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
-        self._outbox: list[Message] = []
+        self._deadlines: Deadlines[_Call] = Deadlines(_Call.be_late)
+        self._outbox: deque[Message] = deque()
         self._waiting = asyncio.Event()
         self._broken: tuple[int, bytes] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -68,16 +74,18 @@ class Link:
 
     async def ask(self, method: str, args: tuple[object, ...], deadline_s: float) -> Any:
         """Await a method of the actor; see Service.ask."""
-        call = self._send(method, args, deadline_s, streams=False)
+        call = _Call(next(self._numbers), deadline_s)
+        self._send(call, method, args)
         try:
-            kind, payload = await call.next()
+            kind, payload = await call.reply
         finally:
             self._end(call)
         return self._value(method, kind, payload)
 
     async def stream(self, method: str, args: tuple[object, ...], deadline_s: float) -> AsyncGenerator[Any, None]:
         """Iterate over an async generator of the actor; see Service.stream."""
-        call = self._send(method, args, deadline_s, streams=True)
+        call = _Stream(next(self._numbers), deadline_s)
+        self._send(call, method, args)
         try:
             while True:
                 kind, payload = await call.next()
@@ -95,6 +103,7 @@ class Link:
         for call in self._calls.values():
             call.put(self._broken)
         self._calls.clear()
+        self._deadlines.clear()
         if self._task is not None:
             self._task.cancel()
 
@@ -104,19 +113,16 @@ class Link:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def _send(self, method: str, args: tuple[object, ...], deadline_s: float, *, streams: bool) -> _Call:
+    def _send(self, call: _Call, method: str, args: tuple[object, ...]) -> None:
         if self._broken is not None:
             self._value(method, *self._broken)  # raises
         try:
             payload = _dumps(args)
         except Exception as error:
             raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
-        number = next(self._numbers)
-        late = (_LATE, f"no {'end' if streams else 'answer'} within {deadline_s:g} s".encode())
-        call = _Call(number, deadline_s, late)
-        self._calls[number] = call
-        self._put((number, method, payload, streams))
-        return call
+        self._calls[call.number] = call
+        self._deadlines.add(call, call.deadline_s)
+        self._put((call.number, method, payload, call.streams))
 
     def _put(self, message: Message) -> None:
         self._outbox.append(message)
@@ -126,7 +132,7 @@ class Link:
 
     def _end(self, call: _Call) -> None:
         """Forget a call; the replica too, if it still works on it."""
-        call.timer.cancel()
+        self._deadlines.discard(call, call.deadline_s)
         if self._calls.pop(call.number, None) is not None:
             self._put((call.number, "", b"", False))
 
@@ -154,8 +160,9 @@ class Link:
     async def _post(self) -> None:
         while True:
             await self._waiting.wait()
-            self._waiting.clear()
-            messages, self._outbox = self._outbox, []
+            messages = [self._outbox.popleft() for _ in range(min(_MOST, len(self._outbox)))]
+            if not self._outbox:
+                self._waiting.clear()
             await self._actor.link_post.call_one(pickle.dumps(messages))
 
     async def _collect(self) -> None:
@@ -164,30 +171,53 @@ class Link:
             self.silent_polls = 0
             for number, kind, payload in replies:
                 call = self._calls.get(number) if kind == _ITEM else self._calls.pop(number, None)
-                if call is not None:  # else it was given up meanwhile
-                    call.put((kind, payload))
+                if call is None:  # it was given up meanwhile
+                    continue
+                if kind == _ITEM:
+                    self._deadlines.discard(call, call.deadline_s)
+                    self._deadlines.add(call, call.deadline_s)
+                call.put((kind, payload))
 
 
 class _Call:
-    """A call in flight: what has come of it and was not taken yet."""
+    """A call in flight, and what comes of it."""
 
-    __slots__ = ("_replies", "_waiter", "number", "timer")
+    __slots__ = ("deadline_s", "number", "reply")
 
-    def __init__(self, number: int, deadline_s: float, late: tuple[int, bytes]) -> None:
+    streams = False
+
+    def __init__(self, number: int, deadline_s: float) -> None:
         self.number = number
-        self.timer = asyncio.get_running_loop().call_later(deadline_s, self.put, late)
+        self.deadline_s = deadline_s
+        self.reply: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+
+    def put(self, reply: tuple[int, bytes]) -> None:
+        if not self.reply.done():
+            self.reply.set_result(reply)
+
+    def be_late(self) -> None:
+        self.put((_LATE, f"no {'item' if self.streams else 'answer'} within {self.deadline_s:g} s".encode()))
+
+
+class _Stream(_Call):
+    """A stream in flight: what has come of it and was not taken yet."""
+
+    __slots__ = ("_replies",)
+
+    streams = True
+
+    def __init__(self, number: int, deadline_s: float) -> None:
+        super().__init__(number, deadline_s)
         self._replies: deque[tuple[int, bytes]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, reply: tuple[int, bytes]) -> None:
         self._replies.append(reply)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        super().put(reply)
 
     async def next(self) -> tuple[int, bytes]:
         if not self._replies:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self.reply = asyncio.get_running_loop().create_future()
+            await self.reply
         return self._replies.popleft()
 
 
@@ -211,14 +241,15 @@ class LinkEnd:
                 self._tasks[number].cancel()
 
     async def collect(self, wait_s: float) -> bytes:
-        """All replies that are ready, as soon as there is one; none after `wait_s`."""
+        """Replies that are ready, as soon as there is one; none after `wait_s`."""
         if not self._replies:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._ready.wait()
             await asyncio.sleep(0)  # others of the same post end in the same turn of the loop
-        self._ready.clear()
-        replies, self._replies = self._replies, []
+        replies, self._replies = self._replies[:_MOST], self._replies[_MOST:]
+        if not self._replies:
+            self._ready.clear()
         return pickle.dumps(replies)
 
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:

@@ -88,7 +88,7 @@ class Fleet:
     async def each(
         self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
     ) -> list[Any]:
-        """Call all engines; what they answer. One that dies, or fails and so counts as dead, is left out.
+        """Call all engines; what they answer, in order. One that dies, or fails and so counts as dead, is left out.
 
         Raises:
             ForgeError: what an engine raised, if it was one.
@@ -103,7 +103,7 @@ class Fleet:
                 self.failed(replica, f"{method} failed: {error.message}")
                 return []
 
-        living = [replica for replica in self._ready.values() if replica.alive]
+        living = [replica for _, replica in sorted(self._ready.items()) if replica.alive]
         async with task_group() as group:
             calls = [group.create_task(one(replica)) for replica in living]
         return [answer for call in calls for answer in call.result()]

@@ -58,8 +58,8 @@ class Generator:
         """Share of a GPU's memory that an engine may take; trainer and engine may live on the same one."""
         eager: bool = False
         """No compilation and no CUDA graphs: starts sooner, decodes slower. Always so on CPU."""
-        request_deadline_s: float = 900.0
-        """Longest time for one answer."""
+        request_deadline_s: float = 3600.0
+        """Longest time between two pieces of an answer. It stands still while the trainer trains."""
         restart: Restart = field(default_factory=Restart)
         """What happens when an engine dies."""
 
@@ -183,7 +183,7 @@ class Generator:
             WeightsError: no version was loaded yet, or the last load failed.
             ConfigError: prompt and answer can be longer than the engines take, or vLLM takes no such request.
             ReplicaError: the engine died, failed, or gave garbage; what came before is good.
-            DeadlineError: the answer took longer than config.request_deadline_s.
+            DeadlineError: nothing came for config.request_deadline_s.
             ServiceError: no engine is left.
         """
         chosen = sampling or self.sampling

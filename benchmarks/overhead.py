@@ -1,0 +1,248 @@
+"""What a turn costs beside its decoding: schedule, router, environment and reward, with engines that answer at once.
+
+python -m benchmarks.overhead --json out.json
+
+Rollouts, Environment and Reward are the real ones, with a process each; the engines, the tokenizer and the trainer are
+staged in the controller. An episode is a few turns in its world, then a score. Few and many episodes under way are
+measured in turns, and so is the limit below: bare calls of Monarch to the same process, as if each turn made one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from benchmarks.staged_services import Kind, StagedGenerator, StagedSource
+from forge_rl.data.mixture import Mixture
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.pipeline.attempts import Attempts
+from forge_rl.pipeline.phases import Devices
+from forge_rl.pipeline.plans import ScheduleConfig
+from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.garbage import rare_collections
+from forge_rl.services.environment import Environment
+from forge_rl.services.reward import Reward
+from forge_rl.types import Chunk, Message, Sampling, Task
+
+_DEADLINE_S = 300.0
+_GROUP_SIZE = 4
+_ENGINES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Measure turns a second, and what a turn costs with few and with many episodes under way."""
+
+    many: int = 10_000
+    """Episodes under way at a time."""
+    few: int = 100
+    """The same, to compare with."""
+    turns: int = 4
+    """Mean of an episode; a score follows the last."""
+    least_turns: int = 10_000
+    """A round has as many turns as the episodes under way, and at least so many."""
+    repeats: int = 5
+    """Rounds of each."""
+    warm_up: int = 1
+    """Rounds that come first and do not count."""
+    smoke: bool = False
+    """One short round: shows that everything runs, and measures nothing."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < LEAST_REPEATS and not self.smoke:
+            raise BenchmarkError(
+                f"--repeats is {self.repeats}, too few for a median", mend=f"set --repeats to {LEAST_REPEATS} or more"
+            )
+        if min(self.many, self.few) < 2 * _GROUP_SIZE or min(self.turns, self.least_turns, self.warm_up) < 1:
+            raise BenchmarkError(
+                "a count is too small", mend=f"set --many and --few to {2 * _GROUP_SIZE} or more, others to 1 or more"
+            )
+
+
+class ManyTurns:
+    """A world that says something after each answer but the last."""
+
+    def __init__(self, turns: int) -> None:
+        self._left = turns
+
+    async def reset(self) -> Observation:
+        return Observation(messages=({"role": "user", "content": "go"},))
+
+    async def step(self, answer: str) -> Step:
+        self._left -= 1
+        if self._left:
+            return Step(messages=({"role": "tool", "content": "go on"},), done=False)
+        return Step(done=True)
+
+
+class ManyTurnsFactory:
+    """Makes worlds of different lengths, so that episodes do not march in step.
+
+    Args:
+        turns: mean of an episode.
+    """
+
+    def __init__(self, turns: int) -> None:
+        self._longest = 2 * turns - 1
+        self._opened = 0
+
+    def __call__(self, task: Task) -> ManyTurns:
+        self._opened += 1
+        return ManyTurns(1 + self._opened % self._longest)
+
+
+def half_are_right(task: Task, text: str) -> float:
+    """A plain function, as most rewards are."""
+    return float(int(text) % 2)
+
+
+class PromptEngines(StagedGenerator):
+    """Engines that answer at once, each request in one chunk."""
+
+    def __init__(self, *, engines: int, budget: int) -> None:
+        super().__init__(engines=engines, budget=budget)
+        self.answered = 0
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        self.answered += 1
+        versions = (self.version,) * 4
+        yield Chunk(
+            token_ids=(1, 2, 3, 4), logprobs=(-1.0,) * 4, versions=versions, text=str(self.answered), finish="stop"
+        )
+
+
+class PromptTokenizer:
+    """A few tokens for whatever is said."""
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (1, 2, 3)
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        return (*ids, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What has processes."""
+
+    environment: Environment
+    reward: Reward
+
+
+def measure(config: Config, report: Report) -> None:
+    """All rounds."""
+    if config.smoke:
+        report.benchmark += " (smoke: no measurement)"
+    asyncio.run(_measure(config, report))
+
+
+async def _measure(config: Config, report: Report) -> None:
+    rounds = [True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
+    rates: dict[str, list[float]] = {"many": [], "few": [], "monarch": []}
+    async with _services(config) as services:
+        for number, counts in enumerate(rounds):
+            # Which one comes first changes, so that a machine that slows down favours none.
+            for side in ("few", "many", "monarch") if number % 2 else ("monarch", "many", "few"):
+                if side == "monarch":
+                    rate = await _bare_calls(config, services)
+                else:
+                    rate = await _turns(config, services, config.many if side == "many" else config.few)
+                report.rows.append({"side": side, "warm_up": not counts, "per_s": rate})
+                print(f"{side}: {rate:.0f} a second", flush=True)
+                if counts:
+                    rates[side].append(rate)
+    report.measure("turns_per_s", rates["many"])
+    report.measure("turns_per_s_few", rates["few"])
+    report.measure("monarch_calls_per_s", rates["monarch"])
+    report.results[f"cost_{config.many}_over_{config.few}"] = median(rates["few"]) / median(rates["many"])
+
+
+async def _turns(config: Config, services: Services, under_way: int) -> float:
+    """Turns a second while so many episodes are under way."""
+    generator = PromptEngines(engines=_ENGINES, budget=under_way)
+    mixture = Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))})
+    tokenizer: Any = PromptTokenizer()
+    rollouts = Rollouts(
+        mixture=mixture,
+        # Half of what is under way, so that with the batches ahead there is always enough to begin.
+        shape=Shape(groups=under_way // (2 * _GROUP_SIZE), episodes=_GROUP_SIZE),
+        schedule=ScheduleConfig(max_lag=16, max_episodes=under_way),
+        tokenizer=tokenizer,
+        generator=generator,
+        attempt=Attempts(tokenizer, services.environment, services.reward),
+        devices=Devices(generator),
+        seed=0,
+        version=lambda: generator.version,
+        warn=print,
+    )
+
+    async def deliver(turns: int) -> None:
+        until = generator.answered + turns
+        while generator.answered < until:
+            await rollouts.next_batch()
+            generator.load(generator.version + 1)
+            found = {name: value for name, value in rollouts.metrics().items() if value}
+            ended = {name for name in found if name.startswith("outcomes/")}
+            if found["rollouts/under_way"] != under_way or ended - {"outcomes/completed"}:
+                raise BenchmarkError(f"of {under_way} episodes that were to be under way: {found}")
+
+    try:
+        await deliver(config.turns * under_way)  # until they are no more all at the same turn
+        began, before = time.perf_counter(), generator.answered
+        await deliver(max(config.turns * under_way, 0 if config.smoke else config.least_turns))
+        return (generator.answered - before) / (time.perf_counter() - began)
+    finally:
+        await rollouts.close()
+
+
+async def _bare_calls(config: Config, services: Services) -> float:
+    """Calls a second of an endpoint that does nothing, as many at a time as few episodes make."""
+    actor = services.environment._service.replicas[0].actor
+    calls = config.few if config.smoke else config.least_turns // 2
+    left = iter(range(calls))
+
+    async def call() -> None:
+        for _ in left:
+            await actor.process_id.call_one()
+
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(config.few):
+            group.create_task(call())
+    return calls / (time.perf_counter() - began)
+
+
+@contextlib.asynccontextmanager
+async def _services(config: Config) -> AsyncIterator[Services]:
+    with tempfile.TemporaryDirectory() as logs:
+        faults = Faults()
+        faults.install()
+        cluster = Cluster(Path(logs))
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(rare_collections())  # as in a run
+            stack.push_async_callback(cluster.close)
+            environment = await Environment.start(
+                Environment.Config(), cluster, faults, factory=ManyTurnsFactory(config.turns), deadline_s=_DEADLINE_S
+            )
+            stack.push_async_callback(environment.stop)
+            reward = await Reward.start(
+                Reward.Config(), cluster, faults, function=half_are_right, deadline_s=_DEADLINE_S
+            )
+            stack.push_async_callback(reward.stop)
+            stack.callback(setattr, faults, "closing", True)
+            yield Services(environment, reward)
+
+
+if __name__ == "__main__":
+    run_benchmark("overhead", Config, measure)
