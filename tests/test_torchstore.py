@@ -227,7 +227,7 @@ def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
                 "delete": lambda: transport.free(manifest.keys),
             }
             with monkeypatch.context() as patch:
-                patch.setattr(module, "_DEADLINE_S", 0.5)
+                patch.setattr(module, "_DEADLINE_S", 0.1)  # before it is killed, as it was stopped
                 stop_process(pid)
                 try:
                     for method, call in calls.items():
