@@ -43,7 +43,7 @@ class Real:
     """vLLM engines, on the CPU with its cores divided between them."""
     budget: int = 4
     """Requests that each decodes at a time."""
-    most_tokens: int = 240
+    most_tokens: int = 60
     """Of an episode: of the simulator's longest."""
 
 
