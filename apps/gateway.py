@@ -16,11 +16,11 @@ from pathlib import Path
 from forge_rl.data.bundled import default_cache
 from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.pipeline.launch import launch
+from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
+from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
 from forge_rl.services.generator import Generator
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"

@@ -25,10 +25,10 @@ from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Re
 from forge_rl.data.bundled import default_cache
 from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.gateway import Gateway, GatewayConfig, GeneratorBackend
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling
 
@@ -61,12 +61,12 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", mend=f"set --repeats to {LEAST_REPEATS} or more"
+                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
             )
         if min(self.requests, self.new_tokens, self.warm_up, self.streams, self.stream_tokens) < 1:
-            raise BenchmarkError("a count is below 1", mend="set all counts to 1 or more")
+            raise BenchmarkError("a count is below 1", hint="set all counts to 1 or more")
         if self.interval_s < 0:
-            raise BenchmarkError(f"--interval-s is {self.interval_s}", mend="set --interval-s to 0 or more")
+            raise BenchmarkError(f"--interval-s is {self.interval_s}", hint="set --interval-s to 0 or more")
 
 
 class StagedBackend:

@@ -63,14 +63,14 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if self.steps < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
-                f"--steps is {self.steps}, too few for a median", mend=f"set --steps to {LEAST_REPEATS} or more"
+                f"--steps is {self.steps}, too few for a median", hint=f"set --steps to {LEAST_REPEATS} or more"
             )
         if self.warm_up < 1:
-            raise BenchmarkError(f"--warm-up is {self.warm_up}", mend="set --warm-up to 1 or more")
+            raise BenchmarkError(f"--warm-up is {self.warm_up}", hint="set --warm-up to 1 or more")
         if self.trl_completions_per_forward < 1 or self.size.episodes % self.trl_completions_per_forward:
             raise BenchmarkError(
                 f"{self.size.episodes} completions do not split by {self.trl_completions_per_forward}",
-                mend="set --trl-completions-per-forward to a divisor",
+                hint="set --trl-completions-per-forward to a divisor",
             )
 
     @property
@@ -253,7 +253,7 @@ def set_up_trl(folder: Path) -> Path:
         if record.read_text() == wanted and python.exists():
             return python
     print(f"installing TRL into .bench/{folder.name} (once; minutes)", flush=True)
-    mend = "look at the lines above; the benchmark has no number without its peer"
+    hint = "look at the lines above; the benchmark has no number without its peer"
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *TRL_PACKAGES]
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -267,11 +267,11 @@ def set_up_trl(folder: Path) -> Path:
             subprocess.run([*pip, "--extra-index-url", TORCH_INDEX], check=True, timeout=_SETUP_DEADLINE_S)
         record.write_text(wanted)
     except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"TRL was not installed within {_SETUP_DEADLINE_S:.0f} s", mend=mend) from error
+        raise BenchmarkError(f"TRL was not installed within {_SETUP_DEADLINE_S:.0f} s", hint=hint) from error
     except subprocess.CalledProcessError as error:
-        raise BenchmarkError(f"TRL cannot be installed: exit status {error.returncode}", mend=mend) from error
+        raise BenchmarkError(f"TRL cannot be installed: exit status {error.returncode}", hint=hint) from error
     except OSError as error:
-        raise BenchmarkError(f"TRL cannot be installed: {error}", mend=mend) from error
+        raise BenchmarkError(f"TRL cannot be installed: {error}", hint=hint) from error
     return python
 
 
@@ -306,7 +306,7 @@ def _check_cpu() -> None:
     if device_type() != "cpu":
         raise BenchmarkError(
             "this benchmark compares both sides on CPU, and here is a GPU that ours would take",
-            mend="hide it: CUDA_VISIBLE_DEVICES= python -m benchmarks.grpo_step",
+            hint="hide it: CUDA_VISIBLE_DEVICES= python -m benchmarks.grpo_step",
         )
 
 
@@ -363,7 +363,7 @@ def _process(
             if child.returncode < 0
             else f"ended with status {child.returncode}"
         )
-        raise BenchmarkError(f"{last}{name} {how}", mend="without both sides there is no number")
+        raise BenchmarkError(f"{last}{name} {how}", hint="without both sides there is no number")
 
 
 def _end(child: subprocess.Popen[str]) -> None:

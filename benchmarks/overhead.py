@@ -22,10 +22,10 @@ from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Re
 from benchmarks.staged_services import Kind, StagedGenerator, StagedSource
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.pipeline.attempts import Attempts
-from forge_rl.pipeline.phases import Devices
-from forge_rl.pipeline.plans import ScheduleConfig
-from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.garbage import rare_collections
@@ -60,11 +60,11 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", mend=f"set --repeats to {LEAST_REPEATS} or more"
+                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
             )
         if min(self.many, self.few) < 2 * _GROUP_SIZE or min(self.turns, self.least_turns, self.warm_up) < 1:
             raise BenchmarkError(
-                "a count is too small", mend=f"set --many and --few to {2 * _GROUP_SIZE} or more, others to 1 or more"
+                "a count is too small", hint=f"set --many and --few to {2 * _GROUP_SIZE} or more, others to 1 or more"
             )
 
 
@@ -173,15 +173,15 @@ async def _turns(config: Config, services: Services, under_way: int) -> float:
     generator = PromptEngines(engines=_ENGINES, budget=under_way)
     mixture = Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))})
     tokenizer: Any = PromptTokenizer()
-    rollouts = Rollouts(
+    rollouts = RolloutExecutor(
         mixture=mixture,
         # Half of what is under way, so that with the batches ahead there is always enough to begin.
         shape=Shape(groups=under_way // (2 * _GROUP_SIZE), episodes=_GROUP_SIZE),
         schedule=ScheduleConfig(max_lag=16, max_episodes=under_way),
         tokenizer=tokenizer,
         generator=generator,
-        attempt=Attempts(tokenizer, services.environment, services.reward),
-        devices=Devices(generator),
+        attempt=EpisodeRunner(tokenizer, services.environment, services.reward),
+        devices=DeviceHandover(generator),
         seed=0,
         version=lambda: generator.version,
         warn=print,

@@ -18,18 +18,18 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.pipeline.attempts import Attempts
-from forge_rl.pipeline.plans import EpisodePlan
-from forge_rl.pipeline.slots import Seat
+from forge_rl.rollout.dispatcher import PolicyClient
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.state import InflightEpisode
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
-from forge_rl.services.weights import WeightStore
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Episode, Task, Turn
-from forge_rl.weights.boxes import Box
 from forge_rl.weights.manifest import TensorSpec
-from forge_rl.weights.transport import LocalShard
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalShard
 
 _DEADLINE_S = 300.0
 
@@ -57,7 +57,10 @@ class Engines:
     async def advance(self) -> None:
         """Publish the next version, and load it into all engines."""
         specs = [TensorSpec(name=name, shape=tuple(part.shape)) for name, part in self._weights.items()]
-        shards = [LocalShard(name=name, box=Box.whole(part.shape), values=part) for name, part in self._weights.items()]
+        shards = [
+            LocalShard(name=name, box=TensorSlice.whole(part.shape), values=part)
+            for name, part in self._weights.items()
+        ]
         async with self._store.publishing(self.version + 1, specs, self._dtype) as publication:
             reports = await self._store.transport().write(publication.draft, shards, rank=0)
             await publication.commit([reports])
@@ -103,15 +106,15 @@ class Stories:
         tokens: of an episode.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tokens: Callable[[EpisodePlan], int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokens: Callable[[InflightEpisode], int]) -> None:
         self._tokenizer = tokenizer
         self._tokens = tokens
 
-    async def __call__(self, task: Task, seat: Seat) -> Episode:
+    async def __call__(self, task: Task, client: PolicyClient) -> Episode:
         """An attempt, as rollouts want it."""
-        story = _Story(self._tokens(seat.plan), random.Random("/".join(map(str, seat.plan.place))))
-        attempts = Attempts(self._tokenizer, story, None)  # type: ignore[arg-type]  # the world scores
-        return await attempts(task, functools.partial(story.decode, seat))
+        story = _Story(self._tokens(client.plan), random.Random("/".join(map(str, client.plan.place))))
+        attempts = EpisodeRunner(self._tokenizer, story, None)  # type: ignore[arg-type]  # the world scores
+        return await attempts(task, functools.partial(story.decode, client))
 
 
 class _Story:
@@ -125,9 +128,9 @@ class _Story:
         text = f"Tell me a very long story about {task.id} friends in the mountains."
         return self, Observation(messages=({"role": "user", "content": text},))
 
-    async def decode(self, seat: Seat, prompt_ids: tuple[int, ...]) -> Turn:
+    async def decode(self, client: PolicyClient, prompt_ids: tuple[int, ...]) -> Turn:
         """One answer, of no more tokens than are left."""
-        turn = await replace(seat, sampling=replace(seat.sampling, max_tokens=self._left))(prompt_ids)
+        turn = await replace(client, sampling=replace(client.sampling, max_tokens=self._left))(prompt_ids)
         self._left -= len(turn.token_ids)
         return turn
 

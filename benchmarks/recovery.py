@@ -24,12 +24,12 @@ from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Re
 from benchmarks.staged_services import Kind, StagedSource
 from benchmarks.watched_generator import Request, Watched
 from forge_rl.data.mixture import Mixture
-from forge_rl.pipeline.phases import Devices
-from forge_rl.pipeline.plans import ScheduleConfig
-from forge_rl.pipeline.rollouts import Rollouts, Shape
-from forge_rl.pipeline.slots import Seat
+from forge_rl.rollout.dispatcher import PolicyClient
+from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.faults import Fault
-from forge_rl.runtime.supervisor import Restart
+from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Episode, Task
@@ -66,12 +66,12 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", mend=f"set --repeats to {LEAST_REPEATS} or more"
+                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
             )
         if not 1 <= self.interrupted <= self.requests // 2:
-            raise BenchmarkError(f"--interrupted is {self.interrupted}", mend="set it from 1 to half of the --requests")
+            raise BenchmarkError(f"--interrupted is {self.interrupted}", hint="set it from 1 to half of the --requests")
         if not 1 <= self.tokens[0] <= self.tokens[1]:
-            raise BenchmarkError(f"--tokens is {self.tokens}", mend="set it to two counts, the smaller one first")
+            raise BenchmarkError(f"--tokens is {self.tokens}", hint="set it to two counts, the smaller one first")
 
 
 class _Bench:
@@ -93,14 +93,14 @@ class _Bench:
         self._stories = Stories(
             served.tokenizer, lambda plan: low + (37 * plan.group.order + 101 * plan.index) % (high - low + 1)
         )
-        self._rollouts = Rollouts(
+        self._rollouts = RolloutExecutor(
             mixture=Mixture({"stories": StagedSource(Kind(name="stories", share=1.0, least_s=1.0, most_s=1.0))}),
             shape=Shape(groups=config.groups, episodes=config.group_size),
             schedule=ScheduleConfig(max_episodes=config.requests),
             tokenizer=served.tokenizer,
             generator=self._watched,
             attempt=self._attempt,
-            devices=Devices(served.generator),
+            devices=DeviceHandover(served.generator),
             seed=0,
             version=lambda: served.version,
             warn=print,
@@ -157,9 +157,9 @@ class _Bench:
             "batches_meanwhile": self._number - boundary,
         }
 
-    async def _attempt(self, task: Task, seat: Seat) -> Episode:
-        episode = await self._stories(task, seat)
-        self._made[id(episode)] = ((task.id, seat.plan.index), episode)
+    async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
+        episode = await self._stories(task, client)
+        self._made[id(episode)] = ((task.id, client.plan.index), episode)
         return episode
 
     def _in_the_middle(self, victim: int) -> bool:

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge_rl.errors import ForgeError
-from forge_rl.pipeline.folder import as_json, versions
+from forge_rl.run.run_dir import as_json, versions
 
 LEAST_REPEATS = 5
 """Fewer repeats than this give no median worth printing."""
@@ -222,7 +222,7 @@ def _listed(values: Mapping[str, object]) -> str:
 
 
 def _cannot_write(path: Path, why: str) -> BenchmarkError:
-    return BenchmarkError(f"the report {path} cannot be written: {why}", mend="give --json a file that can be written")
+    return BenchmarkError(f"the report {path} cannot be written: {why}", hint="give --json a file that can be written")
 
 
 def _cpu_model() -> str:

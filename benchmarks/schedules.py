@@ -32,10 +32,10 @@ from benchmarks.staged_services import (
 )
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
-from forge_rl.pipeline.attempts import Attempts
-from forge_rl.pipeline.phases import Devices
-from forge_rl.pipeline.plans import ScheduleConfig
-from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.types import Batch
 
 _SCHEDULES = ("synchronous", "one_step", "asynchronous", "pipelined")
@@ -76,10 +76,10 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         if not 0 < self.train_share < 1:
-            raise BenchmarkError(f"--train-share is {self.train_share}", mend="set it between 0 and 1")
+            raise BenchmarkError(f"--train-share is {self.train_share}", hint="set it between 0 and 1")
         if self.batches < 2 or self.warm_up < 1 or not self.engines:
             raise BenchmarkError(
-                "too few batches or engines", mend="set --batches to 2 or more, --warm-up to 1 or more"
+                "too few batches or engines", hint="set --batches to 2 or more, --warm-up to 1 or more"
             )
 
 
@@ -124,14 +124,14 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     tokenizer: Any = StagedTokenizer()
     environment = StagedEnvironment(kinds=HEAVY_TAILED, turn_s=config.turn_s, tool_s=config.tool_s, seed=config.seed)
     trained = 0
-    rollouts = Rollouts(
+    rollouts = RolloutExecutor(
         mixture=mixture,
         shape=Shape(groups=groups, episodes=config.group_size),
         schedule=policy,
         tokenizer=tokenizer,
         generator=generator,
-        devices=Devices(generator, clock=loop.time),
-        attempt=Attempts(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the worlds score
+        devices=DeviceHandover(generator, clock=loop.time),
+        attempt=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the worlds score
         seed=config.seed,
         version=lambda: trained,
         warn=print,

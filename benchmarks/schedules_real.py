@@ -19,9 +19,9 @@ from benchmarks.real_engines import Engines, Stories, engines
 from benchmarks.report import Report
 from benchmarks.staged_services import HEAVY_TAILED, StagedSource
 from forge_rl.data.mixture import Mixture
-from forge_rl.pipeline.phases import Devices
-from forge_rl.pipeline.plans import EpisodePlan, ScheduleConfig
-from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Sampling
@@ -74,7 +74,7 @@ async def _measure(config: Real, policies: Mapping[str, ScheduleConfig], report:
         train_s = 0.25 * episodes * mean / rate  # a fifth of the time of engines that are always busy
         report.results |= {"real_full_tokens_per_s": rate, "real_train_s": train_s}
         print(f"engines that are full: {rate:.0f} tokens/s; a training phase: {train_s:.2f} s", flush=True)
-        devices = Devices(served.generator)
+        devices = DeviceHandover(served.generator)
         for name, policy in policies.items():
             found = await _ten_batches(config, policy, served, devices, episodes // _GROUP_SIZE, train_s, seed)
             print(f"{name}: " + "  ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
@@ -86,17 +86,17 @@ async def _ten_batches(
     config: Real,
     policy: ScheduleConfig,
     served: Engines,
-    devices: Devices,
+    devices: DeviceHandover,
     groups: int,
     train_s: float,
     seed: int,
 ) -> dict[str, float]:
-    def tokens(plan: EpisodePlan) -> int:
+    def tokens(plan: InflightEpisode) -> int:
         place = "/".join(map(str, (seed, *plan.place[1:])))
         return _tokens(random.Random(f"{plan.place[0] - first}/{place}"), plan.group.task.source, config)
 
     first = served.version
-    rollouts = Rollouts(
+    rollouts = RolloutExecutor(
         mixture=Mixture(
             {kind.name: StagedSource(kind) for kind in HEAVY_TAILED}, {kind.name: kind.share for kind in HEAVY_TAILED}
         ),

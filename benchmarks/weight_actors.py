@@ -18,11 +18,11 @@ from monarch.actor import concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import Move, move
+from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport
 from forge_rl.weights.segment import check, create_anonymous, readable, writable
-from forge_rl.weights.transport import LocalShard, Transport
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalShard, Transport
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -45,7 +45,8 @@ class WriterActor(ServiceActor):
     async def write(self, drafted: Manifest, transport: Transport) -> tuple[list[ShardReport], int]:
         """What the rank wrote, and bytes of its own that it took at most for it."""
         shards = [
-            LocalShard(name=name, box=Box.whole(weight.shape), values=weight) for name, weight in self._weights.items()
+            LocalShard(name=name, box=TensorSlice.whole(weight.shape), values=weight)
+            for name, weight in self._weights.items()
         ]
         with _anonymous_peak() as peak:
             reports = await transport.write(drafted, shards, rank=0)
@@ -64,7 +65,7 @@ class WriterActor(ServiceActor):
         assert self._scratch is not None, "memcpy comes first"
         for weight in self._weights.values():
             target = writable(self._scratch)[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
-            moves.append(Move(target, weight, tuple(weight.shape), Box.whole(weight.shape)))
+            moves.append(Move(target, weight, tuple(weight.shape), TensorSlice.whole(weight.shape)))
             at += weight.nbytes
         found = []
         for pair in range(pairs):
@@ -128,7 +129,7 @@ class ReaderActor(ServiceActor):
             async for bucket in transport.fetch(manifest):
                 memory = readable(bucket.segment)
                 moves = [
-                    Move(self._weights[entry.name], entry.of(memory), entry.shape, Box.whole(entry.shape))
+                    Move(self._weights[entry.name], entry.of(memory), entry.shape, TensorSlice.whole(entry.shape))
                     for entry in bucket.tensors
                 ]
                 found = await asyncio.to_thread(move, moves)

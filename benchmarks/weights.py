@@ -26,12 +26,12 @@ from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Re
 from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
 from forge_rl.algorithms import group_advantages
 from forge_rl.data.packing import pack
-from forge_rl.pipeline.config import RunConfig
-from forge_rl.pipeline.start import start
+from forge_rl.run.config import RunConfig
+from forge_rl.run.start import start
 from forge_rl.runtime.cluster import THIS_HOST, Cluster, local_hosts
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service
-from forge_rl.services.weights import WeightStore
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import BUCKET_BYTES, TensorSpec
 
@@ -59,12 +59,12 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", mend=f"set --repeats to {LEAST_REPEATS} or more"
+                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
             )
         if self.warm_up < 1:
-            raise BenchmarkError(f"--warm-up is {self.warm_up}", mend="set --warm-up to 1 or more")
+            raise BenchmarkError(f"--warm-up is {self.warm_up}", hint="set --warm-up to 1 or more")
         if self.gib <= 0:
-            raise BenchmarkError(f"--gib is {self.gib}", mend="set --gib above 0")
+            raise BenchmarkError(f"--gib is {self.gib}", hint="set --gib above 0")
 
 
 def measure(config: Config, report: Report) -> None:

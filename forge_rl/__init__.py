@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from forge_rl.algorithms import ClippedSurrogate, group_advantages
     from forge_rl.data.packing import pack
     from forge_rl.errors import ForgeError
-    from forge_rl.pipeline.config import RunConfig
-    from forge_rl.pipeline.launch import launch
-    from forge_rl.pipeline.run import Run
-    from forge_rl.pipeline.start import start
+    from forge_rl.run.config import RunConfig
+    from forge_rl.run.launch import launch
+    from forge_rl.run.run import Run
+    from forge_rl.run.start import start
     from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
 
 __all__ = [
@@ -38,15 +38,15 @@ _HOMES = {
     "Episode": "types",
     "ForgeError": "errors",
     "Group": "types",
-    "Run": "pipeline.run",
-    "RunConfig": "pipeline.config",
+    "Run": "run.run",
+    "RunConfig": "run.config",
     "Sampling": "types",
     "Task": "types",
     "Turn": "types",
     "group_advantages": "algorithms",
-    "launch": "pipeline.launch",
+    "launch": "run.launch",
     "pack": "data.packing",
-    "start": "pipeline.start",
+    "start": "run.start",
 }
 
 

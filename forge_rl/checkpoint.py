@@ -49,7 +49,7 @@ class Checkpoint:
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error}",
-                mend=f"delete {self.folder} to continue from the checkpoint before it",
+                hint=f"delete {self.folder} to continue from the checkpoint before it",
             ) from error
         return state
 
@@ -102,7 +102,7 @@ class Checkpoints:
             if free < bytes_needed:
                 raise CheckpointError(
                     f"a checkpoint takes {bytes_needed / 1e9:.2f} GB and {self._folder} has {free / 1e9:.2f} GB free",
-                    mend="free space, choose another --out, or lower --keep-checkpoints",
+                    hint="free space, choose another --out, or lower --keep-checkpoints",
                 )
             for part in ("model", "training"):
                 (partial / part).mkdir(parents=True)
@@ -121,7 +121,7 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self._folder}: {error.strerror or error}",
-                mend="free space, or choose another --out; earlier checkpoints are as they were",
+                hint="free space, or choose another --out; earlier checkpoints are as they were",
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong, each with the value seen and the mend; recipes print these as one clear message."""
+"""What can go wrong, each with the value seen and the hint; recipes print these as one clear message."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ class ForgeError(Exception):
 
     Args:
         message: what went wrong, with the value that was seen.
-        mend: what to do about it; printed on a line of its own.
+        hint: what to do about it; printed on a line of its own.
     """
 
-    def __init__(self, message: str, *, mend: str = "") -> None:
-        super().__init__(message, mend)
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint)
         self.message = message
-        self.mend = mend
+        self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.__dict__.copy())
 
     def __str__(self) -> str:
-        return f"{self.message}\n  mend: {self.mend}" if self.mend else self.message
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
 def _rebuild(kind: type[ForgeError], fields: dict[str, object]) -> ForgeError:
     """Unpickle an error: errors cross process boundaries and must keep their class and fields."""
     error = kind.__new__(kind)
-    Exception.__init__(error, fields["message"], fields["mend"])
+    Exception.__init__(error, fields["message"], fields["hint"])
     error.__dict__.update(fields)
     return error
 
@@ -63,13 +63,13 @@ class ServiceError(ForgeError):
         service: name of the service, such as "generator".
         replica: index of the replica, or None if the whole service failed.
         call: the remote call in flight, or "" when none was.
-        mend: what to do about it.
+        hint: what to do about it.
     """
 
     def __init__(
-        self, message: str, *, service: str, replica: int | None = None, call: str = "", mend: str = ""
+        self, message: str, *, service: str, replica: int | None = None, call: str = "", hint: str = ""
     ) -> None:
-        super().__init__(message, mend=mend)
+        super().__init__(message, hint=hint)
         self.service = service
         self.replica = replica
         self.call = call

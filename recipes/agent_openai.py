@@ -15,7 +15,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from forge_rl import Run, RunConfig, Task, group_advantages, launch, pack, start
-from forge_rl.services.gateway import GatewayConfig, Session
+from forge_rl.gateway import GatewayConfig, Session
 
 
 async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") -> str:
@@ -27,7 +27,10 @@ async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") 
         answer = completion.choices[0].message.content or ""
         if re.search(r"\d", answer):
             break
-        messages += [completion.choices[0].message, {"role": "user", "content": "Answer with a number, nothing else."}]
+        messages += [
+            completion.choices[0].message,
+            {"role": "user", "content": "Answer with a number, nothing else."},
+        ]
     return answer
 
 

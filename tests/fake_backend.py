@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.services.gateway import Gateway, Session
+from forge_rl.gateway import Gateway, Session
 from forge_rl.types import Chunk, Sampling
 
 EOS = 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import create, release
-from forge_rl.weights.shared_memory import SharedMemoryTransport
+from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 
 HOST = "local"
 

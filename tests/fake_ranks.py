@@ -16,28 +16,28 @@ import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import fingerprint
+from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.segment import check, readable
-from forge_rl.weights.torchstore import TorchStoreTransport
-from forge_rl.weights.transport import LocalShard, Transport
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalShard, Transport
+from forge_rl.weights.transports.torchstore import TorchStoreTransport
 
 RANKS = 4
 
-LAYOUT: dict[str, tuple[tuple[int, ...], tuple[Box, ...]]] = {
+LAYOUT: dict[str, tuple[tuple[int, ...], tuple[TensorSlice, ...]]] = {
     # Rows, as FSDP cuts them: the last rank has fewer.
-    "embed": ((50, 64), tuple(Box((13 * r, 0), (min(13, 50 - 13 * r), 64)) for r in range(RANKS))),
+    "embed": ((50, 64), tuple(TensorSlice((13 * r, 0), (min(13, 50 - 13 * r), 64)) for r in range(RANKS))),
     # Columns, as TP cuts them.
-    "out": ((32, 96), tuple(Box((0, 24 * r), (32, 24)) for r in range(RANKS))),
+    "out": ((32, 96), tuple(TensorSlice((0, 24 * r), (32, 24)) for r in range(RANKS))),
     # Experts by EP, their last dim by TP.
-    "experts": ((4, 16, 32), tuple(Box((r // 2 * 2, 0, r % 2 * 16), (2, 16, 16)) for r in range(RANKS))),
+    "experts": ((4, 16, 32), tuple(TensorSlice((r // 2 * 2, 0, r % 2 * 16), (2, 16, 16)) for r in range(RANKS))),
     # Larger than a bucket: rows by FSDP, columns by TP.
-    "head": ((64, 160), tuple(Box((r // 2 * 32, r % 2 * 80), (32, 80)) for r in range(RANKS))),
+    "head": ((64, 160), tuple(TensorSlice((r // 2 * 32, r % 2 * 80), (32, 80)) for r in range(RANKS))),
     # Fewer rows than ranks.
-    "bias": ((3,), tuple(Box((r,), (1 if r < 3 else 0,)) for r in range(RANKS))),
+    "bias": ((3,), tuple(TensorSlice((r,), (1 if r < 3 else 0,)) for r in range(RANKS))),
     # One rank has it.
-    "scale": ((), (Box((), ()),)),
+    "scale": ((), (TensorSlice((), ()),)),
 }
 """Of each tensor its shape, and which box which rank holds."""
 
@@ -56,9 +56,9 @@ def values_of(version: int, name: str) -> torch.Tensor:
 
 def shards_of(version: int, rank: int) -> list[LocalShard]:
     return [
-        LocalShard(name=name, box=boxes[rank], values=torch.nn.Parameter(boxes[rank].of(values_of(version, name))))
-        for name, (_, boxes) in LAYOUT.items()
-        if rank < len(boxes)
+        LocalShard(name=name, box=slices[rank], values=torch.nn.Parameter(slices[rank].of(values_of(version, name))))
+        for name, (_, slices) in LAYOUT.items()
+        if rank < len(slices)
     ]
 
 
@@ -125,7 +125,9 @@ class FakeRank(ServiceActor):
     async def write_zeros(self, transport: Transport, drafted: Manifest) -> list[ShardReport]:
         """Write all tensors of a draft, whatever they are, as the only rank."""
         whole = ((entry.name, entry.shape) for entry in drafted.tensors)
-        shards = (LocalShard(name=name, box=Box.whole(shape), values=torch.zeros(shape)) for name, shape in whole)
+        shards = (
+            LocalShard(name=name, box=TensorSlice.whole(shape), values=torch.zeros(shape)) for name, shape in whole
+        )
         return await transport.write(drafted, shards, rank=0)
 
     @concurrent_endpoint

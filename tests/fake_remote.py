@@ -17,11 +17,11 @@ from monarch.actor import concurrent_endpoint
 from monarch.rdma import RDMABuffer, get_rdma_backend
 
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import fingerprint
+from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport, TensorSpec, complete, draft, is_of
-from forge_rl.weights.remote import Puller, Shared
 from forge_rl.weights.segment import readable, writable
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.remote import Puller, Shared
 from forge_rl.weights.volume import Volume
 
 
@@ -74,7 +74,7 @@ class RemoteActor(ServiceActor):
             if is_of(entry.bucket, version):
                 values = entry.of(writable(refs[entry.bucket]))
                 values.view(-1).view(torch.uint8).random_(0, 256)
-                box = Box.whole(entry.shape)
+                box = TensorSlice.whole(entry.shape)
                 reports.append(ShardReport(name=entry.name, box=box, fingerprint=fingerprint(values, entry.shape)))
         return complete(drafted, [reports])
 

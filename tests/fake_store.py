@@ -19,16 +19,16 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
-from forge_rl.services.weights import WeightStore
-from forge_rl.services.weights_actor import WeightStoreActor
-from forge_rl.weights import shared_memory
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import Move, fingerprint
+from forge_rl.services.weight_store import WeightStore
+from forge_rl.services.weight_store_actor import WeightStoreActor
+from forge_rl.weights.fingerprints import Move, fingerprint
 from forge_rl.weights.leases import WeightReader
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.segment import check, readable
-from forge_rl.weights.shared_memory import SharedMemoryTransport
-from forge_rl.weights.transport import LocalShard, Transport, to_write
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports import shared_memory
+from forge_rl.weights.transports.protocol import LocalShard, Transport, to_write
+from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_actors import cluster, new_service_name
 
 SHAPES = {"a": (40, 16), "b": (7, 5), "c": (3,), "d": (16, 32)}
@@ -169,7 +169,7 @@ def shards(values: Mapping[str, int], rank: int) -> list[LocalShard]:
     for name, shape in SHAPES.items():
         rows = -(-shape[0] // RANKS)
         count = max(0, min(rows, shape[0] - rank * rows))
-        box = Box((rank * rows, *(0 for _ in shape[1:])), (count, *shape[1:]))
+        box = TensorSlice((rank * rows, *(0 for _ in shape[1:])), (count, *shape[1:]))
         made.append(LocalShard(name=name, box=box, values=torch.full(box.size, float(values[name]))))
     return made
 

@@ -28,7 +28,7 @@ async def obey(order: str) -> None:
             await asyncio.Event().wait()
 
 
-class World:
+class EnvSession:
     """Writes down how it ends, in a folder that its task names. Each answer is an order."""
 
     def __init__(self, task: Task) -> None:
@@ -56,7 +56,7 @@ class World:
             file.write(f"{what} {os.getpid()} {' '.join(self._said)}".strip() + "\n")
 
 
-class PlainlyClosed(World):
+class PlainlyClosed(EnvSession):
     """Whose close is not async."""
 
     def close(self) -> None:  # type: ignore[override]

@@ -9,10 +9,10 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
-from forge_rl.pipeline.attempts import Attempts
-from forge_rl.pipeline.phases import Devices
-from forge_rl.pipeline.plans import ScheduleConfig
-from forge_rl.pipeline.rollouts import Rollouts, Shape
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.types import Chunk, Message, Sampling, Task
 
 
@@ -125,7 +125,7 @@ class StagedEnvironment:
         env = self.factory(task)
         owner = self
 
-        class World:
+        class EnvSession:
             async def step(self, answer: str) -> Step:
                 step: Step = await env.step(answer)
                 return step
@@ -136,7 +136,7 @@ class StagedEnvironment:
             def abandon(self) -> None:
                 owner.closed += 1
 
-        return World(), await env.reset()
+        return EnvSession(), await env.reset()
 
 
 class StagedReward:
@@ -147,7 +147,7 @@ class StagedReward:
         return self.score_of(task, text)  # type: ignore[operator, no-any-return]
 
 
-def rollouts(**changes: object) -> Rollouts:
+def rollouts(**changes: object) -> RolloutExecutor:
     parts: dict[str, object] = {
         "mixture": Mixture({"counting": CountingSource()}),
         "shape": Shape(groups=3, episodes=4),
@@ -161,9 +161,9 @@ def rollouts(**changes: object) -> Rollouts:
         "warn": lambda text: None,
     }
     parts |= changes
-    attempt = Attempts(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
-    devices = Devices(parts["generator"])  # type: ignore[arg-type]
-    return Rollouts(attempt=attempt, devices=devices, **parts)  # type: ignore[arg-type]
+    attempt = EpisodeRunner(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
+    devices = DeviceHandover(parts["generator"])  # type: ignore[arg-type]
+    return RolloutExecutor(attempt=attempt, devices=devices, **parts)  # type: ignore[arg-type]
 
 
 class MortalGenerator(StagedGenerator):

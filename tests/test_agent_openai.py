@@ -16,8 +16,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from forge_rl.errors import ReplicaError, ServiceError
-from forge_rl.services.gateway import Agent, GatewayConfig, Session, serving_agents
-from forge_rl.services.gateway.agents import AgentAttempts
+from forge_rl.gateway import Agent, GatewayConfig, Session, serving_agents
+from forge_rl.gateway.agents import AgentEpisodeRunner
 from forge_rl.types import Chunk, Outcome, Sampling, Task
 from recipes.agent_openai import solve
 from tests.conftest import ROOT
@@ -26,7 +26,7 @@ from tests.fake_backend import FakeBackend, ids_of, letters_of, tokenizer, until
 TASK = Task(id="7", source="s", messages=({"role": "user", "content": "What is 2 + 3?"},))
 
 
-class Seat:
+class PolicyClient:
     """An episode's way to a fake backend."""
 
     def __init__(self, backend: FakeBackend, sampling: Sampling | None = None) -> None:
@@ -37,7 +37,7 @@ class Seat:
         return self.backend.stream(prompt_ids, sampling, session=None)
 
 
-class Judge:
+class Scorer:
     """Gives the length of the text."""
 
     error: Exception | None = None
@@ -49,9 +49,9 @@ class Judge:
 
 
 @asynccontextmanager
-async def attempts_of(agent: Agent, judge: Judge | None = None, **outside: Any) -> AsyncIterator[AgentAttempts]:
+async def attempts_of(agent: Agent, judge: Scorer | None = None, **outside: Any) -> AsyncIterator[AgentEpisodeRunner]:
     engines = FakeBackend(**outside)
-    async with serving_agents(agent, GatewayConfig(), engines, tokenizer(), judge or Judge()) as attempts:
+    async with serving_agents(agent, GatewayConfig(), engines, tokenizer(), judge or Scorer()) as attempts:
         yield attempts
 
 
@@ -71,9 +71,9 @@ def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
             return await solve(client, task.messages[0]["content"], model="fake")
 
     async def check() -> None:
-        seat = Seat(FakeBackend([letters_of("Let me see."), "It is 5."]))
+        client = PolicyClient(FakeBackend([letters_of("Let me see."), "It is 5."]))
         async with attempts_of(agent) as attempts:
-            episode = await attempts(TASK, seat)
+            episode = await attempts(TASK, client)
         assert (episode.outcome, episode.reward) == (Outcome.COMPLETED, float(len("It is 5.")))
         assert episode.task is TASK
         first, second = episode.turns
@@ -82,7 +82,7 @@ def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
         assert second.prompt_ids[: len(first.prompt_ids + first.token_ids)] == first.prompt_ids + first.token_ids
         (segment,) = episode.segments
         assert sum(segment.trained) == len(letters_of("Let me see.")) + len(ids_of("It is 5."))
-        assert {asked.sampling.temperature for asked in seat.backend.asked} == {0.7}
+        assert {asked.sampling.temperature for asked in client.backend.asked} == {0.7}
 
     asyncio.run(check())
 
@@ -95,7 +95,7 @@ def test_what_the_agent_returns_is_scored_or_else_the_last_answer(returned: str 
 
     async def check() -> None:
         async with attempts_of(agent) as attempts:
-            assert (await attempts(TASK, Seat(FakeBackend()))).reward == scored
+            assert (await attempts(TASK, PolicyClient(FakeBackend()))).reward == scored
 
     asyncio.run(check())
 
@@ -106,7 +106,7 @@ def test_an_answer_that_is_cut_off_last_makes_the_episode_truncated():
 
     async def check() -> None:
         async with attempts_of(agent) as attempts:
-            episode = await attempts(TASK, Seat(FakeBackend(), Sampling(max_tokens=2)))
+            episode = await attempts(TASK, PolicyClient(FakeBackend(), Sampling(max_tokens=2)))
         assert episode.outcome is Outcome.TRUNCATED
         assert episode.reward == len(episode.turns[0].text)
 
@@ -136,7 +136,7 @@ def test_why_an_agent_raises_decides_the_outcome(backend: FakeBackend, question:
 
     async def check() -> None:
         async with attempts_of(agent) as attempts:
-            episode = await attempts(TASK, Seat(backend))
+            episode = await attempts(TASK, PolicyClient(backend))
         assert episode.outcome is outcome
         assert problem in episode.problem
         assert bool(episode.problem) == (not outcome.scored)
@@ -154,7 +154,7 @@ def test_an_error_that_the_agent_overcame_is_no_reason_for_a_later_one():
 
     async def check() -> None:
         async with attempts_of(agent) as attempts:
-            assert (await attempts(TASK, Seat(FakeBackend()))).outcome is Outcome.ENVIRONMENT_ERROR
+            assert (await attempts(TASK, PolicyClient(FakeBackend()))).outcome is Outcome.ENVIRONMENT_ERROR
 
     asyncio.run(check())
 
@@ -165,7 +165,7 @@ def test_an_agent_that_asks_nothing_gives_nothing_to_train():
 
     async def check() -> None:
         async with attempts_of(agent) as attempts:
-            episode = await attempts(TASK, Seat(FakeBackend()))
+            episode = await attempts(TASK, PolicyClient(FakeBackend()))
         assert episode.outcome is Outcome.ENVIRONMENT_ERROR
         assert "no answer" in episode.problem
 
@@ -181,10 +181,10 @@ def test_a_judge_that_fails_is_told_from_one_that_dies(error: Exception, outcome
         return await ask(session)
 
     async def check() -> None:
-        judge = Judge()
+        judge = Scorer()
         judge.error = error
         async with attempts_of(agent, judge) as attempts:
-            assert (await attempts(TASK, Seat(FakeBackend()))).outcome is outcome
+            assert (await attempts(TASK, PolicyClient(FakeBackend()))).outcome is outcome
 
     asyncio.run(check())
 
@@ -197,7 +197,7 @@ def test_answers_of_one_episode_are_decoded_one_at_a_time_and_of_two_side_by_sid
         gate = asyncio.Event()
         backends = [FakeBackend(gate=gate), FakeBackend(gate=gate)]
         async with attempts_of(agent) as attempts, asyncio.TaskGroup() as group:
-            episodes = [group.create_task(attempts(TASK, Seat(backend))) for backend in backends]
+            episodes = [group.create_task(attempts(TASK, PolicyClient(backend))) for backend in backends]
             await until(lambda: all(backend.open for backend in backends))
             gate.set()
         assert [len(episode.result().turns) for episode in episodes] == [2, 2]
@@ -213,14 +213,14 @@ def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine
     async def check() -> None:
         backend = FakeBackend(gate=asyncio.Event())
         async with attempts_of(agent) as attempts:
-            episode = asyncio.ensure_future(attempts(TASK, Seat(backend)))
+            episode = asyncio.ensure_future(attempts(TASK, PolicyClient(backend)))
             await until(lambda: backend.chunks > 0)
             episode.cancel()
             await asyncio.wait([episode])
             assert episode.cancelled()
             assert (backend.open, backend.aborted) == (0, 1)
             attempts._deadline_s = 0.5
-            slow = await attempts(TASK, Seat(backend))
+            slow = await attempts(TASK, PolicyClient(backend))
             assert slow.outcome is Outcome.INFRASTRUCTURE_ERROR
             assert "longer than 0.5 s" in slow.problem
             assert backend.open == 0

@@ -17,14 +17,14 @@ from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.errors import AttestationError, WeightsError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.services.engine_actor import GeneratorActor
 from forge_rl.services.generator import Generator
+from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.types import Sampling, Turn
 from forge_rl.weights import segment
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import Move, move
+from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
-from forge_rl.weights.transport import LocalBucket
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalBucket
 from tests.tiny import make_tiny_model
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
@@ -77,12 +77,12 @@ class Shelf:
         memory = {bucket.key: segment.writable(bucket.segment) for bucket in buckets}
         sums = move(
             [
-                Move(e.of(memory[e.bucket]), weights[e.name].detach(), e.shape, Box.whole(e.shape))
+                Move(e.of(memory[e.bucket]), weights[e.name].detach(), e.shape, TensorSlice.whole(e.shape))
                 for e in manifest.tensors
             ]
         )
         reports = [
-            ShardReport(name=entry.name, box=Box.whole(entry.shape), fingerprint=value)
+            ShardReport(name=entry.name, box=TensorSlice.whole(entry.shape), fingerprint=value)
             for entry, value in zip(manifest.tensors, sums, strict=True)
         ]
         self.manifest = complete(replace(manifest, buckets=tuple(buckets)), [reports])

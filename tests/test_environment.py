@@ -13,9 +13,9 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.environment import EnvFactory, Environment
-from forge_rl.services.environment import World as Handle
+from forge_rl.services.environment import EnvSession as Handle
 from tests.fake_actors import cluster
-from tests.fake_worlds import PlainlyClosed, Unclosed, World, task_of
+from tests.fake_worlds import EnvSession, PlainlyClosed, Unclosed, task_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -24,7 +24,7 @@ LONG_S = 120.0
 
 @contextlib.asynccontextmanager
 async def environment(
-    logs: Path, factory: EnvFactory = World, *, replicas: int = 1, deadline_s: float = LONG_S
+    logs: Path, factory: EnvFactory = EnvSession, *, replicas: int = 1, deadline_s: float = LONG_S
 ) -> AsyncIterator[tuple[Environment, Faults]]:
     async with cluster(logs) as (made, faults):
         config = Environment.Config(replicas=replicas, deadline_s=deadline_s)
@@ -46,7 +46,7 @@ def pid_of(observation: Observation) -> int:
     return int(str(observation.messages[0]["content"]))
 
 
-@pytest.mark.parametrize(("factory", "word"), [(World, "close"), (PlainlyClosed, "plainly")])
+@pytest.mark.parametrize(("factory", "word"), [(EnvSession, "close"), (PlainlyClosed, "plainly")])
 def test_a_world_is_closed_when_it_is_done_and_when_it_is_given_up(factory: EnvFactory, word: str, tmp_path: Path):
     async def main() -> None:
         async with environment(tmp_path, factory) as (service, _):
@@ -175,14 +175,14 @@ def test_a_world_whose_replica_dies_while_it_opens_is_opened_elsewhere(tmp_path:
             assert ["status 3" in fault.cause for fault in faults.seen] == [True]
             # All die, and come back.
             for replica in service._service.replicas:
-                service._service.condemn(replica, "test")
+                service._service.mark_failed(replica, "test")
             world, _ = await service.open(task)
             assert (await world.step("done")).done
 
     asyncio.run(main())
 
 
-class Fatal(World):
+class Fatal(EnvSession):
     """Kills its process the first time that it is reset."""
 
     async def reset(self) -> Observation:

@@ -21,33 +21,33 @@ PLAIN = [
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_an_error_crosses_processes_with_its_class_and_fields(kind: type[ForgeError]):
-    error = pickle.loads(pickle.dumps(kind("3 is too few", mend="set --n to 4")))
+    error = pickle.loads(pickle.dumps(kind("3 is too few", hint="set --n to 4")))
     assert type(error) is kind
-    assert (error.message, error.mend, error.args) == ("3 is too few", "set --n to 4", ("3 is too few", "set --n to 4"))
-    assert str(error) == "3 is too few\n  mend: set --n to 4"
+    assert (error.message, error.hint, error.args) == ("3 is too few", "set --n to 4", ("3 is too few", "set --n to 4"))
+    assert str(error) == "3 is too few\n  hint: set --n to 4"
 
 
 @pytest.mark.parametrize("kind", [ServiceError, DeadlineError])
 @pytest.mark.parametrize("through", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
 def test_a_service_error_keeps_where_it_happened(kind: type[ServiceError], through):
-    error = kind("it died", service="reward", replica=3, call="score", mend="see the log")
+    error = kind("it died", service="reward", replica=3, call="score", hint="see the log")
     error.phase = "rollout"
-    error.hint = "also what was added later"
+    error.added = "what was added later"
     other = through(error)
     assert type(other) is kind
     assert vars(other) == {
         "message": "it died",
-        "mend": "see the log",
+        "hint": "see the log",
         "service": "reward",
         "replica": 3,
         "call": "score",
         "phase": "rollout",
-        "hint": "also what was added later",
+        "added": "what was added later",
     }
-    assert str(other) == "reward replica 3, call score, phase rollout: it died\n  mend: see the log"
+    assert str(other) == "reward replica 3, call score, phase rollout: it died\n  hint: see the log"
 
 
-def test_an_error_without_a_mend_is_one_line():
+def test_an_error_without_a_hint_is_one_line():
     assert str(ForgeError("it broke")) == "it broke"
 
 

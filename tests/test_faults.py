@@ -159,7 +159,7 @@ def test_a_late_phase_names_the_call_that_it_waited_for():
         assert error.message == (
             "phase train did not end within its 0.01 s; this call has run for 7 s, and 1 more calls are in flight"
         )
-        assert "--phase-deadline-s" in error.mend
+        assert "--phase-deadline-s" in error.hint
         await asyncio.sleep(0)  # the task is not left cancelled
 
     asyncio.run(main())

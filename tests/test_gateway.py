@@ -309,7 +309,7 @@ def test_what_changes_nothing_may_be_asked_for():
 @pytest.mark.parametrize(
     ("failure", "error", "text"),
     [
-        (ServiceError("it died", service="generator", mend="see /secret/log"), openai.InternalServerError, "it died"),
+        (ServiceError("it died", service="generator", hint="see /secret/log"), openai.InternalServerError, "it died"),
         (ConfigError("too long"), openai.BadRequestError, "too long"),
         (RuntimeError("/secret: a bug"), openai.InternalServerError, "the gateway failed"),
     ],

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.services.gateway import Gateway, GatewayConfig
+from forge_rl.gateway import Gateway, GatewayConfig
 from forge_rl.types import Sampling
 from tests.fake_backend import FakeBackend, letters_of, serving, tokenizer, until
 

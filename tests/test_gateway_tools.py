@@ -100,7 +100,7 @@ def test_what_is_no_call_is_text(text: str):
 def test_an_unknown_tool_parser_is_refused_with_the_known_ones():
     async def check() -> None:
         async with serving(FakeBackend(), tool_parser="nonsense") as gateway:
-            with pytest.raises(ConfigError, match=r"'nonsense'\n  mend: .*hermes"):
+            with pytest.raises(ConfigError, match=r"'nonsense'\n  hint: .*hermes"):
                 await gateway.load_tool_parser()
 
     asyncio.run(check())

@@ -14,13 +14,13 @@ from forge_rl.errors import AttestationError, ConfigError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
-from forge_rl.services.weights import WeightStore
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Sampling, Turn
 from forge_rl.weights.attestation import attest
-from forge_rl.weights.boxes import Box
 from forge_rl.weights.manifest import Manifest, TensorEntry, TensorSpec
 from forge_rl.weights.segment import writable
-from forge_rl.weights.transport import LocalShard
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalShard
 from tests.tiny import make_tiny_model
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
@@ -30,7 +30,9 @@ async def publish(store: WeightStore, model: torch.nn.Module, version: int) -> M
     """What a trainer of one rank does."""
     weights = dict(model.named_parameters())
     specs = [TensorSpec(name=name, shape=tuple(weight.shape)) for name, weight in weights.items()]
-    shards = [LocalShard(name=name, box=Box.whole(weight.shape), values=weight) for name, weight in weights.items()]
+    shards = [
+        LocalShard(name=name, box=TensorSlice.whole(weight.shape), values=weight) for name, weight in weights.items()
+    ]
     async with store.publishing(version, specs, torch.float32) as publication:
         reports = await store.transport().write(publication.draft, shards, rank=0)
         return await publication.commit([reports])

@@ -17,7 +17,7 @@ from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.supervisor import Restart
+from forge_rl.runtime.supervision import Restart
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling, Turn
 from tests.fake_actors import cluster, new_service_name

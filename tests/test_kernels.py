@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forge_rl.weights.fingerprint import CAST, COPY, HASH, PLAIN
+from forge_rl.weights.fingerprints import CAST, COPY, HASH, PLAIN
 from forge_rl.weights.kernels import run_rows
 from tests.test_fingerprint import formula
 

@@ -116,7 +116,7 @@ def test_what_a_script_itself_defines_is_sent_by_value(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
-        (ConfigError("3 is too few", mend="set --n to 4"), ConfigError, "3 is too few"),
+        (ConfigError("3 is too few", hint="set --n to 4"), ConfigError, "3 is too few"),
         (ValueError("no such thing"), ServiceError, "ValueError: no such thing"),
         (Locked(), ServiceError, "Locked: it holds a lock"),
         (Mute(), ServiceError, "Mute"),
@@ -133,7 +133,7 @@ def test_an_error_ends_its_own_call_only(error: BaseException, kind: type[ForgeE
             assert type(caught.value) is kind
             if isinstance(caught.value, ServiceError):
                 assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "run")
-                assert str(replica.log) in caught.value.mend
+                assert str(replica.log) in caught.value.hint
             assert faults.seen == []
 
     asyncio.run(main())
@@ -149,7 +149,7 @@ class _Raising:
         if self.kind is Locked:
             raise Locked
         if self.kind is ConfigError:
-            raise ConfigError("3 is too few", mend="set --n to 4")
+            raise ConfigError("3 is too few", hint="set --n to 4")
         raise self.kind(*self.args)
 
 

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.boxes import Box
 from forge_rl.weights.manifest import (
     Bucket,
     Manifest,
@@ -18,6 +17,7 @@ from forge_rl.weights.manifest import (
     draft,
     is_of,
 )
+from forge_rl.weights.slices import TensorSlice
 
 MODEL = {"a": (4, 3), "b": (5,), "c": (), "d": (8, 4)}
 
@@ -29,7 +29,7 @@ def specs(*, changed: tuple[str, ...] = tuple(MODEL), **shapes: tuple[int, ...])
 def reports(drafted: Manifest, fingerprint: int = 1) -> list[ShardReport]:
     """Of one rank that holds all."""
     return [
-        ShardReport(name=entry.name, box=Box.whole(entry.shape), fingerprint=fingerprint)
+        ShardReport(name=entry.name, box=TensorSlice.whole(entry.shape), fingerprint=fingerprint)
         for entry in drafted.tensors
         if is_of(entry.bucket, drafted.version)
     ]
@@ -155,7 +155,7 @@ def test_a_version_is_told_from_one_whose_number_begins_alike():
 
 def test_ranks_together_make_a_whole_tensor():
     drafted = draft([TensorSpec(name="w", shape=(4, 3))], version=7, dtype=torch.float32)
-    pieces = [Piece(box=Box((row, 0), (2, 3)), part=f"7/0/{row}", offset=0) for row in (2, 0)]
+    pieces = [Piece(box=TensorSlice((row, 0), (2, 3)), part=f"7/0/{row}", offset=0) for row in (2, 0)]
     manifest = complete(
         drafted,
         [
@@ -173,18 +173,18 @@ def test_ranks_together_make_a_whole_tensor():
 
 
 @pytest.mark.parametrize(
-    ("boxes", "said"),
+    ("slices", "said"),
     [
-        ([Box((0, 0), (2, 3)), Box((3, 0), (1, 3))], "they hold 9 of 12 elements"),
+        ([TensorSlice((0, 0), (2, 3)), TensorSlice((3, 0), (1, 3))], "they hold 9 of 12 elements"),
         ([], "they hold 0 of 12 elements"),
-        ([Box((0, 0), (3, 3)), Box((2, 0), (2, 3))], "overlaps"),
-        ([Box((0, 0), (4, 3)), Box((0, 0), (4, 3))], "overlaps"),
-        ([Box((0, 0), (4, 4))], "reaches outside"),
+        ([TensorSlice((0, 0), (3, 3)), TensorSlice((2, 0), (2, 3))], "overlaps"),
+        ([TensorSlice((0, 0), (4, 3)), TensorSlice((0, 0), (4, 3))], "overlaps"),
+        ([TensorSlice((0, 0), (4, 4))], "reaches outside"),
     ],
 )
-def test_a_tensor_that_was_not_written_exactly_once_is_refused(boxes: list[Box], said: str):
+def test_a_tensor_that_was_not_written_exactly_once_is_refused(slices: list[TensorSlice], said: str):
     drafted = draft(specs(), version=3, dtype=torch.float32)
-    ranks = [[ShardReport(name="a", box=box, fingerprint=0)] for box in boxes]
+    ranks = [[ShardReport(name="a", box=box, fingerprint=0)] for box in slices]
     ranks.append([report for report in reports(drafted) if report.name != "a"])
     with pytest.raises(WeightsError, match=said) as caught:
         complete(drafted, ranks)
@@ -193,12 +193,12 @@ def test_a_tensor_that_was_not_written_exactly_once_is_refused(boxes: list[Box],
 
 def test_what_was_not_to_be_written_is_refused():
     drafted = draft(specs(), version=3, dtype=torch.float32)
-    more = ShardReport(name="z", box=Box((0,), (1,)), fingerprint=0)
+    more = ShardReport(name="z", box=TensorSlice((0,), (1,)), fingerprint=0)
     with pytest.raises(WeightsError, match=r"version 3 was not to hold \['z'\]"):
         complete(drafted, [reports(drafted), [more]])
     # Nor what stays where an older version has it.
     drafted = draft(specs(changed=("b",)), version=4, dtype=torch.float32, base=published())
-    again = ShardReport(name="a", box=Box.whole((4, 3)), fingerprint=0)
+    again = ShardReport(name="a", box=TensorSlice.whole((4, 3)), fingerprint=0)
     with pytest.raises(WeightsError, match=r"version 4 was not to hold \['a'\]"):
         complete(drafted, [[*reports(drafted), again]])
 

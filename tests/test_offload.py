@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.titan import offload
-from forge_rl.engines.titan.offload import Away
+from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import named_weights, values_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ForgeError
@@ -199,7 +199,7 @@ def test_a_storage_leaves_once_and_whole_however_many_share_it():
     base = torch.arange(12.0)
     tensors = [base[2:5], base.view(3, 4).t(), base, torch.arange(5, dtype=torch.int16), torch.empty(0)]
     before = [tensor.clone() for tensor in tensors]
-    away = Away(iter(tensors))
+    away = OffloadedState(iter(tensors))
     assert away.bytes == 12 * 4 + 5 * 2
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 5
     away.bring_back()
@@ -211,7 +211,7 @@ def test_a_storage_leaves_once_and_whole_however_many_share_it():
 def test_what_finds_no_room_can_come_back_later(monkeypatch: pytest.MonkeyPatch):
     tensors = [torch.arange(10.0) + index for index in range(3)]
     before = [tensor.clone() for tensor in tensors]
-    away = Away(tensors)
+    away = OffloadedState(tensors)
     resize, calls = torch.UntypedStorage.resize_, []
 
     def full(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -223,7 +223,7 @@ def test_what_finds_no_room_can_come_back_later(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
     with pytest.raises(ForgeError, match="comes back to cpu: CUDA out of memory") as caught:
         away.bring_back()
-    assert "--generator.memory-share" in caught.value.mend
+    assert "--generator.memory-share" in caught.value.hint
     away.bring_back()
     assert calls == [40] * 4
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
@@ -241,5 +241,5 @@ def test_when_host_memory_runs_out_nothing_has_left(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(offload, "_copies", full)
     with pytest.raises(RuntimeError, match="no memory"):
-        Away(tensors)
+        OffloadedState(tensors)
     assert [tensor.tolist() for tensor in tensors] == [list(range(10)), list(range(20))]

@@ -209,7 +209,7 @@ def test_a_segment_longer_than_a_row_is_refused_with_the_flag_and_what_is_needed
         packed(batch_of(simple([[20] * 8, [30]], [10, 11, 12])), Layout(row_tokens=8, pad_multiple=4))
     assert "10 tokens" in error.value.message
     assert "row_tokens is 8" in error.value.message
-    assert "--trainer.row-tokens to at least 12" in error.value.mend
+    assert "--trainer.row-tokens to at least 12" in error.value.hint
 
 
 def test_a_segment_that_just_fits_is_packed():

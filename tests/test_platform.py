@@ -51,7 +51,7 @@ def test_a_port_that_is_taken_is_an_error_with_its_flag():
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot meet at 127.0.0.1:{port}") as caught:
             init_distributed(0, 2, "127.0.0.1", port)
-    assert "--trainer.port" in caught.value.mend
+    assert "--trainer.port" in caught.value.hint
 
 
 def test_a_world_of_one_needs_no_network(process_group: None):

@@ -1,4 +1,4 @@
-"""Reading boxes: each goes to its place, what does not fit is refused, and readers' reports make whole tensors."""
+"""Reading slices: each goes to its place, what does not fit is refused, and readers' reports make whole tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import fingerprint
+from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
 from forge_rl.weights.reading import ReadReport, combine_reports, read_boxes
 from forge_rl.weights.segment import renew, writable
-from forge_rl.weights.shared_memory import SharedMemoryTransport
-from forge_rl.weights.transport import LocalBucket, LocalShard
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalBucket, LocalShard
+from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_host import forget, reserve, transport
 
 TENSORS = {
@@ -33,14 +33,16 @@ def manifest(tmp_path: Path) -> Iterator[Manifest]:
     specs = [TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in TENSORS.items()]
     drafted = reserve(draft(specs, version=3, dtype=torch.bfloat16, bucket_bytes=6 << 10), tmp_path)
     assert [len(drafted.entries(key)) for key in drafted.keys] == [2, 2]
-    shards = [LocalShard(name=name, box=Box.whole(tensor.shape), values=tensor) for name, tensor in TENSORS.items()]
+    shards = [
+        LocalShard(name=name, box=TensorSlice.whole(tensor.shape), values=tensor) for name, tensor in TENSORS.items()
+    ]
     yield complete(drafted, [asyncio.run(transport().write(drafted, shards, rank=0))])
     forget(drafted)
 
 
 def read(
     manifest: Manifest,
-    wants: dict[str, Box],
+    wants: dict[str, TensorSlice],
     places: dict[str, torch.Tensor],
     source: SharedMemoryTransport | None = None,
 ) -> ReadReport:
@@ -52,13 +54,17 @@ def empty(size: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_boxes_go_to_their_places_in_a_fused_parameter(manifest: Manifest):
-    wants = {"q": Box((32, 0), (32, 32)), "k": Box((16, 0), (16, 32)), "o": Box((0, 32), (32, 32))}
+    wants = {
+        "q": TensorSlice((32, 0), (32, 32)),
+        "k": TensorSlice((16, 0), (16, 32)),
+        "o": TensorSlice((0, 32), (32, 32)),
+    }
     fused, out = empty((48, 32)), torch.nn.Parameter(empty((32, 32)))
     report = read(manifest, wants, {"q": fused[:32], "k": fused[32:], "o": out})
     assert torch.equal(fused, torch.cat([FOLDED["q"][32:], FOLDED["k"][16:]]))
     assert torch.equal(out, FOLDED["o"][:, 32:])
     assert report.version == 3
-    assert report.boxes == wants
+    assert report.slices == wants
     assert report.bytes == (32 * 32 + 16 * 32 + 32 * 32) * 2
     assert report.fingerprints == {
         name: fingerprint(box.of(FOLDED[name]).contiguous(), FOLDED[name].shape, box) for name, box in wants.items()
@@ -69,13 +75,13 @@ def test_the_fingerprints_are_of_what_was_read_not_of_what_was_to_be_there(manif
     segment = next(bucket.segment for bucket in manifest.buckets if bucket.key == "3/0")
     assert segment is not None
     writable(segment)[100] += 1
-    report = read(manifest, {"q": Box.whole((64, 32))}, {"q": empty((64, 32))})
+    report = read(manifest, {"q": TensorSlice.whole((64, 32))}, {"q": empty((64, 32))})
     assert report.fingerprints["q"] != manifest.tensors[0].fingerprint
 
 
 def test_a_place_on_another_device_is_written_by_torch(manifest: Manifest):
     place = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")  # has no address: the kernels would crash
-    report = read(manifest, {"q": Box.whole((64, 32))}, {"q": place})
+    report = read(manifest, {"q": TensorSlice.whole((64, 32))}, {"q": place})
     assert report.fingerprints["q"] == manifest.tensors[0].fingerprint
 
 
@@ -85,7 +91,7 @@ def test_nothing_wanted_is_nothing_read(manifest: Manifest):
 
 
 def test_a_box_without_elements_is_read_as_nothing(manifest: Manifest):
-    box = Box((7,), (0,))
+    box = TensorSlice((7,), (0,))
     report = read(manifest, {"norm": box}, {"norm": empty((0,))})
     assert (report.bytes, report.fingerprints) == (0, {"norm": 0})
 
@@ -93,13 +99,13 @@ def test_a_box_without_elements_is_read_as_nothing(manifest: Manifest):
 @pytest.mark.parametrize(
     ("wants", "message"),
     [
-        ({"q": Box.whole((64, 32)), "v": Box.whole((32, 32))}, r"version 3 lacks \['v'\]"),
-        ({"q": Box((32, 0), (33, 32))}, "outside of 'q'"),
-        ({"q": Box((0,), (64,))}, "outside of 'q'"),
-        ({"o": Box((0, 2), (32, 62))}, "begins or ends within 8 bytes"),
+        ({"q": TensorSlice.whole((64, 32)), "v": TensorSlice.whole((32, 32))}, r"version 3 lacks \['v'\]"),
+        ({"q": TensorSlice((32, 0), (33, 32))}, "outside of 'q'"),
+        ({"q": TensorSlice((0,), (64,))}, "outside of 'q'"),
+        ({"o": TensorSlice((0, 2), (32, 62))}, "begins or ends within 8 bytes"),
     ],
 )
-def test_a_box_that_cannot_be_read_is_refused(wants: dict[str, Box], message: str, manifest: Manifest):
+def test_a_box_that_cannot_be_read_is_refused(wants: dict[str, TensorSlice], message: str, manifest: Manifest):
     places = {name: empty(box.size) for name, box in wants.items()}
     with pytest.raises(WeightsError, match=message):
         read(manifest, wants, places)
@@ -110,7 +116,7 @@ def test_a_box_that_cannot_be_read_is_refused(wants: dict[str, Box], message: st
 )
 def test_a_place_that_does_not_fit_is_refused_and_not_written(place: torch.Tensor, manifest: Manifest):
     with pytest.raises(WeightsError, match=r"the place for 'q' is .*what is read is \(64, 32\) of torch.bfloat16"):
-        read(manifest, {"q": Box.whole((64, 32))}, {"q": place})
+        read(manifest, {"q": TensorSlice.whole((64, 32))}, {"q": place})
     assert not place.any()
 
 
@@ -127,7 +133,7 @@ class Freeing(SharedMemoryTransport):
 
 def test_a_bucket_that_is_freed_while_it_is_read_is_refused(manifest: Manifest):
     with pytest.raises(WeightsError, match="was freed and holds another version"):
-        read(manifest, {"q": Box.whole((64, 32))}, {"q": empty((64, 32))}, Freeing("local", {}))
+        read(manifest, {"q": TensorSlice.whole((64, 32))}, {"q": empty((64, 32))}, Freeing("local", {}))
 
 
 class Forgetful(SharedMemoryTransport):
@@ -142,28 +148,28 @@ class Forgetful(SharedMemoryTransport):
 
 
 def test_a_tensor_that_did_not_come_is_missed(manifest: Manifest):
-    wants = {name: Box.whole(tensor.shape) for name, tensor in TENSORS.items()}
+    wants = {name: TensorSlice.whole(tensor.shape) for name, tensor in TENSORS.items()}
     places = {name: empty(tuple(tensor.shape)) for name, tensor in TENSORS.items()}
     with pytest.raises(WeightsError, match=r"version 3 did not hold \['norm', 'o'\]"):
         read(manifest, wants, places, Forgetful("local", {}))
 
 
-def report_of(boxes: dict[str, Box], *, version: int = 3, of: dict[str, torch.Tensor] = FOLDED) -> ReadReport:
+def report_of(slices: dict[str, TensorSlice], *, version: int = 3, of: dict[str, torch.Tensor] = FOLDED) -> ReadReport:
     return ReadReport(
         version=version,
         bytes=0,
-        boxes=boxes,
+        slices=slices,
         fingerprints={
-            name: fingerprint(box.of(of[name]).contiguous(), of[name].shape, box) for name, box in boxes.items()
+            name: fingerprint(box.of(of[name]).contiguous(), of[name].shape, box) for name, box in slices.items()
         },
     )
 
 
-UPPER, LOWER, WHOLE = Box((0, 0), (16, 32)), Box((16, 0), (16, 32)), Box.whole((32, 32))
+UPPER, LOWER, WHOLE = TensorSlice((0, 0), (16, 32)), TensorSlice((16, 0), (16, 32)), TensorSlice.whole((32, 32))
 
 
 def test_the_boxes_of_readers_add_up_and_copies_count_once(manifest: Manifest):
-    norm = Box.whole((7,))
+    norm = TensorSlice.whole((7,))
     reports = [report_of({"k": half, "norm": norm}) for half in (UPPER, LOWER)]
     expected = {entry.name: entry.fingerprint for entry in manifest.tensors}
     assert combine_reports(reports) == {name: expected[name] for name in ("k", "norm")}

@@ -137,7 +137,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path,
     (tmp_path / "file").write_text("")
     with pytest.raises(BenchmarkError, match=why) as caught:
         check_writable(tmp_path / place)
-    assert "--json" in caught.value.mend
+    assert "--json" in caught.value.hint
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_run() -> None:
@@ -153,7 +153,7 @@ def test_a_benchmark_that_fails_exits_with_1_and_leaves_no_old_number(
 
     def fail(config: Config, report: Report) -> None:
         report.results["speedup"] = 9.0
-        raise BenchmarkError("the peer did not start", mend="install it")
+        raise BenchmarkError("the peer did not start", hint="install it")
 
     with pytest.raises(SystemExit) as exit:
         run_benchmark("shuffle", Config, fail, args=["--json", str(path)])

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from forge_rl.weights import reading
-from forge_rl.weights.boxes import Box, tiling_error
-from forge_rl.weights.fingerprint import Move, fingerprint, move
+from forge_rl.weights.fingerprints import Move, fingerprint, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.reading import combine_reports, read_boxes
-from forge_rl.weights.shared_memory import SharedMemoryTransport
+from forge_rl.weights.slices import TensorSlice, tiling_error
+from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_host import HOST, forget, reserve, transport
 from tests.fakes import run_ranks
 
@@ -266,9 +266,9 @@ def test_every_rank_reads_its_block_of_a_hugging_face_folder(name: str, written:
 def test_every_element_is_written_by_exactly_one_rank(name: str, written: dict[str, list[Written]]):
     reports = [report for rank in written[name] for report in rank.reports]
     for spec in written[name][0].specs:
-        boxes = [report.box for report in reports if report.name == spec.name]
-        assert tiling_error(spec.shape, boxes) is None
-        assert all(box.numel for box in boxes)
+        slices = [report.box for report in reports if report.name == spec.name]
+        assert tiling_error(spec.shape, slices) is None
+        assert all(box.numel for box in slices)
 
 
 def test_the_layouts_are_those_that_are_meant(written: dict[str, list[Written]]):
@@ -295,7 +295,7 @@ class Reader:
     """
 
     def __init__(self, sizes: Sizes, whole: dict[str, torch.Tensor], *, tp: int, tp_rank: int, ep: int, ep_rank: int):
-        self.wants: dict[str, Box] = {}
+        self.wants: dict[str, TensorSlice] = {}
         self.places: dict[str, torch.Tensor] = {}
         self.parameters: dict[str, torch.Tensor] = {}
         self.expected: dict[str, torch.Tensor] = {}
@@ -330,25 +330,25 @@ class Reader:
 
     def _stack(self, name: str, rows: list[list[tuple[str, int | None]]]) -> None:
         """Make a parameter of one row for each expert, each row fused of pieces, each cut along a dim or whole."""
-        boxes = [[(piece, self._box(piece, dim)) for piece, dim in row] for row in rows]
-        parts = [[box.of(self._whole[piece]) for piece, box in row] for row in boxes]
+        slices = [[(piece, self._box(piece, dim)) for piece, dim in row] for row in rows]
+        parts = [[box.of(self._whole[piece]) for piece, box in row] for row in slices]
         self.expected[name] = torch.stack([torch.cat(row) for row in parts])
         parameter = self.parameters[name] = torch.full_like(self.expected[name], float("nan"))
-        for stacked, row in zip(parameter, boxes, strict=True):
+        for stacked, row in zip(parameter, slices, strict=True):
             at = 0
             for piece, box in row:
                 self.wants[piece] = box
                 self.places[piece] = stacked[at : at + box.size[0]]
                 at += box.size[0]
 
-    def _box(self, name: str, dim: int | None) -> Box:
+    def _box(self, name: str, dim: int | None) -> TensorSlice:
         shape = self._whole[name].shape
         start, size = [0] * len(shape), list(shape)
         if dim is not None:
             most = -(-shape[dim] // self._tp)
             start[dim] = most * self._tp_rank
             size[dim] = min(most, shape[dim] - start[dim])
-        return Box(start=tuple(start), size=tuple(size))
+        return TensorSlice(start=tuple(start), size=tuple(size))
 
 
 READERS = [
@@ -420,7 +420,7 @@ def test_a_block_that_is_cut_twice_is_the_second_cut_of_the_first(rows: int, fsd
     from forge_rl.engines.titan.shards import block
 
     placements = (_StridedShard(0, split_factor=tp), Shard(0))
-    boxes = []
+    slices = []
     for fsdp_rank in range(fsdp):
         for tp_rank in range(tp):
             box = block((rows, 4), (fsdp, tp), (fsdp_rank, tp_rank), placements)
@@ -428,5 +428,5 @@ def test_a_block_that_is_cut_twice_is_the_second_cut_of_the_first(rows: int, fsd
             assert box.size == (len(expected), 4)
             if expected:
                 assert box.start == (expected.start, 0)
-            boxes.append(box)
-    assert tiling_error((rows, 4), boxes) is None
+            slices.append(box)
+    assert tiling_error((rows, 4), slices) is None

@@ -151,7 +151,7 @@ def test_a_wrong_value_is_one_clear_message(arguments: tuple[str, ...], said: st
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert said in done.stderr
-    assert "mend:" in done.stderr
+    assert "hint:" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -64,9 +64,9 @@ def test_errors_cross_with_what_they_carry(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, faults):
             (replica,) = service.replicas
-            sent = DeadlineError("late", service="sandbox", replica=4, call="run", mend="wait")
+            sent = DeadlineError("late", service="sandbox", replica=4, call="run", hint="wait")
             sent.phase = "rollout"
-            for error in (ConfigError("3 is too few", mend="set --n to 4"), sent):
+            for error in (ConfigError("3 is too few", hint="set --n to 4"), sent):
                 with pytest.raises(ForgeError) as caught:
                     await service.call(replica, "fail", error, deadline_s=LONG_S)
                 assert type(caught.value) is type(error)
@@ -76,7 +76,7 @@ def test_errors_cross_with_what_they_carry(tmp_path: Path):
                 await service.call(replica, "fail", ValueError("no such thing"), deadline_s=LONG_S)
             assert type(other.value) is ServiceError
             assert (other.value.service, other.value.replica, other.value.call) == (service.name, 0, "fail")
-            assert other.value.mend == f"see {tmp_path}/{service.name}-0.log"
+            assert other.value.hint == f"see {tmp_path}/{service.name}-0.log"
 
             # None of these is the replica's death.
             assert replica.alive
@@ -263,7 +263,7 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
             service = Service(new_service_name(), made, faults)
             with pytest.raises(ConfigError, match="there is no host 'c'") as unknown:
                 service.spawn(FakeActor, host="c")
-            assert "local, a, b" in unknown.value.mend
+            assert "local, a, b" in unknown.value.hint
             assert service.replicas == []
 
             for host in ("a", "b", THIS_HOST):

@@ -142,7 +142,7 @@ def test_a_segment_that_is_gone_is_told(tmp_path: Path):
             WeightsError, match=r"cannot be opened \(No such file or directory\): it was freed"
         ) as caught:
             use(ref)
-        assert "publish the version again" in caught.value.mend
+        assert "publish the version again" in caught.value.hint
     assert torch.equal(held, pattern()), "what was mapped stays readable"
 
 

@@ -123,7 +123,7 @@ def test_a_broken_line_among_whole_ones_is_told_and_the_file_is_left_alone(tmp_p
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(CheckpointError, match=r"line 2 of .*nonsense") as caught:
         write_steps(path, range(0), resume_from=3)
-    assert caught.value.mend
+    assert caught.value.hint
     assert path.read_text() == '{"step": 1}\nnonsense\n{"step": 3}\n'
 
 
@@ -141,7 +141,7 @@ def test_a_full_disk_is_told_with_the_mend(tmp_path: Path) -> None:
     sink.start(info(tmp_path))
     with pytest.raises(CheckpointError, match=r"cannot write /dev/full: no space left") as caught:
         sink.log(1, {"loss": 1.0})
-    assert "free some space" in caught.value.mend
+    assert "free some space" in caught.value.hint
     sink.close()
 
 
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_made_is_told_with_the_mend(tmp_path: Path) -> N
     sink = JSONLSink(tmp_path / "file" / "metrics.jsonl")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl") as caught:
         sink.start(info(tmp_path))
-    assert "another run folder" in caught.value.mend
+    assert "another run folder" in caught.value.hint
 
 
 def test_events_are_kept_through_a_resume(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_wandb_that_is_missing_is_told_before_the_run_starts(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="'papers'") as caught:
         WandbSink("papers")
-    assert caught.value.mend == "pip install 'forge_rl[wandb]'"
+    assert caught.value.hint == "pip install 'forge_rl[wandb]'"
 
 
 class FakeWandb:

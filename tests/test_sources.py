@@ -158,7 +158,7 @@ def test_an_unknown_data_set_gets_the_nearest_names() -> None:
 def test_an_unknown_parameter_gets_those_allowed() -> None:
     with pytest.raises(TaskError, match=r"(?s)no parameter 'terms'.*min_terms, max_terms, min_digits") as caught:
         parse_source("chain_sum:terms=2")
-    assert "seed" not in caught.value.mend
+    assert "seed" not in caught.value.hint
 
 
 @pytest.mark.parametrize("params", ["min_terms=3,max_terms=2", "min_terms=many", "min_digits=0"])

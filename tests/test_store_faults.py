@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from forge_rl.errors import ServiceError, WeightsError
-from forge_rl.services.weights import WeightStore
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import readable
 from tests.fake_actors import cluster, pid_of
@@ -164,7 +164,7 @@ def test_a_store_that_dies_is_named_at_once_and_leaves_nothing(tmp_path: Path, s
                     with pytest.raises(ServiceError, match="SIGKILL") as caught:
                         await work
                     assert (caught.value.service, caught.value.replica, caught.value.call) == ("weights", 0, call)
-                    assert "weights-0.log" in caught.value.mend
+                    assert "weights-0.log" in caught.value.hint
             assert [(fault.service, fault.replica) for fault in faults.seen] == [("weights", 0)]
             assert len(segments(shm)) == 2
 
@@ -209,7 +209,7 @@ def test_a_store_that_nobody_stops_ends_with_its_processes(tmp_path: Path, shm: 
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from forge_rl.services.weights import WeightStore
+from forge_rl.services.weight_store import WeightStore
 from tests.fake_actors import cluster, pid_of
 from tests.fake_store import publish
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forge_rl.errors import WeightsError
-from forge_rl.services.weights import Publication
+from forge_rl.services.weight_store import Publication
 from forge_rl.weights.leases import Holder
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import PAGE, readable
@@ -32,7 +32,7 @@ class Died(Exception):
     """What the controller meets when a rank dies."""
 
 
-class Schedule(RuleBasedStateMachine):
+class Scheduler(RuleBasedStateMachine):
     """The store's own code on real segments, without Monarch; processes that die are real ones."""
 
     def __init__(self) -> None:
@@ -174,9 +174,9 @@ class Schedule(RuleBasedStateMachine):
 
     @precondition(lambda self: self.values)
     @rule(steps=st.integers(0, 3))
-    def go_back(self, steps: int) -> None:
+    def rollback(self, steps: int) -> None:
         version = max(0, self.next - 1 - steps)
-        self.run(self.store.go_back(version))
+        self.run(self.store.rollback(version))
         for context, manifest in list(self.leases):
             if manifest.version > version:
                 self.leases.remove((context, manifest))
@@ -281,7 +281,7 @@ class Schedule(RuleBasedStateMachine):
         assert not left
 
 
-TestSchedule = Schedule.TestCase
+TestSchedule = Scheduler.TestCase
 TestSchedule.settings = settings(
     max_examples=200, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

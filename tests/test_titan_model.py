@@ -172,7 +172,7 @@ def test_a_config_that_is_not_supported_is_refused(change: dict, said: str, tmp_
     with pytest.raises(ModelError, match=said) as caught:
         engine_of(tmp_path)
     assert str(path) in caught.value.message
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("old", [{"type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}])

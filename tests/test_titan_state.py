@@ -15,10 +15,10 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.titan.shards import freeze, local_shards, named_weights, specs
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import fingerprint
+from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
 from forge_rl.weights.reading import read_boxes
+from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
 from tests.fakes import hf_weights, make_model, packed, random_batch, run_ranks
 
@@ -135,7 +135,7 @@ def test_a_damaged_training_state_is_refused(damage: Any, pattern: str, tmp_path
     damage(path)
     with pytest.raises(CheckpointError, match=f"training state in {tmp_path}/saved/training cannot be read") as caught:
         engine_of(tmp_path / "hf").load_training_state(tmp_path / "saved" / "training")
-    assert "to continue from the one before" in caught.value.mend
+    assert "to continue from the one before" in caught.value.hint
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": 16}])
@@ -185,8 +185,8 @@ def test_an_export_of_a_spread_source_leaves_no_stale_index(tmp_path: Path):
 
 def read_whole(manifest: Manifest) -> dict[str, torch.Tensor]:
     found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
-    boxes = {entry.name: Box.whole(entry.shape) for entry in manifest.tensors}
-    asyncio.run(read_boxes(transport(), manifest, boxes, found.__getitem__))
+    slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
+    asyncio.run(read_boxes(transport(), manifest, slices, found.__getitem__))
     return found
 
 
@@ -304,7 +304,7 @@ def test_a_training_state_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file/training cannot be written: .*Not a directory") as caught:
         engine_of(tmp_path / "hf").save(tmp_path / "file", tmp_path / "hf")
-    assert "--out" in caught.value.mend
+    assert "--out" in caught.value.hint
 
 
 FROZEN = ("model.embed_tokens.*", "model.layers.[01].self_attn.*", "model.layers.0.mlp.up_proj.weight")
@@ -349,7 +349,7 @@ def test_a_training_state_with_other_frozen_weights_is_refused(
     save(engine_of(tmp_path / "hf", frozen=saved), tmp_path / "saved", tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"of a run that trained \d+ weights, this one trains \d+") as caught:
         engine_of(tmp_path / "hf", frozen=now).load_training_state(tmp_path / "saved" / "training")
-    assert "--trainer.frozen" in caught.value.mend
+    assert "--trainer.frozen" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(
     with pytest.raises(ConfigError) as caught:
         engine_of(tmp_path / "hf", frozen=patterns)
     assert caught.value.message == message
-    assert "--trainer.frozen" in caught.value.mend
+    assert "--trainer.frozen" in caught.value.hint
 
 
 class Stacked(torch.nn.Module):
@@ -402,7 +402,7 @@ def test_a_stack_of_experts_is_published_as_views_of_each():
     assert len(shards) == 5
     for expert in range(4):
         shard = shards[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"]
-        assert shard.box == Box.whole((3, 8))
+        assert shard.box == TensorSlice.whole((3, 8))
         assert torch.equal(shard.values, stack[expert])
         assert shard.values.data_ptr() == stack[expert].data_ptr()
 

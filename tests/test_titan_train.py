@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,27 @@ def test_metrics_of_a_step_are_those_of_its_tokens(tmp_path: Path):
     assert isinstance(metrics["grad_norm"], Max)
 
 
+def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_older_ones(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path)
+    laid = packed(random_batch(0, vocab=43))
+    engine.version = 3
+    rows = [
+        replace(row, versions=torch.where(row.mask, 2 + torch.arange(len(row), dtype=torch.int32) % 2, -1))
+        for row in laid.rows
+    ]
+    before = engine.logprobs(rows, temperature=1.0)
+    found = reduce(step(engine, replace(laid, rows=rows)))
+    gaps = torch.cat([(score - row.behaviour)[row.mask] for row, score in zip(rows, before, strict=True)]).abs()
+    versions = torch.cat([row.versions[row.mask] for row in rows])
+    for name, version in (("logprob_gap", 3), ("logprob_drift", 2)):
+        expected = gaps[versions == version]
+        assert found[name] == pytest.approx(float(expected.mean()), rel=1e-5)
+        assert found[f"{name}/max"] == pytest.approx(float(expected.max()), rel=1e-5)
+    engine.version = 9
+    assert "logprob_gap" not in reduce(step(engine, replace(laid, rows=rows)))
+
+
 def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
     make_model(tmp_path)
     start = None
@@ -248,7 +269,7 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(value: float,
     before = hf_weights(engine.model)
     with pytest.raises(ForgeError, match=f"gradient norm of step 2 is ({said})") as caught:
         step(engine, second, loss=Broken(value))  # type: ignore[arg-type]
-    assert "--trainer.optimizer.lr" in caught.value.mend
+    assert "--trainer.optimizer.lr" in caught.value.hint
     assert furthest(hf_weights(engine.model), before) == 0
     assert engine.version == 1
     step(engine, second)

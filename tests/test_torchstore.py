@@ -21,12 +21,12 @@ from forge_rl.errors import ServiceError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service
-from forge_rl.weights import torchstore as module
-from forge_rl.weights.boxes import Box
 from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
 from forge_rl.weights.segment import readable
-from forge_rl.weights.torchstore import TorchStoreTransport
-from forge_rl.weights.transport import LocalShard
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports import torchstore as module
+from forge_rl.weights.transports.protocol import LocalShard
+from forge_rl.weights.transports.torchstore import TorchStoreTransport
 from tests.conftest import started_processes
 from tests.fake_actors import FakeActor, cluster, new_service_name, pid_of
 from tests.fake_ranks import (
@@ -187,7 +187,7 @@ def test_without_room_nothing_is_taken(shared, monkeypatch: pytest.MonkeyPatch):
         said = f"no room for version 2 in torchstore: {needed} bytes are needed, {needed - 1} are free"
         with pytest.raises(WeightsError, match=said) as caught:
             await transport.reserve(drafted_of(2))
-        assert "--weights.keep-versions" in caught.value.mend
+        assert "--weights.keep-versions" in caught.value.hint
         assert await listed(transport) == await stored(transport) == before
 
         # A version that shares all with the one before needs none.
@@ -286,7 +286,7 @@ SMALL = [TensorSpec(name=f"w{i}", shape=(256,)) for i in range(4)]
 
 def small_shards() -> Iterator[LocalShard]:
     for spec in SMALL:
-        yield LocalShard(name=spec.name, box=Box.whole(spec.shape), values=torch.ones(spec.shape))
+        yield LocalShard(name=spec.name, box=TensorSlice.whole(spec.shape), values=torch.ones(spec.shape))
 
 
 async def held_now() -> tuple[int, int]:

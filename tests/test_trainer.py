@@ -16,10 +16,10 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
-from forge_rl.services.weights import WeightStore
-from forge_rl.weights.boxes import Box
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.reading import combine_reports, read_boxes
+from forge_rl.weights.slices import TensorSlice
 from tests.fake_actors import cluster
 from tests.fakes import make_model, packed, random_batch
 
@@ -56,8 +56,8 @@ async def read(store: WeightStore) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """The latest version; its fingerprints must be those of the manifest."""
     async with store.lease() as manifest:
         found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
-        boxes = {entry.name: Box.whole(entry.shape) for entry in manifest.tensors}
-        report = await read_boxes(store.transport(), manifest, boxes, found.__getitem__)
+        slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
+        report = await read_boxes(store.transport(), manifest, slices, found.__getitem__)
     assert combine_reports([report]) == {entry.name: entry.fingerprint for entry in manifest.tensors}
     return manifest, found
 

@@ -21,12 +21,12 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import state_of
 from forge_rl.runtime.replica import Replica
 from forge_rl.services.trainer import Trainer
-from forge_rl.services.weights import WeightStore
-from forge_rl.weights.boxes import Box
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, ShardReport
 from forge_rl.weights.reading import read_boxes
-from forge_rl.weights.shared_memory import SharedMemoryTransport
-from forge_rl.weights.transport import LocalShard
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalShard
+from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_actors import cluster
 from tests.fake_store import segments
 from tests.fakes import make_model, packed, random_batch
@@ -126,8 +126,8 @@ def ended(replica: Replica) -> bool:
 async def read(store: WeightStore, version: int) -> dict[str, torch.Tensor]:
     async with store.lease(version) as manifest:
         found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
-        boxes = {entry.name: Box.whole(entry.shape) for entry in manifest.tensors}
-        await read_boxes(store.transport(), manifest, boxes, found.__getitem__)
+        slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
+        await read_boxes(store.transport(), manifest, slices, found.__getitem__)
     return found
 
 
@@ -168,7 +168,7 @@ def test_ranks_that_die_in_a_step_or_a_publish_are_replaced_and_training_goes_on
             assert before.keys() == after.keys()
             assert any(name.startswith("exp_avg_sq.") for name in before)
             assert all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(after[n])) for n in before)
-            await store.go_back(trainer.version)
+            await store.rollback(trainer.version)
             assert await store.latest() is None
             for seed in (1, 2):
                 assert await step(trainer, seed) == pytest.approx(losses[seed], abs=1e-6)
@@ -188,7 +188,7 @@ def test_ranks_that_die_in_a_step_or_a_publish_are_replaced_and_training_goes_on
             with pytest.raises(WeightsError, match=r"version 4 will not come: .*SIGKILL"):
                 await waiting
             dead = trainer._service.replicas[0]
-            await asyncio.gather(store.go_back(0), trainer.restart(None))
+            await asyncio.gather(store.rollback(0), trainer.restart(None))
             assert ended(dead)
             assert trainer.version == 0
             waiting = asyncio.create_task(store.wait_for(1))
@@ -319,7 +319,7 @@ def test_a_trainer_that_may_not_be_restarted_ends_the_run_at_its_first_death(tmp
     asyncio.run(run())
     with pytest.raises(ConfigError) as caught:
         Trainer.Config(max_restarts=-1)
-    assert "--trainer.max-restarts " in caught.value.mend
+    assert "--trainer.max-restarts " in caught.value.hint
 
 
 def test_a_rank_that_meets_the_death_of_another_first_does_not_hide_it(tmp_path: Path):

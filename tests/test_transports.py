@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from forge_rl.errors import ServiceError, WeightsError
 from forge_rl.runtime.service import Service
-from forge_rl.services.weights import WeightStore
-from forge_rl.weights.fingerprint import fingerprint
+from forge_rl.services.weight_store import WeightStore
+from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
-from forge_rl.weights.torchstore import TorchStoreTransport
-from forge_rl.weights.transport import LocalShard, Transport
+from forge_rl.weights.transports.protocol import LocalShard, Transport
+from forge_rl.weights.transports.torchstore import TorchStoreTransport
 from tests.conftest import started_processes
 from tests.fake_actors import cluster, new_service_name
 from tests.fake_ranks import BUCKET_BYTES, LAYOUT, FakeRank, held_by_this_process, read, specs, values_of
@@ -29,7 +29,7 @@ WRITERS, READERS = (0, 1), (2, 3)
 """Processes. The first writes as ranks 0 and 2, the second as 1 and 3."""
 
 
-class World:
+class EnvSession:
     """A transport, and processes that write and read with it."""
 
     def __init__(self, runner: asyncio.Runner, transport: Transport, service: Service) -> None:
@@ -94,12 +94,12 @@ async def opened(name: str, logs: Path, shm: Path) -> AsyncIterator[tuple[Transp
 
 
 @pytest.fixture(scope="module", params=["torchstore", "shared_memory"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvSession]:
     before = started_processes()
     shm = tmp_path_factory.mktemp("shm")
     with asyncio.Runner() as runner:
         context = opened(request.param, tmp_path_factory.mktemp("logs"), shm)
-        world = World(runner, *runner.run(context.__aenter__()))
+        world = EnvSession(runner, *runner.run(context.__aenter__()))
         yield world
         runner.run(context.__aexit__(None, None, None))
     assert started_processes() <= before, "processes are left"
@@ -121,7 +121,7 @@ def all_of(version: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_ranks_write_is_read_elsewhere_bit_for_bit(world: World, dtype: torch.dtype):
+def test_what_ranks_write_is_read_elsewhere_bit_for_bit(world: EnvSession, dtype: torch.dtype):
     version = world.new_version()
 
     async def main() -> None:
@@ -140,7 +140,7 @@ def test_what_ranks_write_is_read_elsewhere_bit_for_bit(world: World, dtype: tor
 
 
 @pytest.mark.parametrize("names", [("out", "bias"), ("head",), ("scale",), ()])
-def test_only_the_buckets_of_the_named_tensors_come(world: World, names: Collection[str]):
+def test_only_the_buckets_of_the_named_tensors_come(world: EnvSession, names: Collection[str]):
     version = world.new_version()
 
     async def main() -> None:
@@ -155,7 +155,7 @@ def test_only_the_buckets_of_the_named_tensors_come(world: World, names: Collect
     world.run(main())
 
 
-def test_a_transport_works_wherever_it_is_unpickled(world: World):
+def test_a_transport_works_wherever_it_is_unpickled(world: EnvSession):
     version = world.new_version()
 
     async def main() -> None:
@@ -170,7 +170,7 @@ def test_a_transport_works_wherever_it_is_unpickled(world: World):
     world.run(main())
 
 
-def test_a_version_is_read_while_others_come_and_go(world: World):
+def test_a_version_is_read_while_others_come_and_go(world: EnvSession):
     first = world.new_version()
 
     async def main() -> None:
@@ -201,7 +201,7 @@ def test_a_version_is_read_while_others_come_and_go(world: World):
     world.run(main())
 
 
-def test_a_delta_shares_what_has_not_changed_with_the_version_before(world: World):
+def test_a_delta_shares_what_has_not_changed_with_the_version_before(world: EnvSession):
     first, second, third = (world.new_version() for _ in range(3))
 
     async def main() -> None:
@@ -230,7 +230,7 @@ def test_a_delta_shares_what_has_not_changed_with_the_version_before(world: Worl
     world.run(main())
 
 
-def test_when_nothing_changed_nothing_is_written(world: World):
+def test_when_nothing_changed_nothing_is_written(world: EnvSession):
     first, second = world.new_version(), world.new_version()
 
     async def main() -> None:
@@ -246,7 +246,7 @@ def test_when_nothing_changed_nothing_is_written(world: World):
     world.run(main())
 
 
-def test_freed_buckets_are_gone_and_others_stay(world: World):
+def test_freed_buckets_are_gone_and_others_stay(world: EnvSession):
     first, second = world.new_version(), world.new_version()
 
     async def main() -> None:
@@ -269,7 +269,7 @@ def test_freed_buckets_are_gone_and_others_stay(world: World):
     world.run(main())
 
 
-def test_what_is_freed_and_written_again_is_not_taken_for_what_it_was(world: World):
+def test_what_is_freed_and_written_again_is_not_taken_for_what_it_was(world: EnvSession):
     first, second = world.new_version(), world.new_version()
 
     async def main() -> None:
@@ -285,7 +285,7 @@ def test_what_is_freed_and_written_again_is_not_taken_for_what_it_was(world: Wor
     world.run(main())
 
 
-def test_a_publish_that_was_given_up_leaves_its_version_free(world: World):
+def test_a_publish_that_was_given_up_leaves_its_version_free(world: EnvSession):
     version, other = world.new_version(), world.new_version()
 
     async def main() -> None:
@@ -305,7 +305,7 @@ def test_a_publish_that_was_given_up_leaves_its_version_free(world: World):
     world.run(main())
 
 
-def test_a_version_that_finds_no_room_is_refused_before_anything_is_written(world: World):
+def test_a_version_that_finds_no_room_is_refused_before_anything_is_written(world: EnvSession):
     version = world.new_version()
     huge = [TensorSpec(name="small", shape=(64,)), TensorSpec(name="huge", shape=(1 << 50,))]
 
@@ -316,7 +316,7 @@ def test_a_version_that_finds_no_room_is_refused_before_anything_is_written(worl
         for _ in range(2):  # nothing is held by the first
             with pytest.raises(WeightsError, match=r"\d{16} bytes are needed, \d+ are free") as caught:
                 await world.transport.reserve(drafted)
-            assert caught.value.mend
+            assert caught.value.hint
         assert same(await read(world.transport, before, None), all_of(version))
         after = await world.publish(number)
         assert same(await world.call(READERS[0], "read", after), all_of(number))
@@ -325,7 +325,7 @@ def test_a_version_that_finds_no_room_is_refused_before_anything_is_written(worl
     world.run(main())
 
 
-def test_readers_that_give_up_leave_nothing_behind(world: World):
+def test_readers_that_give_up_leave_nothing_behind(world: EnvSession):
     version = world.new_version()
 
     async def main() -> None:
@@ -365,11 +365,11 @@ def test_readers_that_give_up_leave_nothing_behind(world: World):
     data=st.data(),
 )
 @settings(max_examples=12, deadline=None)
-def test_any_cut_of_any_model_comes_back(world: World, shapes, dtype, bucket_bytes, data):
+def test_any_cut_of_any_model_comes_back(world: EnvSession, shapes, dtype, bucket_bytes, data):
     version = world.new_version()
     wholes = {f"w{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
     cuts = {name: data.draw(tilings(tuple(whole.shape), step=8)) for name, whole in wholes.items()}
-    ranks = max(len(boxes) for boxes in cuts.values())
+    ranks = max(len(slices) for slices in cuts.values())
     shards = [
         [LocalShard(name=n, box=b[rank], values=b[rank].of(wholes[n])) for n, b in cuts.items() if rank < len(b)]
         for rank in range(ranks)

@@ -10,7 +10,7 @@ import torch
 
 from forge_rl.errors import ServiceError, WeightsError
 from forge_rl.runtime.service import Service
-from forge_rl.services.weights import WeightStore
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest
 from tests.fake_actors import cluster_of, new_service_name, pid_of
 from tests.fake_ranks import LAYOUT, RANKS, FakeRank, specs, values_of

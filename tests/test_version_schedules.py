@@ -16,7 +16,7 @@ from tests.fake_versions import settle
 from tests.fakes import manifest_of, manifest_of_bytes
 
 
-class Schedule(RuleBasedStateMachine):
+class Scheduler(RuleBasedStateMachine):
     """Random calls, against plain sets."""
 
     def __init__(self) -> None:
@@ -25,9 +25,9 @@ class Schedule(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.index = VersionIndex(keep_versions=self.keep, keep_bytes=self.keep_bytes)
         self.held: dict[int, dict[str, int]] = {}  # bytes by bucket, by version
-        self.era = 0
-        self.eras: dict[int, int] = {}  # of what is held
-        self.forgotten: dict[tuple[int, int], dict[str, int]] = {}  # by version and era: what is still leased
+        self.epoch = 0
+        self.epochs: dict[int, int] = {}  # of what is held
+        self.forgotten: dict[tuple[int, int], dict[str, int]] = {}  # by version and epoch: what is still leased
         self.stale: list[tuple[int, int]] = []  # publishes that were begun before the run went back
         self.writing: dict[int, int | None] = {}  # the version before
         self.base_buckets: dict[int, dict[str, int]] = {}
@@ -53,7 +53,7 @@ class Schedule(RuleBasedStateMachine):
 
     def retire(self, coming: int = 0) -> None:
         """What the rules say goes: of the unleased, newest first, all past the count or the bytes, but never latest."""
-        unleased = sorted((v for v in self.held if (v, self.eras[v]) not in self.leases), reverse=True)
+        unleased = sorted((v for v in self.held if (v, self.epochs[v]) not in self.leases), reverse=True)
         room = self.keep - (coming > 0)
         newest = self.newest
         for place, version in enumerate(unleased):
@@ -86,8 +86,8 @@ class Schedule(RuleBasedStateMachine):
         version = data.draw(st.sampled_from(sorted(self.writing)))
         base = self.writing[version]
         shared = dict(list(self.base_buckets[version].items())[:2]) if shares else {}
-        own = f"{version}/{self.era}.0"
-        manifest = replace(manifest_of(version, {own: size, **shared}), era=self.era)
+        own = f"{version}/{self.epoch}.0"
+        manifest = replace(manifest_of(version, {own: size, **shared}), epoch=self.epoch)
         if (self.newest is not None and version < self.newest) or (shared and base != self.newest):
             with pytest.raises(WeightsError, match=r"comes too late|shares tensors"):
                 self.do(self.index.commit(manifest))
@@ -95,7 +95,7 @@ class Schedule(RuleBasedStateMachine):
         before = self.buckets()
         del self.writing[version], self.base_buckets[version]
         freed = self.do(self.index.commit(manifest))
-        self.held[version], self.eras[version] = {own: size, **shared}, self.era
+        self.held[version], self.epochs[version] = {own: size, **shared}, self.epoch
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
         for waiter, wanted in list(self.waiters.items()):
@@ -109,7 +109,7 @@ class Schedule(RuleBasedStateMachine):
         version = data.draw(st.sampled_from(sorted(self.writing)))
         before = self.buckets()
         del self.writing[version], self.base_buckets[version]
-        freed = self.do(self.index.abort(version, "died", era=self.era))
+        freed = self.do(self.index.abort(version, "died", epoch=self.epoch))
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
         for waiter in self.waiters:
@@ -135,7 +135,7 @@ class Schedule(RuleBasedStateMachine):
         wanted = self.newest if version is None else version
         if wanted in self.held:
             assert self.index.lease(version).bytes == sum(self.held[wanted].values())
-            self.leases.append((wanted, self.eras[wanted]))
+            self.leases.append((wanted, self.epochs[wanted]))
         else:
             with pytest.raises(WeightsError, match="there is no version"):
                 self.index.lease(version)
@@ -143,26 +143,26 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        version, era = leased = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        version, epoch = leased = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         before = self.buckets()
-        freed = self.index.release(version, era=era)
+        freed = self.index.release(version, epoch=epoch)
         if leased not in self.leases:
             self.forgotten.pop(leased, None)
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
 
     @rule(version=st.integers(0, 12))
-    def go_back(self, version: int) -> None:
+    def rollback(self, version: int) -> None:
         before = self.buckets()
-        freed = self.index.go_back(version)
-        self.stale += [(begun, self.era) for begun in self.writing]
+        freed = self.index.rollback(version)
+        self.stale += [(begun, self.epoch) for begun in self.writing]
         self.writing.clear()
         self.base_buckets.clear()
         for newer in [held for held in self.held if held > version]:
             buckets = self.held.pop(newer)
-            if (leased := (newer, self.eras[newer])) in self.leases:
+            if (leased := (newer, self.epochs[newer])) in self.leases:
                 self.forgotten[leased] = buckets
-        self.era += 1
+        self.epoch += 1
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
         assert not self.index._failure, "who waits from now on waits for what comes"
@@ -171,12 +171,12 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.stale)
     @rule(commits=st.booleans())
     def end_a_publish_that_was_begun_before_going_back(self, commits: bool) -> None:
-        version, era = self.stale.pop()
+        version, epoch = self.stale.pop()
         if commits:
             with pytest.raises(WeightsError, match="was not begun, or was aborted"):
-                self.do(self.index.commit(replace(manifest_of_bytes(version, 10), era=era)))
+                self.do(self.index.commit(replace(manifest_of_bytes(version, 10), epoch=epoch)))
         else:
-            assert self.do(self.index.abort(version, "late", era=era)) == ()
+            assert self.do(self.index.abort(version, "late", epoch=epoch)) == ()
 
     @invariant()
     def what_is_held_agrees(self) -> None:
@@ -184,7 +184,7 @@ class Schedule(RuleBasedStateMachine):
         every = (*self.held.values(), *self.forgotten.values())
         assert self.index.bytes == sum({key: size for buckets in every for key, size in buckets.items()}.values())
         assert all(not waiter.done() for waiter in self.waiters)
-        assert set(self.leases) <= {(version, self.eras[version]) for version in self.held} | self.forgotten.keys()
+        assert set(self.leases) <= {(version, self.epochs[version]) for version in self.held} | self.forgotten.keys()
 
     def teardown(self) -> None:
         for waiter in self.waiters:
@@ -193,5 +193,5 @@ class Schedule(RuleBasedStateMachine):
         self.loop.close()
 
 
-TestSchedule = Schedule.TestCase
+TestSchedule = Scheduler.TestCase
 TestSchedule.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -148,7 +148,7 @@ def test_too_little_room_is_told_before_anything_is_taken(small_shm: Path, monke
             patch.delattr(module, "create")
             with pytest.raises(WeightsError, match=message) as caught:
                 volume.reserve({"2/0": 9 * PAGE, "2/1": 1})
-        assert "--shm-size" in caught.value.mend
+        assert "--shm-size" in caught.value.hint
         assert module.free_bytes(small_shm) == free
         assert files(volume) == paths(first)
         assert set(readable(first["1/0"]).tolist()) == {3}

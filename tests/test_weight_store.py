@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from forge_rl.errors import ConfigError, WeightsError
-from forge_rl.services import weights as module
-from forge_rl.services.weights import WeightStore
+from forge_rl.services import weight_store as module
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights import volume as volume_module
 from forge_rl.weights.leases import Holder
 from forge_rl.weights.segment import PAGE, writable
-from forge_rl.weights.shared_memory import SharedMemoryTransport
+from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_store import (
     RANKS,
     SHAPES,
@@ -279,7 +279,7 @@ def test_a_version_that_finds_no_room_changes_nothing_and_is_written_once_there_
             said = f"no room for a version of the weights in {small_shm}: {4 * PAGE} bytes are needed, {3 * PAGE} are"
             with pytest.raises(WeightsError, match=said) as caught:
                 await publish(store, 2)
-            assert "--shm-size" in caught.value.mend
+            assert "--shm-size" in caught.value.hint
             assert segments(small_shm) == before
             with pytest.raises(WeightsError, match=r"version 2 will not come: .* 12288 are free"):
                 await store.wait_for(2)
@@ -363,7 +363,7 @@ def test_where_shared_memory_is_too_small_auto_says_so_and_takes_torchstore(smal
     assert said.endswith(f"slower: {small_shm} has 0.0 GiB free, 1.0 are needed")
     with pytest.raises(WeightsError, match=r"0\.0 GiB free, 1\.0 are needed") as caught:
         choose("shared_memory", 1 << 30)
-    assert "--weights.transport auto" in caught.value.mend
+    assert "--weights.transport auto" in caught.value.hint
     assert choose("torchstore", 0)[0] == "torchstore"
 
 
@@ -371,4 +371,4 @@ def test_where_shared_memory_is_too_small_auto_says_so_and_takes_torchstore(smal
 def test_a_store_that_keeps_nothing_is_refused(field: str, value: float):
     with pytest.raises(ConfigError) as caught:
         WeightStore.Config(**{field: value})
-    assert f"--weights.{field.replace('_', '-')} " in caught.value.mend
+    assert f"--weights.{field.replace('_', '-')} " in caught.value.hint

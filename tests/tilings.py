@@ -1,4 +1,4 @@
-"""Random ways to cut a tensor into boxes, for hypothesis."""
+"""Random ways to cut a tensor into slices, for hypothesis."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from forge_rl.weights.boxes import Box
+from forge_rl.weights.slices import TensorSlice
 
 
 @st.composite
-def tilings(draw: st.DrawFn, shape: tuple[int, ...], *, step: int = 1) -> list[Box]:
+def tilings(draw: st.DrawFn, shape: tuple[int, ...], *, step: int = 1) -> list[TensorSlice]:
     """Boxes that together hold every element once, some of them perhaps empty.
 
     Args:
@@ -18,17 +18,19 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...], *, step: int = 1) -> list[B
         shape: of the tensor.
         step: cuts in the last dim are multiples of it.
     """
-    boxes = [Box.whole(shape)]
+    slices = [TensorSlice.whole(shape)]
     for _ in range(draw(st.integers(0, 4)) if shape else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        box = slices.pop(draw(st.integers(0, len(slices) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
         unit = step if dim == len(shape) - 1 else 1
         at = unit * draw(st.integers(0, box.size[dim] // unit))
-        boxes += [
+        slices += [
             replace(box, size=_with(box.size, dim, at)),
-            Box(start=_with(box.start, dim, box.start[dim] + at), size=_with(box.size, dim, box.size[dim] - at)),
+            TensorSlice(
+                start=_with(box.start, dim, box.start[dim] + at), size=_with(box.size, dim, box.size[dim] - at)
+            ),
         ]
-    return draw(st.permutations(boxes))
+    return draw(st.permutations(slices))
 
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import contextlib
 
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.services.engine_actor import GeneratorActor
+from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.types import Chunk, Sampling
 
 

@@ -33,15 +33,15 @@ def group_advantages(rewards: torch.Tensor, *, scale: Literal["std", "none"] = "
         ConfigError: rewards have another number of dims, one is not finite, or the scale is unknown.
     """
     if scale not in ("std", "none"):
-        raise ConfigError(f"advantages have no scale {scale!r}", mend='use "std" or "none"')
+        raise ConfigError(f"advantages have no scale {scale!r}", hint='use "std" or "none"')
     if rewards.ndim != 2:
-        raise ConfigError(f"rewards have shape {list(rewards.shape)}, not [P, G]", mend="give one row to each group")
+        raise ConfigError(f"rewards have shape {list(rewards.shape)}, not [P, G]", hint="give one row to each group")
     rewards = rewards.detach().to(torch.float32)
     if not bool(torch.isfinite(rewards).all()):
         group, episode = (~torch.isfinite(rewards)).nonzero()[0].tolist()
         raise ConfigError(
             f"episode {episode} of group {group} has reward {rewards[group, episode].item()}",
-            mend="make the reward function return a finite number; score a bad answer 0.0",
+            hint="make the reward function return a finite number; score a bad answer 0.0",
         )
     if rewards.numel() == 0:
         return torch.zeros_like(rewards)

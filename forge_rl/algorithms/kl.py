@@ -40,7 +40,7 @@ def kl_estimate(
         case "k3":
             difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             return torch.expm1(-difference) + difference
-    raise ConfigError(f"there is no KL estimator {kind!r}", mend='use "k1", "k2" or "k3"')
+    raise ConfigError(f"there is no KL estimator {kind!r}", hint='use "k1", "k2" or "k3"')
 
 
 def kl_penalty(
@@ -74,4 +74,4 @@ def kl_penalty(
         return kl_estimate(logprobs, reference, "k2")
     if kind == "k3":
         return behaviour_ratio * kl_estimate(logprobs, reference, "k3")
-    raise ConfigError(f"there is no KL penalty {kind!r}", mend='use "k2" or "k3"')
+    raise ConfigError(f"there is no KL penalty {kind!r}", hint='use "k2" or "k3"')

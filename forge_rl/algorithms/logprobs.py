@@ -36,10 +36,10 @@ def token_logprobs(
     if not 0 < temperature < float("inf"):
         raise ConfigError(
             f"the sampling temperature is {temperature}",
-            mend="train on episodes sampled at a temperature above 0: greedy decoding has no logprobs to correct by",
+            hint="train on episodes sampled at a temperature above 0: greedy decoding has no logprobs to correct by",
         )
     if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens is {chunk_tokens}", mend="set it to 1 or more")
+        raise ConfigError(f"chunk_tokens is {chunk_tokens}", hint="set it to 1 or more")
     assert logits.ndim == 2, f"logits have shape {list(logits.shape)}, not [N, V]"
     assert targets.shape == logits.shape[:1], f"targets {list(targets.shape)}, logits {list(logits.shape)}"
     logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature, chunk_tokens)

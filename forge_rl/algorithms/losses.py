@@ -62,17 +62,17 @@ class ClippedSurrogate:
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1:
-            raise ConfigError(f"clip_low is {self.clip_low}", mend="set --loss.clip-low between 0 and 1")
+            raise ConfigError(f"clip_low is {self.clip_low}", hint="set --loss.clip-low between 0 and 1")
         if not 0 <= self.clip_high < float("inf"):
-            raise ConfigError(f"clip_high is {self.clip_high}", mend="set --loss.clip-high to 0 or more")
+            raise ConfigError(f"clip_high is {self.clip_high}", hint="set --loss.clip-high to 0 or more")
         if not 0 <= self.kl_coef < float("inf"):
-            raise ConfigError(f"kl_coef is {self.kl_coef}", mend="set --loss.kl-coef to 0 or more")
+            raise ConfigError(f"kl_coef is {self.kl_coef}", hint="set --loss.kl-coef to 0 or more")
         if self.kl_kind not in ("k2", "k3"):
-            raise ConfigError(f"kl_kind is {self.kl_kind!r}", mend="set --loss.kl-kind to k2 or k3")
+            raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint="set --loss.kl-kind to k2 or k3")
         if self.kl_kind != "k2" and not self.kl_coef:
             raise ConfigError(
                 f"kl_kind {self.kl_kind} has no effect while kl_coef is 0",
-                mend="set --loss.kl-coef above 0, or leave --loss.kl-kind out",
+                hint="set --loss.kl-coef above 0, or leave --loss.kl-kind out",
             )
 
     def __call__(
@@ -96,7 +96,7 @@ class ClippedSurrogate:
         if self.kl_coef > 0 and reference is None:
             raise ConfigError(
                 f"kl_coef is {self.kl_coef} and there is no reference",
-                mend="give the trainer a frozen reference, or set --loss.kl-coef 0",
+                hint="give the trainer a frozen reference, or set --loss.kl-coef 0",
             )
         for other in (behaviour, advantages, mask, *([] if reference is None else [reference])):
             assert other.shape == logprobs.shape, f"shapes differ: {list(other.shape)}, {list(logprobs.shape)}"

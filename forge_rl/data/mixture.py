@@ -25,13 +25,13 @@ class Mixture:
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float] | None = None) -> None:
         if not sources:
-            raise TaskError("a mixture needs at least one source", mend="name the tasks to train on")
+            raise TaskError("a mixture needs at least one source", hint="name the tasks to train on")
         self._sources = dict(sources)
         given = dict.fromkeys(self._sources, 1.0) if weights is None else dict(weights)
         if set(given) != set(self._sources):
             raise TaskError(
                 f"the weights are for {sorted(given)}, the sources are {sorted(self._sources)}",
-                mend="give one weight for each source",
+                hint="give one weight for each source",
             )
         self._weights = self._checked({name: given[name] for name in self._sources})
         self._owed = dict.fromkeys(self._sources, 0.0)
@@ -70,11 +70,11 @@ class Mixture:
         return "\n".join([f"{'source':<{width}}  weight   share", *rows])
 
     def quotas(self, groups: int) -> dict[str, int]:
-        """How many of the next batch's P groups each source gives, and take them as given; see `turns`."""
-        counts = Counter(self.turns(groups))
+        """How many of the next batch's P groups each source gives, and take them as given; see `source_order`."""
+        counts = Counter(self.source_order(groups))
         return {name: counts[name] for name in self._sources}
 
-    def turns(self, groups: int) -> list[str]:
+    def source_order(self, groups: int) -> list[str]:
         """Sources of the next batch's P groups, mingled; they count as given.
 
         By largest remainder, and what rounding leaves is carried to the next batch: while weights stay, the difference
@@ -84,7 +84,7 @@ class Mixture:
 
     def draw(self, groups: int) -> list[Task]:
         """The P tasks of the next batch by its quotas, with the sources mingled."""
-        return [self.draw_from(name) for name in self.turns(groups)]
+        return [self.draw_from(name) for name in self.source_order(groups)]
 
     def draw_from(self, source: str) -> Task:
         """The next task of a source; nothing is counted."""
@@ -115,7 +115,7 @@ class Mixture:
             saved = sorted(sources) if isinstance(sources, Mapping) else sources
             raise TaskError(
                 f"the saved mixture has the sources {saved}, this one {sorted(self._sources)}",
-                mend="resume with the tasks of the first start, or start a new run",
+                hint="resume with the tasks of the first start, or start a new run",
             )
         assert isinstance(weights, Mapping)
         assert isinstance(owed, Mapping)
@@ -127,15 +127,15 @@ class Mixture:
 
     def _known(self, name: str) -> str:
         if name not in self._sources:
-            raise TaskError(f"no source named {name!r}", mend=f"the mixture has: {', '.join(self._sources)}")
+            raise TaskError(f"no source named {name!r}", hint=f"the mixture has: {', '.join(self._sources)}")
         return name
 
     def _checked(self, weights: dict[str, float]) -> dict[str, float]:
         for name, weight in weights.items():
             if not 0 <= weight < math.inf:
-                raise TaskError(f"the weight of {name!r} is {weight}", mend="choose a number from 0 up")
+                raise TaskError(f"the weight of {name!r} is {weight}", hint="choose a number from 0 up")
         if not any(weights.values()):
-            raise TaskError(f"all weights are 0: {weights}", mend="give at least one source a weight above 0")
+            raise TaskError(f"all weights are 0: {weights}", hint="give at least one source a weight above 0")
         return weights
 
 
@@ -143,10 +143,10 @@ def _by_largest(owed: dict[str, float], shares: Mapping[str, float], groups: int
     """Give each group to the source that is owed most, and keep in `owed` what is left: the largest remainder."""
     for name, share in shares.items():
         owed[name] += share * groups
-    turns = []
+    order = []
     for _ in range(groups):
         # Rounded, so that sums that differ by float error tie, and the first of the sources wins.
         name = max((name for name, share in shares.items() if share > 0), key=lambda name: round(owed[name], 9))
         owed[name] -= 1
-        turns.append(name)
-    return turns
+        order.append(name)
+    return order

@@ -36,12 +36,12 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     if _HUB_ID.fullmatch(name):
         return _checked(_download(name))
     if "/" in name:
-        raise ModelError(f"no such folder: {name}", mend='name a folder that exists, or a hub id "org/name"')
+        raise ModelError(f"no such folder: {name}", hint='name a folder that exists, or a hub id "org/name"')
     close = difflib.get_close_matches(name.lower(), BUNDLED, n=1, cutoff=0.4)
     meant = f"did you mean {close[0]!r}? " if close else ""
     raise ModelError(
         f"no model named {name!r}",
-        mend=f'{meant}bundled: {", ".join(BUNDLED)}; otherwise name a folder, or a hub id "org/name"',
+        hint=f'{meant}bundled: {", ".join(BUNDLED)}; otherwise name a folder, or a hub id "org/name"',
     )
 
 
@@ -60,7 +60,7 @@ def _checked(folder: Path) -> Path:
     if missing:
         raise ModelError(
             f"{folder} is not a whole model: it lacks {', '.join(missing)}",
-            mend="name a folder that save_pretrained wrote for both the model and its tokenizer",
+            hint="name a folder that save_pretrained wrote for both the model and its tokenizer",
         )
     return folder
 
@@ -79,17 +79,17 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_FILES)))
     except GatedRepoError as error:
-        cause, mend = "access to it is gated", f"ask for access on its page, log in with `hf auth login`, {local}"
-        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", mend=mend) from error
+        cause, hint = "access to it is gated", f"ask for access on its page, log in with `hf auth login`, {local}"
+        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", hint=hint) from error
     except RepositoryNotFoundError as error:
-        cause, mend = (
+        cause, hint = (
             "there is no such model, or it is private",
             f"check the name, log in with `hf auth login`, {local}",
         )
-        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", mend=mend) from error
+        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", hint=hint) from error
     except LocalEntryNotFoundError as error:
-        cause, mend = "the hub cannot be reached, and no copy is in its cache", f"check the network, {local}"
-        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", mend=mend) from error
+        cause, hint = "the hub cannot be reached, and no copy is in its cache", f"check the network, {local}"
+        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", hint=hint) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        cause, mend = (str(error).splitlines() or [type(error).__name__])[0], f"try again, {local}"
-        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", mend=mend) from error
+        cause, hint = (str(error).splitlines() or [type(error).__name__])[0], f"try again, {local}"
+        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", hint=hint) from error

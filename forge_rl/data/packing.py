@@ -34,11 +34,11 @@ class Layout:
         for name in ("ranks", "row_tokens", "pad_multiple"):
             if getattr(self, name) < 1:
                 flag = "--trainer." + name.replace("_", "-")
-                raise ConfigError(f"{name} is {getattr(self, name)}", mend=f"set {flag} to 1 or more")
+                raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
         if self.row_tokens % self.pad_multiple:
             raise ConfigError(
                 f"row_tokens is {self.row_tokens}, not a multiple of {self.pad_multiple}, to which rows are padded",
-                mend=f"set --trainer.row-tokens to {round_up(self.row_tokens, self.pad_multiple)}",
+                hint=f"set --trainer.row-tokens to {round_up(self.row_tokens, self.pad_multiple)}",
             )
 
 
@@ -144,7 +144,7 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
     if batch.groups and list(advantages.shape) != shape:
         raise ConfigError(
             f"advantages have shape {list(advantages.shape)} and the batch is of shape [P, G] = {shape}",
-            mend="compute them from batch.rewards, with group_advantages",
+            hint="compute them from batch.rewards, with group_advantages",
         )
     trees: list[Tree] = []
     unscored = 0
@@ -164,7 +164,7 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
     if needed > layout.row_tokens:
         raise ConfigError(
             f"an episode needs a row of {needed} tokens and row_tokens is {layout.row_tokens}",
-            mend=f"set --trainer.row-tokens to at least {round_up(needed, layout.pad_multiple)}, "
+            hint=f"set --trainer.row-tokens to at least {round_up(needed, layout.pad_multiple)}, "
             "or let episodes be shorter",
         )
     return Packed(
@@ -190,7 +190,7 @@ def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Te
         order of its segments and of the tokens in them. Episodes that were left out are absent.
     """
     if len(values) != len(packed.rows):
-        raise ConfigError(f"{len(values)} tensors for {len(packed.rows)} rows", mend="give one [L] tensor for each row")
+        raise ConfigError(f"{len(values)} tensors for {len(packed.rows)} rows", hint="give one [L] tensor for each row")
     if not packed.rows:
         return {}
     keys = np.concatenate(

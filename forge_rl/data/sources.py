@@ -74,7 +74,7 @@ class ReasoningGymSource:
     ) -> None:
         if not 0 <= held_out_share < 1:
             raise TaskError(
-                f"held_out_share is {held_out_share}", mend="choose a share from 0 up to less than 1, such as 0.1"
+                f"held_out_share is {held_out_share}", hint="choose a share from 0 up to less than 1, such as 0.1"
             )
         self.dataset = dataset
         self.params = dict(params)
@@ -108,7 +108,7 @@ class ReasoningGymSource:
                 return self._task(entry)
         raise TaskError(
             f"{self._described()} has so few questions that all are held out",
-            mend="choose parameters that give more questions, or a smaller held-out share",
+            hint="choose parameters that give more questions, or a smaller held-out share",
         )
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
@@ -121,7 +121,7 @@ class ReasoningGymSource:
             TaskError: there is not one, or the data set fails with these parameters.
         """
         if tasks > 0 and self.held_out_share == 0:
-            raise TaskError(f"nothing of {self._described()} is held out", mend="set a held-out share above 0")
+            raise TaskError(f"nothing of {self._described()} is held out", hint="set a held-out share above 0")
         stream = _Stream(self.dataset, self.params, "held out")
         found: dict[str, Task] = {}
         index = last_new = 0
@@ -134,7 +134,7 @@ class ReasoningGymSource:
         if tasks > 0 and not found:
             raise TaskError(
                 f"{self._described()} has so few questions that none is held out",
-                mend="choose parameters that give more questions, or a greater held-out share",
+                hint="choose parameters that give more questions, or a greater held-out share",
             )
         return tuple(found.values())
 
@@ -155,7 +155,7 @@ class ReasoningGymSource:
         if ours != theirs or not isinstance(index, int):
             raise TaskError(
                 f"the saved state of source {self._name!r} is of another stream: {theirs}, not {ours}",
-                mend="resume with the tasks and the seed of the first start, or start a new run",
+                hint="resume with the tasks and the seed of the first start, or start a new run",
             )
         self._index = index
 
@@ -200,7 +200,7 @@ class _Stream:
             raise TaskError(
                 f"data set {self._dataset!r} cannot generate a task with {dict(self._params)}: "
                 f"{type(error).__name__}: {error}",
-                mend="change its parameters",
+                hint="change its parameters",
             ) from error
 
     def _make(self, chunk: int) -> object:
@@ -221,7 +221,7 @@ def _make_dataset(dataset: str, params: Mapping[str, object], *, seed: int) -> o
     except Exception as error:  # checks in reasoning-gym are asserts, and wrong types fail anyhow
         raise TaskError(
             f"data set {dataset!r} refuses {dict(params)}: {type(error).__name__}: {error}",
-            mend="change its parameters",
+            hint="change its parameters",
         ) from error
 
 
@@ -230,14 +230,14 @@ def _check_params(dataset: str, params: Mapping[str, object]) -> None:
 
     if dataset not in DATASETS:
         close = difflib.get_close_matches(dataset, DATASETS, n=3, cutoff=0.5)
-        mend = f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(sorted(DATASETS))}"
-        raise TaskError(f"no data set named {dataset!r}", mend=mend)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(sorted(DATASETS))}"
+        raise TaskError(f"no data set named {dataset!r}", hint=hint)
     allowed = [field.name for field in dataclasses.fields(DATASETS[dataset][1]) if field.name not in _OURS]
     unknown = [param for param in params if param not in allowed]
     if unknown:
         raise TaskError(
             f"data set {dataset!r} has no parameter {', '.join(map(repr, unknown))}",
-            mend=f"it has: {', '.join(allowed)}",
+            hint=f"it has: {', '.join(allowed)}",
         )
 
 
@@ -270,7 +270,7 @@ def parse_source(text: str) -> SourceSpec:
     for part in _split_commas(listed):
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
-            raise TaskError(f"cannot read {part!r} in the tasks {text!r}", mend="write name:key=value,key=value*weight")
+            raise TaskError(f"cannot read {part!r} in the tasks {text!r}", hint="write name:key=value,key=value*weight")
         params[key.strip()] = _value(value.strip())
     spec = SourceSpec(name=name.strip(), params=params, weight=weight)
     _make_dataset(spec.name, spec.params, seed=0)
@@ -290,7 +290,7 @@ def make_sources(
     for spec in specs:
         name = spec.name if datasets.count(spec.name) == 1 else spec.label
         if name in sources:
-            raise TaskError(f"the tasks {name!r} are named twice", mend="name them once, with the sum of the weights")
+            raise TaskError(f"the tasks {name!r} are named twice", hint="name them once, with the sum of the weights")
         sources[name] = ReasoningGymSource(
             spec.name, spec.params, seed, held_out_share, name=name, instruction=instruction, system=system
         )
@@ -309,7 +309,7 @@ def _split_weight(text: str) -> tuple[str, float]:
     if not 0 <= weight < math.inf:
         raise TaskError(
             f"the weight {match[2]!r} of the tasks {text!r} is not a number from 0 up",
-            mend="write name:key=value,key=value*weight, with a weight such as 0.5",
+            hint="write name:key=value,key=value*weight, with a weight such as 0.5",
         )
     return match[1], weight
 

@@ -37,12 +37,12 @@ class Tokenizer:
         except (OSError, ValueError) as error:
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise ModelError(
-                f"cannot load a tokenizer from {folder}: {cause}", mend="name a folder that holds a tokenizer"
+                f"cannot load a tokenizer from {folder}: {cause}", hint="name a folder that holds a tokenizer"
             ) from error
         if self._hf.chat_template is None:
             raise ModelError(
                 f"the model in {folder} has no chat template, so messages cannot be shown to it",
-                mend="take an instruction-tuned model, or put a chat_template.jinja into the folder",
+                hint="take an instruction-tuned model, or put a chat_template.jinja into the folder",
             )
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class Tokenizer:
         if after is None:
             raise ModelError(
                 f"the chat template of {self.folder} drops an earlier answer, so a conversation cannot go on",
-                mend="take a model whose template keeps all turns",
+                hint="take a model whose template keeps all turns",
             )
         delta = self._encode(after)
         end = next((index for index, token in enumerate(delta) if token in self.stop_ids), None)
@@ -217,7 +217,7 @@ class Tokenizer:
             roles = [message.get("role") for message in messages]
             raise ModelError(
                 f"the chat template of {self.folder} refuses messages with the roles {roles}: {error}",
-                mend="change the messages, or the model's chat_template.jinja",
+                hint="change the messages, or the model's chat_template.jinja",
             ) from error
 
     def _encode(self, text: str) -> tuple[int, ...]:

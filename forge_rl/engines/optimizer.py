@@ -38,7 +38,7 @@ class OptimizerConfig:
             ("max-grad-norm", self.max_grad_norm, self.max_grad_norm > 0),
         ):
             if not good:
-                raise ConfigError(f"{value} is out of range", mend=f"set --trainer.optimizer.{flag} to a usual value")
+                raise ConfigError(f"{value} is out of range", hint=f"set --trainer.optimizer.{flag} to a usual value")
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """Learning rate of a step, counted from 0, in a run of total_steps."""

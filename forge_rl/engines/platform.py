@@ -65,6 +65,6 @@ def init_distributed(rank: int, world_size: int, address: str, port: int) -> Non
         cause = str(error).splitlines()[0]
         raise ConfigError(
             f"the trainer's ranks cannot meet at {address}:{port}: {cause}",
-            mend="choose a free port with --trainer.port, or 0 to have one found",
+            hint="choose a free port with --trainer.port, or 0 to have one found",
         ) from error
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -32,9 +32,9 @@ class TensorBoardSink:
         self._step = 0
 
     def start(self, info: RunInfo) -> None:
-        self.go_back(info.step)
+        self.rollback(info.step)
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
@@ -85,7 +85,7 @@ class WandbSink:
         except ImportError as error:
             raise ConfigError(
                 f"wandb is not installed, and the run logs to the W&B project {project!r}",
-                mend="pip install 'forge_rl[wandb]'",
+                hint="pip install 'forge_rl[wandb]'",
             ) from error
         self._wandb = wandb
         self._project, self._name, self._config = project, name, config
@@ -110,7 +110,7 @@ class WandbSink:
         }
         self._run.log(drawn, step=step)
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """W&B cannot."""
 
     def event(self, text: str, level: Level) -> None:

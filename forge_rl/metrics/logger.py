@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from forge_rl.metrics.console import Display
+from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.recoveries import Recovery
 from forge_rl.metrics.sinks import EpisodeSink, JSONLSink, Level, Metric, RunInfo, Sink, Steps
 from forge_rl.types import Batch
@@ -35,13 +35,13 @@ class RunLog:
         _all(calls)
         self.display.start(info, self._past)
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """The run goes on from an earlier step: drop what was logged beyond it."""
-        calls = [partial(sink.go_back, step) for sink in self._sinks]
+        calls = [partial(sink.rollback, step) for sink in self._sinks]
         if self._episodes is not None:
-            calls.append(partial(self._episodes.go_back, step))
+            calls.append(partial(self._episodes.rollback, step))
         _all(calls)
-        self.display.go_back(step, self._past)
+        self.display.rollback(step, self._past)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         """The values of a step, and the batch that it trained on, if samples of it shall be kept."""

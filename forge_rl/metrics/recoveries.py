@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.table import Table
 from rich.text import Text
 
-from forge_rl.metrics import format as fmt
+from forge_rl.metrics.display import format as fmt
 from forge_rl.metrics.sinks import Level
 
 

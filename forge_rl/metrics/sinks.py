@@ -50,7 +50,7 @@ class Sink(Protocol):
     def event(self, text: str, level: Level) -> None:
         """Take something that happened between steps."""
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """The run goes on from an earlier step: drop what was logged beyond it, where that can be."""
 
     def close(self) -> None:
@@ -73,9 +73,9 @@ class JSONLSink:
         """What the file held up to the step that the run resumed from, without its histograms."""
 
     def start(self, info: RunInfo) -> None:
-        self.go_back(info.step)
+        self.rollback(info.step)
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         rows = self._lines.open(step)
         self._row = rows[-1] if rows else {}
         self.history = [(_step(row), _floats(row)) for row in rows]
@@ -115,7 +115,7 @@ class EventSink:
     def log(self, step: int, values: Mapping[str, Metric]) -> None:
         """Steps are in a file of their own: JSONLSink."""
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """What happened, happened."""
 
     def event(self, text: str, level: Level) -> None:
@@ -144,7 +144,7 @@ class EpisodeSink:
     def start(self, info: RunInfo) -> None:
         self._lines.open(info.step)
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """The run goes on from an earlier step."""
         self._lines.open(step)
 
@@ -229,7 +229,7 @@ class _StepLines:
             if row is None and number < len(lines):
                 raise CheckpointError(
                     f"line {number} of {self._path} is not a step: {line[:60]!r}",
-                    mend="move the file away, or mend the line, then run the same command again",
+                    hint="move the file away, or hint the line, then run the same command again",
                 )
             if row is None or _step(row) > step:
                 break
@@ -245,9 +245,9 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = "free some space" if full else "make the folder writable, or choose another run folder"
+        hint = "free some space" if full else "make the folder writable, or choose another run folder"
         message = f"cannot write {path}: {'no space left' if full else error.strerror or error}"
-        raise CheckpointError(message, mend=f"{mend}, then run the same command again: it resumes") from error
+        raise CheckpointError(message, hint=f"{hint}, then run the same command again: it resumes") from error
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:

@@ -52,7 +52,7 @@ class RolloutStatus:
         return f"batch {self.batch}: " + ", ".join(f"{name} {number}" for name, number in self.parts())
 
 
-class Stillness:
+class StallDetector:
     """Since when nothing has changed."""
 
     def __init__(self) -> None:

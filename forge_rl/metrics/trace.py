@@ -198,7 +198,7 @@ class Trace:
         if not known:
             raise CheckpointError(
                 f"{self._path} holds something else than the trace of a run: {line[:60]!r}",
-                mend=f"move {self._path} away, then run the same command again",
+                hint=f"move {self._path} away, then run the same command again",
             )
         if last and (found := json.loads(last))["name"] == _FULL:
             # Gone on with only if it may be larger now.

@@ -35,7 +35,7 @@ class ReasoningGymReward:
         if not isinstance(dataset, str) or not isinstance(params, Mapping) or not isinstance(entry, Mapping):
             raise TaskError(
                 f"task {task.id!r} has no reasoning-gym entry to verify by: its truth has {sorted(task.truth)}",
-                mend="give the tasks of this source a reward of their own",
+                hint="give the tasks of this source a reward of their own",
             )
         gold = entry.get("answer")
         answer = extract(self.extract, text, gold if isinstance(gold, str) else None)
@@ -50,13 +50,13 @@ class ReasoningGymReward:
             if not _holds_gold_right(verify, entry):
                 raise TaskError(
                     f"the verifier of {dataset!r} failed on task {task.id!r}: {type(error).__name__}: {error}",
-                    mend="leave this data set out, or report it to reasoning-gym",
+                    hint="leave this data set out, or report it to reasoning-gym",
                 ) from error
             return 0.0
         if not isinstance(score, int | float) or not math.isfinite(score) or not 0 <= score <= 1:
             raise TaskError(
                 f"the verifier of {dataset!r} scored {score!r}, not 0 to 1, on task {task.id!r}",
-                mend="leave this data set out, or report it to reasoning-gym",
+                hint="leave this data set out, or report it to reasoning-gym",
             )
         return float(score >= 1) if self.strict else float(score)
 

@@ -60,10 +60,10 @@ class Cluster:
         self._hosts = dict(hosts or {})
         self._meshes: dict[str, ProcMesh] = {}
         if THIS_HOST in self._hosts:
-            raise ConfigError(f"{THIS_HOST!r} is the host of the controller", mend="name the other host otherwise")
+            raise ConfigError(f"{THIS_HOST!r} is the host of the controller", hint="name the other host otherwise")
         for name, mesh in self._hosts.items():
             if (size := _size(mesh)) != 1:
-                raise ConfigError(f"{name!r} names {size} hosts", mend="give each host of the job a name of its own")
+                raise ConfigError(f"{name!r} names {size} hosts", hint="give each host of the job a name of its own")
         if self._hosts:
             import monarch.config
 
@@ -101,7 +101,7 @@ class Cluster:
             ConfigError: there is no such host.
         """
         if host not in self.hosts:
-            raise ConfigError(f"there is no host {host!r}", mend=f"choose one of {', '.join(self.hosts)}")
+            raise ConfigError(f"there is no host {host!r}", hint=f"choose one of {', '.join(self.hosts)}")
         with _quiet_stderr():  # Monarch announces its log file there, in the middle of the display
             from monarch.actor import default_bootstrap_cmd, this_host
 

@@ -142,7 +142,7 @@ class Faults:
         message = f"phase {phase} did not end within its {seconds:g} s"
         if waiting is None:
             return DeadlineError(
-                f"{message}; no remote call is in flight", service="controller", mend="raise --phase-deadline-s"
+                f"{message}; no remote call is in flight", service="controller", hint="raise --phase-deadline-s"
             )
         call, count = waiting
         others = f", and {count - 1} more calls are in flight" if count > 1 else ""
@@ -151,7 +151,7 @@ class Faults:
             service=call.service,
             replica=call.replica,
             call=call.method,
-            mend="see the replica's log; raise --phase-deadline-s if the work really takes longer",
+            hint="see the replica's log; raise --phase-deadline-s if the work really takes longer",
         )
 
     @property

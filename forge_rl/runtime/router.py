@@ -32,5 +32,5 @@ def least_loaded(service: str, replicas: Sequence[R]) -> R:
     """
     serving = [replica for replica in replicas if replica.serving]
     if not serving:
-        raise ServiceError("no replica is alive", service=service, mend="see the replicas' logs in the run folder")
+        raise ServiceError("no replica is alive", service=service, hint="see the replicas' logs in the run folder")
     return min(serving, key=lambda replica: (replica.load, replica.index))

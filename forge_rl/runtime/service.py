@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 from forge_rl.errors import ReplicaError, ServiceError
 from forge_rl.runtime.actor import ServiceActor
-from forge_rl.runtime.calls import Calls
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults, cause_of, describe_exit, exit_status
 from forge_rl.runtime.link import Link
 from forge_rl.runtime.processes import kill, process_space, state_of
 from forge_rl.runtime.replica import Replica, State
 from forge_rl.runtime.router import least_loaded
-from forge_rl.runtime.supervisor import Restart, Supervisor
+from forge_rl.runtime.rpc import ReplicaCaller
+from forge_rl.runtime.supervision import Restart, Supervisor
 from forge_rl.runtime.watchdog import Watchdog
 
 __all__ = ["Replica", "Service", "ServiceActor", "stopped_on_error"]
@@ -36,7 +36,7 @@ _MARK = "FORGE_RL_REPLICA"
 T = TypeVar("T")
 
 
-class Service(Calls):
+class Service(ReplicaCaller):
     """Spawns replicas, calls them, and brings them back if they die.
 
     Args:
@@ -63,7 +63,7 @@ class Service(Calls):
         self._cluster = cluster
         self._id = uuid.uuid4().hex[:12]
         self._supervisor: Supervisor | None = None
-        self._watchdog = Watchdog(self.replicas, descendants=descendants, condemn=self.condemn)
+        self._watchdog = Watchdog(self.replicas, descendants=descendants, mark_failed=self.mark_failed)
         self._watching: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         """Set while a replica serves, and when none will again."""
@@ -214,7 +214,7 @@ class Service(Calls):
         """
         while not any(replica.serving for replica in self.replicas):
             if self._stopping or all(replica.state is State.GIVEN_UP for replica in self.replicas):
-                raise ServiceError(self.causes, service=self.name, mend="see the replicas' logs in the run folder")
+                raise ServiceError(self.causes, service=self.name, hint="see the replicas' logs in the run folder")
             with self._faults.calling(self.name, None, "available"):
                 await self._settled.wait()
 
@@ -226,7 +226,7 @@ class Service(Calls):
         died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
         return f"no replica is left; {'; '.join(died)}"
 
-    def condemn(self, replica: Replica, cause: str) -> None:
+    def mark_failed(self, replica: Replica, cause: str) -> None:
         """Count a replica as dead, and kill it: it hangs, or what it answers is garbage."""
         for fd in replica.watched:
             with contextlib.suppress(ProcessLookupError):  # it just ended

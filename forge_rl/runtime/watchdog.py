@@ -24,15 +24,15 @@ class Watchdog:
     Args:
         replicas: of the service, as they are at the time.
         descendants: also look at the processes that a replica's own ones started.
-        condemn: told which replica hangs, and how.
+        mark_failed: told which replica hangs, and how.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], *, descendants: bool, condemn: Callable[[Replica, str], None]
+        self, replicas: Sequence[Replica], *, descendants: bool, mark_failed: Callable[[Replica, str], None]
     ) -> None:
         self._replicas = replicas
         self._descendants = descendants
-        self._condemn = condemn
+        self._condemn = mark_failed
 
     async def run(self) -> None:
         """Look until it is cancelled."""

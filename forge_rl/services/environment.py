@@ -14,7 +14,7 @@ from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service, ServiceActor, stopped_on_error
-from forge_rl.runtime.supervisor import Restart
+from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Task
 
@@ -39,10 +39,10 @@ class Environment:
             if self.replicas < 1:
                 raise ConfigError(
                     f"the environment service has {self.replicas} replicas",
-                    mend="set --environment.replicas to 1 or more",
+                    hint="set --environment.replicas to 1 or more",
                 )
             if self.deadline_s <= 0:
-                raise ConfigError(f"a step may take {self.deadline_s} s", mend="set --environment.deadline-s above 0")
+                raise ConfigError(f"a step may take {self.deadline_s} s", hint="set --environment.deadline-s above 0")
 
     def __init__(self, config: Config, service: Service) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class Environment:
         service.supervise(start_one, config.restart)
         return cls(config, service)
 
-    async def open(self, task: Task) -> tuple[World, Observation]:
+    async def open(self, task: Task) -> tuple[EnvSession, Observation]:
         """Make the world of one episode and look at it. If its replica dies meanwhile, another one makes it.
 
         Raises:
@@ -78,13 +78,13 @@ class Environment:
         """
         return await self._service.try_on(lambda replica: self._open(replica, task))
 
-    async def _open(self, replica: Replica, task: Task) -> tuple[World, Observation]:
+    async def _open(self, replica: Replica, task: Task) -> tuple[EnvSession, Observation]:
         self._opened += 1
-        world = World(self, self._service, replica, self._opened, self._config.deadline_s)
+        world = EnvSession(self, self._service, replica, self._opened, self._config.deadline_s)
         observation: Observation = await world._ask("reset", task)
         return world, observation
 
-    def _abandon(self, world: World) -> None:
+    def _abandon(self, world: EnvSession) -> None:
         """Close a world that nobody waits for."""
 
         async def close() -> None:
@@ -105,7 +105,7 @@ class Environment:
         return f"Environment  {len(self._service.replicas)} replica(s)  {self._opened} worlds opened"
 
 
-class World:
+class EnvSession:
     """One episode's world, in the replica that holds its state."""
 
     def __init__(

@@ -24,11 +24,11 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.router import least_loaded
 from forge_rl.runtime.service import Service, ServiceActor
-from forge_rl.runtime.supervisor import Restart
-from forge_rl.services.answer import Answer, flaw
-from forge_rl.services.engine_actor import GeneratorActor, environment
-from forge_rl.services.fleet import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, Fleet
-from forge_rl.services.weights import WeightStore
+from forge_rl.runtime.supervision import Restart
+from forge_rl.services.completion import ResumableCompletion, validate_chunk
+from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool
+from forge_rl.services.generator_actor import GeneratorActor, environment
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Chunk, Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
 
@@ -64,7 +64,7 @@ class Generator:
         """What happens when an engine dies."""
 
         def __post_init__(self) -> None:
-            for flag, value, good, mend in (
+            for flag, value, good, hint in (
                 ("replicas", self.replicas, self.replicas >= 1, "1 or more"),
                 ("max-new-tokens", self.max_new_tokens, self.max_new_tokens >= 1, "1 or more"),
                 ("temperature", self.temperature, 0 < self.temperature < 10, "a value above 0, usually 1"),
@@ -80,12 +80,12 @@ class Generator:
                 ),
             ):
                 if not good:
-                    raise ConfigError(f"--generator.{flag} is {value}", mend=f"set --generator.{flag} to {mend}")
+                    raise ConfigError(f"--generator.{flag} is {value}", hint=f"set --generator.{flag} to {hint}")
 
-    def __init__(self, config: Config, service: Service, fleet: Fleet, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, service: Service, fleet: EnginePool, tokenizer: Tokenizer) -> None:
         self.config = config
         self._service = service
-        self._fleet = fleet
+        self._pool = fleet
         self._tokenizer = tokenizer
         self._stopping = False
         self._loading = asyncio.Lock()
@@ -143,7 +143,7 @@ class Generator:
                 index=index if again else None,
             )
 
-        fleet = Fleet(service, spawn, deadline_s)
+        fleet = EnginePool(service, spawn, deadline_s)
         await fleet.start(config.replicas)
         service.supervise(fleet.bring_back, config.restart)
         return cls(config, service, fleet, Tokenizer(model))
@@ -196,25 +196,25 @@ class Generator:
         try:
             async with contextlib.aclosing(answer) as chunks:
                 async for chunk in chunks:
-                    if garbage := flaw(
+                    if garbage := validate_chunk(
                         chunk,
                         chosen,
                         drawn=drawn,
                         vocab_size=self._tokenizer.vocab_size,
                         versions=self._loaded[first:],
                     ):
-                        raise self._fleet.failed(replica, f"its answer is garbage: {garbage}")
+                        raise self._pool.failed(replica, f"its answer is garbage: {garbage}")
                     drawn += len(chunk.token_ids)
                     yield chunk
                     if chunk.finish:
                         return
-            raise self._fleet.failed(replica, "its answer is garbage: it ended without a reason")
+            raise self._pool.failed(replica, "its answer is garbage: it ended without a reason")
         except (ReplicaError, DeadlineError):
             raise
         except ServiceError as error:  # the engine raised what is not meant for the caller
             if self._stopping:
                 raise
-            raise self._fleet.failed(replica, f"it failed: {error.message}") from error
+            raise self._pool.failed(replica, f"it failed: {error.message}") from error
 
     async def answer(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
@@ -226,7 +226,7 @@ class Generator:
             WeightsError, ConfigError, DeadlineError, ServiceError: as `stream`.
         """
         async with contextlib.aclosing(
-            self._answer(Answer(prompt_ids, sampling or self.sampling, self._tokenizer), engine)
+            self._answer(ResumableCompletion(prompt_ids, sampling or self.sampling, self._tokenizer), engine)
         ) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -235,7 +235,7 @@ class Generator:
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> Turn:
         """One whole answer; see `answer`."""
-        answer = Answer(prompt_ids, sampling or self.sampling, self._tokenizer)
+        answer = ResumableCompletion(prompt_ids, sampling or self.sampling, self._tokenizer)
         async with contextlib.aclosing(self._answer(answer, engine)) as chunks:
             async for _ in chunks:
                 pass
@@ -269,7 +269,7 @@ class Generator:
             ServiceError: no engine is left.
         """
         async with self._loading, store.lease(version) as manifest, self._becoming(manifest.version, store):
-            reports: list[LoadReport] = await self._fleet.each(
+            reports: list[LoadReport] = await self._pool.each(
                 "load",
                 lambda replica: (manifest, store.transport(replica.host)),
                 deadline_s=LOAD_DEADLINE_S,
@@ -290,18 +290,18 @@ class Generator:
             ServiceError: no engine is left.
         """
         if self._loaded:
-            raise WeightsError(f"the engines have loaded version {self._loaded[-1]}", mend="start a new generator")
+            raise WeightsError(f"the engines have loaded version {self._loaded[-1]}", hint="start a new generator")
         async with self._loading, self._becoming(0, None):
-            await self._fleet.each("serve_model", deadline_s=CONTROL_DEADLINE_S)
+            await self._pool.each("serve_model", deadline_s=CONTROL_DEADLINE_S)
 
     async def pause(self) -> None:
         """Stop all engines at a token boundary: from then on nothing is decoded. Requests are kept, with their keys and
         values, and new ones wait; loads work."""
-        await self._fleet.switch("pause", lambda wish: replace(wish, paused=True))
+        await self._pool.switch("pause", lambda wish: replace(wish, paused=True))
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        await self._fleet.switch("resume", lambda wish: replace(wish, paused=False))
+        await self._pool.switch("resume", lambda wish: replace(wish, paused=False))
 
     async def sleep(self) -> None:
         """Stop all engines, and give their device's memory back: keys and values, and on CUDA the weights.
@@ -309,11 +309,11 @@ class Generator:
         Requests are kept; what was computed of them is computed again after `wake`. Loads work; on CUDA they bring the
         weights back.
         """
-        await self._fleet.switch("sleep", lambda wish: replace(wish, asleep=True))
+        await self._pool.switch("sleep", lambda wish: replace(wish, asleep=True))
 
     async def wake(self) -> None:
         """Go on after `sleep`; engines that are also paused stay so."""
-        await self._fleet.switch("wake", lambda wish: replace(wish, asleep=False))
+        await self._pool.switch("wake", lambda wish: replace(wish, asleep=False))
 
     def take_busy_s(self) -> list[float]:
         """Seconds in which each engine had work, since this was last asked."""
@@ -328,7 +328,7 @@ class Generator:
                     await self._service.call(replica, "close", deadline_s=5.0)
         await self._service.stop()
 
-    async def _answer(self, answer: Answer, engine: int | None) -> AsyncGenerator[Chunk, None]:
+    async def _answer(self, answer: ResumableCompletion, engine: int | None) -> AsyncGenerator[Chunk, None]:
         self._check(answer.prompt_ids, answer.rest)
         while True:
             try:
@@ -353,12 +353,12 @@ class Generator:
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Whether there can be an answer; raises as `stream` does."""
         if self.version is None:
-            raise WeightsError(f"the engines hold no weights: {self._refusal}", mend="load a version first")
+            raise WeightsError(f"the engines hold no weights: {self._refusal}", hint="load a version first")
         if len(prompt_ids) + sampling.max_tokens > self.config.max_model_tokens:
             raise ConfigError(
                 f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed "
                 f"{self.config.max_model_tokens}",
-                mend="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
+                hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
             )
 
     @contextlib.asynccontextmanager
@@ -366,7 +366,7 @@ class Generator:
         """While the body makes the engines serve a version, their tokens may be of either; afterwards it is this."""
         self._loaded.append(version)
         try:
-            async with self._fleet.becoming(version, store):
+            async with self._pool.becoming(version, store):
                 yield
         except BaseException:
             self.version = None

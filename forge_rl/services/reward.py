@@ -17,7 +17,7 @@ from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import REWARD_STUCK, Faults
 from forge_rl.runtime.service import Service, ServiceActor, stopped_on_error
-from forge_rl.runtime.supervisor import Restart
+from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Task
 
@@ -41,10 +41,10 @@ class Reward:
         def __post_init__(self) -> None:
             if self.replicas < 1:
                 raise ConfigError(
-                    f"the reward service has {self.replicas} replicas", mend="set --reward.replicas to 1 or more"
+                    f"the reward service has {self.replicas} replicas", hint="set --reward.replicas to 1 or more"
                 )
             if self.deadline_s <= 0:
-                raise ConfigError(f"a score may take {self.deadline_s} s", mend="set --reward.deadline-s above 0")
+                raise ConfigError(f"a score may take {self.deadline_s} s", hint="set --reward.deadline-s above 0")
 
     def __init__(self, config: Config, service: Service, function: RewardFunction) -> None:
         self._config = config
@@ -139,7 +139,7 @@ class RewardActor(ServiceActor):
         score = float(await result if inspect.isawaitable(result) else result)
         if not math.isfinite(score):
             raise ForgeError(
-                f"the reward of {task.id} is {score}", mend="return a finite number from the reward function"
+                f"the reward of {task.id} is {score}", hint="return a finite number from the reward function"
             )
         return score
 

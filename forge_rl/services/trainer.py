@@ -19,7 +19,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, stopped_on_error
 from forge_rl.services.trainer_actor import TrainerActor
-from forge_rl.services.weights import WeightStore
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import TensorSpec
 
 if TYPE_CHECKING:
@@ -57,19 +57,19 @@ class Trainer:
 
         def __post_init__(self) -> None:
             if self.ranks < 1:
-                raise ConfigError(f"the trainer has {self.ranks} ranks", mend="set --trainer.ranks to 1 or more")
+                raise ConfigError(f"the trainer has {self.ranks} ranks", hint="set --trainer.ranks to 1 or more")
             if not 0 <= self.port < 65536:
-                raise ConfigError(f"{self.port} is no port", mend="set --trainer.port to 0, or to 1024 to 65535")
+                raise ConfigError(f"{self.port} is no port", hint="set --trainer.port to 0, or to 1024 to 65535")
             if self.max_restarts < 0:
                 raise ConfigError(
                     f"the trainer cannot be restarted {self.max_restarts} times",
-                    mend="set --trainer.max-restarts to 0 or more",
+                    hint="set --trainer.max-restarts to 0 or more",
                 )
             multiple = _pad_multiple()
             if self.row_tokens < 1 or self.row_tokens % multiple:
                 raise ConfigError(
                     f"a row of {self.row_tokens} tokens cannot be packed",
-                    mend=f"set --trainer.row-tokens to a multiple of {multiple}",
+                    hint=f"set --trainer.row-tokens to a multiple of {multiple}",
                 )
 
     def __init__(
@@ -148,7 +148,7 @@ class Trainer:
 
         For when a rank died, hung, or did not answer in time. Calls that are in flight fail at once, and others until
         this has ended. If it fails because a rank died again, it can be called again; each call counts. The store knows
-        nothing of it: see `WeightStore.go_back`.
+        nothing of it: see `WeightStore.rollback`.
 
         Args:
             resume: training state to continue from, whose version is then this trainer's; None starts from the model
@@ -162,13 +162,13 @@ class Trainer:
         """
         dead = self._service.replicas[0]
         if dead.alive:
-            self._service.condemn(dead, cause)
+            self._service.mark_failed(dead, cause)
         if not self.restarts_left:
             raise ServiceError(
                 self._spent(dead.death.result()),
                 service=self._service.name,
                 replica=dead.index,
-                mend=f"see {dead.log}; the same command continues from the last checkpoint",
+                hint=f"see {dead.log}; the same command continues from the last checkpoint",
             )
         self.restarts += 1
         self._down = "it is being restarted"
@@ -331,7 +331,7 @@ class Trainer:
     @property
     def _replica(self) -> Replica:
         if self._down:
-            raise ServiceError(self._down, service=self._service.name, mend="restart it, or start the run again")
+            raise ServiceError(self._down, service=self._service.name, hint="restart it, or start the run again")
         return self._service.replicas[0]
 
     def _on_last_death(self, death: asyncio.Future[str]) -> None:
@@ -371,7 +371,7 @@ class Trainer:
                 service=self._service.name,
                 replica=replica.index,
                 call=method,
-                mend=f"see {replica.log}",
+                hint=f"see {replica.log}",
             ) from error
 
     def _reduce(self, parts: Sequence[tuple[dict[str, Value], float]]) -> dict[str, float]:

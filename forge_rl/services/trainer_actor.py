@@ -17,7 +17,7 @@ from forge_rl.engines.platform import device_type, init_distributed, resolve_dty
 from forge_rl.metrics import Value
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
-from forge_rl.weights.transport import Transport
+from forge_rl.weights.transports.protocol import Transport
 
 if TYPE_CHECKING:
     import torch

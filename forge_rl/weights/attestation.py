@@ -25,5 +25,5 @@ def attest(manifest: Manifest, fingerprints: Mapping[str, int], reader: str) -> 
         raise AttestationError(
             f"{reader} holds other weights than version {manifest.version}: {len(differing)} of "
             f"{len(manifest.tensors)} tensors differ: {shown}",
-            mend="do not trust what was sampled from it; report this with the run folder's logs",
+            hint="do not trust what was sampled from it; report this with the run folder's logs",
         )

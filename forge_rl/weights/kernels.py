@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from forge_rl.weights.fingerprint import KEY_HIGH, KEY_LOW, KEY_SHIFT
+from forge_rl.weights.fingerprints import KEY_HIGH, KEY_LOW, KEY_SHIFT
 
 _LANES = 8
 _VECTOR = ir.VectorType(ir.IntType(64), _LANES)

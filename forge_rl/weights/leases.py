@@ -12,8 +12,8 @@ from typing import Any
 
 from forge_rl.errors import ForgeError
 from forge_rl.weights.manifest import Manifest
-from forge_rl.weights.shared_memory import ask
-from forge_rl.weights.transport import Transport
+from forge_rl.weights.transports.protocol import Transport
+from forge_rl.weights.transports.shared_memory import ask
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.boxes import Box, tiling_error
-from forge_rl.weights.fingerprint import combine
+from forge_rl.weights.fingerprints import combine
+from forge_rl.weights.slices import TensorSlice, tiling_error
 
 BUCKET_BYTES = 64 << 20
 """Past this a bucket is full; a tensor that is larger has one of its own."""
@@ -64,7 +64,7 @@ class Bucket:
 class Piece:
     """One rank's part of a tensor, for transports that keep each rank's bytes apart."""
 
-    box: Box
+    box: TensorSlice
     part: str
     """Key of what the rank stored."""
     offset: int
@@ -110,7 +110,7 @@ class ShardReport:
     """What one trainer rank wrote of one tensor."""
 
     name: str
-    box: Box
+    box: TensorSlice
     fingerprint: int
     """Of the elements in the box."""
     piece: Piece | None = None
@@ -125,7 +125,7 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[Bucket, ...]
     """All that hold a tensor of it, also older ones that it shares with earlier versions."""
-    era: int = 0
+    epoch: int = 0
     """How often the run had gone back to an earlier version: tells it from a forgotten one of the same number."""
 
     @property
@@ -173,7 +173,7 @@ def draft(
     dtype: torch.dtype,
     base: Manifest | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    era: int = 0,
+    epoch: int = 0,
 ) -> Manifest:
     """Lay out a version: which tensors are written, and where in which buckets.
 
@@ -185,7 +185,7 @@ def draft(
         dtype: of the published tensors.
         base: the version before; what has not changed since stays where that one has it.
         bucket_bytes: past this a bucket is full.
-        era: that the store is in.
+        epoch: that the store is in.
 
     Raises:
         WeightsError: there are no tensors, or two of one name.
@@ -202,7 +202,7 @@ def draft(
     used = number = 0
 
     def key() -> str:
-        return f"{version}/{era}.{number}" if era else f"{version}/{number}"
+        return f"{version}/{epoch}.{number}" if epoch else f"{version}/{number}"
 
     for changed in (True, False):
         for spec in (spec for spec in specs if spec.changed is changed):
@@ -224,8 +224,8 @@ def draft(
     shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
     buckets.extend(older[key] for key in shared)
     if shared and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
-        return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, era=era)
-    return Manifest(version=version, tensors=entries, buckets=tuple(buckets), era=era)
+        return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch)
+    return Manifest(version=version, tensors=entries, buckets=tuple(buckets), epoch=epoch)
 
 
 def _aligned(entry: TensorEntry) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from forge_rl.errors import ModelError
-from forge_rl.weights.boxes import Box
+from forge_rl.weights.slices import TensorSlice
 
 _TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -54,7 +54,7 @@ class Part:
     """Hugging Face's."""
     shape: tuple[int, ...]
     """Of the whole published tensor."""
-    box: Box
+    box: TensorSlice
     """Of the published tensor."""
     index: int | None = None
     """Of the expert in the block; None where the block is the part."""
@@ -64,7 +64,7 @@ class Part:
         return block if self.index is None else block[self.index]
 
 
-def parts(name: str, shape: Sequence[int], box: Box | None = None) -> Iterator[Part]:
+def parts(name: str, shape: Sequence[int], box: TensorSlice | None = None) -> Iterator[Part]:
     """The published tensors that a block of a torchtitan weight holds, and which box of each.
 
     Args:
@@ -75,11 +75,11 @@ def parts(name: str, shape: Sequence[int], box: Box | None = None) -> Iterator[P
     Raises:
         ModelError: the name is not one of the Llama or Qwen3 family.
     """
-    box = box or Box.whole(shape)
+    box = box or TensorSlice.whole(shape)
     if not _TITAN_STACK.fullmatch(name):
         yield Part(name=to_hf(name), shape=tuple(shape), box=box)
         return
-    inner = Box(start=box.start[1:], size=box.size[1:])
+    inner = TensorSlice(start=box.start[1:], size=box.size[1:])
     for index in range(box.size[0]):
         yield Part(name=to_hf(name, box.start[0] + index), shape=tuple(shape[1:]), box=inner, index=index)
 
@@ -101,7 +101,7 @@ def to_hf(name: str, expert: int | None = None) -> str:
     if expert is not None and (match := _TITAN_STACK.fullmatch(name)) and match[2] in _STACK:
         return f"model.layers.{match[1]}.mlp.experts.{expert}.{_STACK[match[2]]}.weight"
     raise ModelError(
-        f"the torchtitan weight {name!r} has no Hugging Face name", mend="only the Llama and Qwen3 families are known"
+        f"the torchtitan weight {name!r} has no Hugging Face name", hint="only the Llama and Qwen3 families are known"
     )
 
 
@@ -122,5 +122,5 @@ def from_hf(name: str) -> tuple[str, int | None]:
         return f"layers.{match[1]}.moe.routed_experts.inner_experts.{_STACK_BACK[match[3]]}", int(match[2])
     raise ModelError(
         f"the checkpoint holds {name!r}, which neither the Llama nor the Qwen3 family has",
-        mend="use a model of the Llama or Qwen3 family without biases or adapters",
+        hint="use a model of the Llama or Qwen3 family without biases or adapters",
     )

@@ -1,4 +1,4 @@
-"""Reading a version by those with a layout of their own: each reads its boxes only, straight to where they belong."""
+"""Reading a version by those with a layout of their own: each reads its slices only, straight to where they belong."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import Move, combine, move
+from forge_rl.weights.fingerprints import Move, combine, move
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import check, readable
-from forge_rl.weights.transport import LocalBucket, Transport
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalBucket, Transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +24,16 @@ class ReadReport:
     version: int
     bytes: int
     """Read from shared memory, as published."""
-    boxes: dict[str, Box]
+    slices: dict[str, TensorSlice]
     """By Hugging Face name."""
     fingerprints: dict[str, int]
-    """Of the boxes, over the bytes that were read; `combine_reports` adds those of all readers up."""
+    """Of the slices, over the bytes that were read; `combine_reports` adds those of all readers up."""
 
 
 async def read_boxes(
-    transport: Transport, manifest: Manifest, wants: Mapping[str, Box], into: Callable[[str], torch.Tensor]
+    transport: Transport, manifest: Manifest, wants: Mapping[str, TensorSlice], into: Callable[[str], torch.Tensor]
 ) -> ReadReport:
-    """Copy boxes of a version into their places, fetching only the buckets that hold them.
+    """Copy slices of a version into their places, fetching only the buckets that hold them.
 
     Args:
         transport: of this host.
@@ -44,13 +44,13 @@ async def read_boxes(
 
     Raises:
         WeightsError: the version lacks a tensor, a box lies outside of it, a place does not fit, or a bucket was freed
-            meanwhile; some boxes may have been written by then.
+            meanwhile; some slices may have been written by then.
     """
     shapes = {entry.name: entry.shape for entry in manifest.tensors}
     if lacking := wants.keys() - shapes.keys():
-        raise WeightsError(f"version {manifest.version} lacks {sorted(lacking)[:3]}", mend="load the same model")
+        raise WeightsError(f"version {manifest.version} lacks {sorted(lacking)[:3]}", hint="load the same model")
     for name, box in wants.items():
-        if len(box.size) != len(shapes[name]) or box.intersect(Box.whole(shapes[name])) != box:
+        if len(box.size) != len(shapes[name]) or box.intersect(TensorSlice.whole(shapes[name])) != box:
             raise WeightsError(f"{box} lies outside of {name!r}, whose shape is {shapes[name]}")
     fingerprints: dict[str, int] = {}
     read = 0
@@ -64,24 +64,24 @@ async def read_boxes(
             del moves  # it has views of the bucket, which may be gone now
     if missed := wants.keys() - fingerprints.keys():
         raise WeightsError(f"the buckets of version {manifest.version} did not hold {sorted(missed)[:3]}")
-    return ReadReport(version=manifest.version, bytes=read, boxes=dict(wants), fingerprints=fingerprints)
+    return ReadReport(version=manifest.version, bytes=read, slices=dict(wants), fingerprints=fingerprints)
 
 
 def combine_reports(reports: Sequence[ReadReport]) -> dict[str, int]:
-    """Fingerprints of whole tensors from those of the boxes that several readers took.
+    """Fingerprints of whole tensors from those of the slices that several readers took.
 
-    A box that several hold alike, because they keep copies of it, counts once. If the boxes leave out a part of a
+    A box that several hold alike, because they keep copies of it, counts once. If the slices leave out a part of a
     tensor, its fingerprint is not the manifest's.
 
     Raises:
-        WeightsError: the readers took different versions, one box is not the same in all that hold it, or two boxes
+        WeightsError: the readers took different versions, one box is not the same in all that hold it, or two slices
             overlap.
     """
     if len(versions := {report.version for report in reports}) > 1:
-        raise WeightsError(f"readers of one engine took versions {sorted(versions)}", mend="load one version again")
-    taken: dict[str, dict[Box, int]] = {}
+        raise WeightsError(f"readers of one engine took versions {sorted(versions)}", hint="load one version again")
+    taken: dict[str, dict[TensorSlice, int]] = {}
     for report in reports:
-        for name, box in report.boxes.items():
+        for name, box in report.slices.items():
             others = taken.setdefault(name, {})
             found = report.fingerprints[name]
             if others.setdefault(box, found) != found:
@@ -91,7 +91,9 @@ def combine_reports(reports: Sequence[ReadReport]) -> dict[str, int]:
     return {name: combine(found.values()) for name, found in taken.items()}
 
 
-def _moves(bucket: LocalBucket, wants: Mapping[str, Box], into: Callable[[str], torch.Tensor]) -> dict[str, Move]:
+def _moves(
+    bucket: LocalBucket, wants: Mapping[str, TensorSlice], into: Callable[[str], torch.Tensor]
+) -> dict[str, Move]:
     memory = readable(bucket.segment)
     moves = {}
     for entry in bucket.tensors:
@@ -102,7 +104,7 @@ def _moves(bucket: LocalBucket, wants: Mapping[str, Box], into: Callable[[str], 
             raise WeightsError(
                 f"the place for {entry.name!r} is {tuple(target.shape)} of {target.dtype}, "
                 f"what is read is {box.size} of {entry.torch_dtype}",
-                mend="publish in the engine's dtype, and load the same model",
+                hint="publish in the engine's dtype, and load the same model",
             )
         moves[entry.name] = Move(target, box.of(entry.of(memory)), entry.shape, box)
     return moves

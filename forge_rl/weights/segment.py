@@ -136,7 +136,7 @@ class _Mappings:
                 self._forget(ref.path)
                 raise WeightsError(
                     f"the segment {ref.path} cannot be opened ({error.strerror}): it was freed, or its store has ended",
-                    mend=_MADE_ANEW,
+                    hint=_MADE_ANEW,
                 ) from error
             held = self._held.get(key)
             if held is None or held.inode != inode:
@@ -172,19 +172,19 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
     try:
         fd = os.open(ref.path, flags)
     except OSError as error:
-        raise WeightsError(f"the segment {ref.path} cannot be opened ({error.strerror})", mend=_MADE_ANEW) from error
+        raise WeightsError(f"the segment {ref.path} cannot be opened ({error.strerror})", hint=_MADE_ANEW) from error
     try:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid() or (status.st_nlink and stat.S_IMODE(status.st_mode) & 0o077):
             raise WeightsError(
                 f"the segment {ref.path} is not this user's alone: owner {status.st_uid}, "
                 f"mode {stat.S_IMODE(status.st_mode):o}",
-                mend="find out who made it; its weights are not used",
+                hint="find out who made it; its weights are not used",
             )
         if status.st_size != PAGE + ref.bytes:
             raise WeightsError(
                 f"the segment {ref.path} has {status.st_size - PAGE} bytes, its manifest says {ref.bytes}",
-                mend=_MADE_ANEW,
+                hint=_MADE_ANEW,
             )
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         memory = mmap.mmap(fd, PAGE + ref.bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
@@ -210,8 +210,8 @@ def _stamp(fd: int, path: str, size: int) -> SegmentRef:
 def _check_header(ref: SegmentRef, header: memoryview) -> None:
     magic, token, size = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise WeightsError(f"{ref.path} is no segment of weights", mend=_MADE_ANEW)
+        raise WeightsError(f"{ref.path} is no segment of weights", hint=_MADE_ANEW)
     if token.hex() != ref.token or size != ref.bytes:
         raise WeightsError(
-            f"the segment {ref.path} was freed and holds another version by now", mend="hold a lease while reading"
+            f"the segment {ref.path} was freed and holds another version by now", hint="hold a lease while reading"
         )

@@ -1,7 +1,8 @@
 """The rules of versions: immutable, committed whole, leased while read, retired by age. Pure; the store runs it.
 
 A run that goes back to an earlier version, because its trainer continues from a checkpoint, forgets what came after and
-begins a new era, in which the same numbers come again. What is still read of an older era stays until it is released.
+begins a new epoch, in which the same numbers come again. What is still read of an older epoch stays until it is
+released.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class VersionIndex:
         self._needed: dict[str, int] = {}
         """Bytes by key of the buckets that versions keep, or those that are being written."""
         self._leases: Counter[tuple[int, int]] = Counter()
-        """By version and era."""
+        """By version and epoch."""
         self._forgotten: dict[tuple[int, int], Manifest] = {}
-        """Of earlier eras, and still being read."""
+        """Of earlier epochs, and still being read."""
         self._changed = asyncio.Condition()
         self._failure = ""
-        self.era = 0
+        self.epoch = 0
         """How often the run went back."""
 
     @property
@@ -78,7 +79,7 @@ class VersionIndex:
                 or which its unchanged tensors do not come from.
         """
         version = manifest.version
-        if manifest.era != self.era or version not in self._writing:
+        if manifest.epoch != self.epoch or version not in self._writing:
             raise WeightsError(f"version {version} was not begun, or was aborted")
         if self.latest is not None and version <= self.latest:
             raise WeightsError(f"version {version} comes too late: {self.latest} was committed meanwhile")
@@ -87,13 +88,13 @@ class VersionIndex:
             raise WeightsError(
                 f"version {version} shares tensors with {base and base.version}, and {self.latest} was committed "
                 "meanwhile",
-                mend="publish one version after the other",
+                hint="publish one version after the other",
             )
         del self._writing[version]
         self._versions[version] = manifest
         return await self._tell_waiters()
 
-    async def abort(self, version: int, reason: str, *, era: int = 0) -> tuple[str, ...]:
+    async def abort(self, version: int, reason: str, *, epoch: int = 0) -> tuple[str, ...]:
         """Give up a version that is being written; it stays invisible, and those who wait for it fail at once.
 
         Nothing happens for one that is not being written, or no more because the run went back since.
@@ -101,13 +102,13 @@ class VersionIndex:
         Returns:
             Keys of the buckets that nothing needs any more; those of the version itself are the writer's to free.
         """
-        if era != self.era or version not in self._writing:
+        if epoch != self.epoch or version not in self._writing:
             return ()
         del self._writing[version]
         self._failure = f"version {version} was aborted: {reason}"
         return await self._tell_waiters()
 
-    def go_back(self, version: int) -> tuple[str, ...]:
+    def rollback(self, version: int) -> tuple[str, ...]:
         """Forget all versions above this one, which will be written anew; what is being written is given up.
 
         Those who wait for a forgotten version wait for the new one. Those who read one go on.
@@ -115,13 +116,13 @@ class VersionIndex:
         Returns:
             Keys of the buckets that nothing needs any more; those of what was being written are its writer's to free.
         """
-        self.era += 1
+        self.epoch += 1
         self._writing.clear()
         self._failure = ""
         for newer in [held for held in self._versions if held > version]:
             manifest = self._versions.pop(newer)
-            if self._leases[newer, manifest.era]:
-                self._forgotten[newer, manifest.era] = manifest
+            if self._leases[newer, manifest.epoch]:
+                self._forgotten[newer, manifest.epoch] = manifest
         return self._retire()
 
     def needs(self, key: str) -> bool:
@@ -155,16 +156,16 @@ class VersionIndex:
             held = ", ".join(map(str, sorted(self._versions))) or "none"
             raise WeightsError(f"there is no version {wanted} of the weights; held: {held}")
         manifest = self._versions[wanted]
-        self._leases[wanted, manifest.era] += 1
+        self._leases[wanted, manifest.epoch] += 1
         return manifest
 
-    def release(self, version: int, *, era: int = 0) -> tuple[str, ...]:
-        """End a lease on a version of an era.
+    def release(self, version: int, *, epoch: int = 0) -> tuple[str, ...]:
+        """End a lease on a version of an epoch.
 
         Returns:
             Keys of the buckets that nothing needs any more.
         """
-        leased = version, era
+        leased = version, epoch
         assert self._leases[leased], f"version {version} is not leased"
         self._leases[leased] -= 1
         if not self._leases[leased]:
@@ -183,7 +184,7 @@ class VersionIndex:
         """Drop versions past the bounds; `coming` bytes of one more, if not 0, are about to be written."""
         kept, seen = (1, {"": coming}) if coming else (0, {})
         for version in sorted(self._versions, reverse=True):
-            if self._leases[version, self._versions[version].era]:
+            if self._leases[version, self._versions[version].epoch]:
                 continue
             kept += 1
             seen |= _buckets([self._versions[version]])

@@ -155,7 +155,7 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise WeightsError(
             f"the store's folder {folder} cannot be opened ({error.strerror}): the store has ended",
-            mend="start the run again",
+            hint="start the run again",
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -228,13 +228,13 @@ def _home(root: Path) -> Iterator[Path]:
         except FileNotFoundError as error:
             if root.is_dir():  # the last one that left removed the folder meanwhile
                 continue
-            raise WeightsError(f"{root} is no folder", mend="set --weights.shm to a folder in shared memory") from error
+            raise WeightsError(f"{root} is no folder", hint="set --weights.shm to a folder in shared memory") from error
         except OSError as error:
             raise WeightsError(
-                f"{home} cannot be made: {error.strerror}", mend="set --weights.shm to a folder in shared memory"
+                f"{home} cannot be made: {error.strerror}", hint="set --weights.shm to a folder in shared memory"
             ) from error
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise WeightsError(f"{home} is not this user's alone", mend="find out who made it, and remove it")
+            raise WeightsError(f"{home} is not this user's alone", hint="find out who made it, and remove it")
         fd = -1
         try:
             fd = os.open(home / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -260,13 +260,13 @@ def _refused(root: Path, needed: int, error: OSError) -> WeightsError:
         return _no_room(root, needed, free_bytes(root))
     return WeightsError(
         f"segments cannot be made in {root}: {error.strerror}",
-        mend="set --weights.shm to a folder in shared memory that can be written",
+        hint="set --weights.shm to a folder in shared memory that can be written",
     )
 
 
 def _no_room(root: Path, needed: int, free: int) -> WeightsError:
     return WeightsError(
         f"no room for a version of the weights in {root}: {needed} bytes are needed, {free} are free",
-        mend="free memory, give the container more shared memory (docker run --shm-size), lower "
+        hint="free memory, give the container more shared memory (docker run --shm-size), lower "
         "--weights.keep-versions, or set --weights.transport torchstore",
     )

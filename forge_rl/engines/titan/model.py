@@ -60,12 +60,12 @@ def read_architecture(folder: Path) -> Architecture:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", mend="give a Hugging Face model folder") from error
+        raise ModelError(f"{path} cannot be read: {error}", hint="give a Hugging Face model folder") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} holds no JSON object", mend="give a Hugging Face model folder")
+        raise ModelError(f"{path} holds no JSON object", hint="give a Hugging Face model folder")
     family = config.get("model_type")
     if family not in ("llama", "qwen3"):
-        raise ModelError(f"{path} is of model_type {family!r}", mend='use a model of the "llama" or "qwen3" family')
+        raise ModelError(f"{path} is of model_type {family!r}", hint='use a model of the "llama" or "qwen3" family')
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -80,7 +80,7 @@ def read_architecture(folder: Path) -> Architecture:
     if found := [name for name, present in refused.items() if present]:
         raise ModelError(
             f"{path} asks for {', '.join(found)}, which the trainer does not support",
-            mend="use an unquantised model of the plain Llama or Qwen3 architecture",
+            hint="use an unquantised model of the plain Llama or Qwen3 architecture",
         )
     needed = (
         "hidden_size",
@@ -92,12 +92,12 @@ def read_architecture(folder: Path) -> Architecture:
         "max_position_embeddings",
     )
     if lacking := [name for name in needed if name not in config]:
-        raise ModelError(f"{path} lacks {', '.join(lacking)}", mend="download or export the model again")
+        raise ModelError(f"{path} lacks {', '.join(lacking)}", hint="download or export the model again")
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), None)
     if not isinstance(dtype, torch.dtype):
         raise ModelError(
             f"{path} is of dtype {config.get('dtype', config.get('torch_dtype'))!r}",
-            mend='set its "dtype" to "bfloat16" or "float32"',
+            hint='set its "dtype" to "bfloat16" or "float32"',
         )
     heads = config["num_attention_heads"]
     return Architecture(

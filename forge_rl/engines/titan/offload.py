@@ -12,7 +12,7 @@ _PIECE = 64 << 20
 """Bytes of a host buffer. torch rounds pinned ones up to powers of two, and keeps them for the next time."""
 
 
-class Away:
+class OffloadedState:
     """Bytes that have left their device.
 
     Until they are back, their storages are empty and nothing may read them. Tensors, their views, the shards of
@@ -46,7 +46,7 @@ class Away:
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
                     f"the trainer's state finds no room when it comes back to {storage.device}: {error}",
-                    mend="lower --generator.memory-share, if engines live on the same device",
+                    hint="lower --generator.memory-share, if engines live on the same device",
                 ) from error
             for piece, copy in zip(_bytes_of(storage).split(_PIECE), copies, strict=True):
                 piece.copy_(copy, non_blocking=True)

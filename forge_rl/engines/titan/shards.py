@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_rl.errors import ConfigError
-from forge_rl.weights.boxes import Box
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.names import parts
-from forge_rl.weights.transport import LocalShard
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalShard
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -65,17 +65,17 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if frozen and len(frozen) < len(names):
             raise ConfigError(
                 f"{name!r} is trained as one, and {len(frozen)} of its {len(names)} experts would be frozen",
-                mend="let the patterns of --trainer.frozen match all experts of a layer, or none",
+                hint="let the patterns of --trainer.frozen match all experts of a layer, or none",
             )
         if frozen:
             parameter.requires_grad_(False)
     if unused:
         raise ConfigError(
             f"no weight of the model matches {', '.join(map(repr, sorted(unused)))}",
-            mend='give --trainer.frozen patterns of Hugging Face names, such as "model.embed_tokens.*"',
+            hint='give --trainer.frozen patterns of Hugging Face names, such as "model.embed_tokens.*"',
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("every weight of the model is frozen", mend="give --trainer.frozen fewer patterns")
+        raise ConfigError("every weight of the model is frozen", hint="give --trainer.frozen fewer patterns")
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -83,16 +83,18 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def box_of(parameter: nn.Parameter) -> Box:
+def box_of(parameter: nn.Parameter) -> TensorSlice:
     """Which block of a weight this rank holds."""
     if not isinstance(parameter, DTensor):
-        return Box.whole(parameter.shape)
+        return TensorSlice.whole(parameter.shape)
     box = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
     assert box.size == tuple(values_of(parameter).shape), f"{parameter.placements} do not put {box} here"
     return box
 
 
-def block(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> Box:
+def block(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> TensorSlice:
     """The block of a weight at one place of a mesh.
 
     A _StridedShard axis (FSDP over a weight that tensor or expert parallelism has cut already) comes after those to its
@@ -120,7 +122,7 @@ def block(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], 
         start[dim] += before
         size[dim] = min(most, length - before)
         cuts[dim] *= ranks
-    return Box(start=tuple(start), size=tuple(size))
+    return TensorSlice(start=tuple(start), size=tuple(size))
 
 
 def _publishes(parameter: nn.Parameter) -> bool:

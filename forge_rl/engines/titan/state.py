@@ -39,14 +39,14 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                 if name == "lm_head.weight" and tied and name not in index:
                     name = "model.embed_tokens.weight"
                 if name not in index:
-                    raise ModelError(f"{folder} lacks the weight {name!r}", mend=_AGAIN)
+                    raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
                 if index[name] not in files:
                     files[index[name]] = stack.enter_context(_open(index[name]))
                 stored = files[index[name]].get_slice(name)
                 if tuple(stored.get_shape()) != part.shape:
                     raise ModelError(
                         f"{name!r} in {folder} has shape {tuple(stored.get_shape())}, config.json says {part.shape}",
-                        mend=_AGAIN,
+                        hint=_AGAIN,
                     )
                 if part.box.numel:
                     spans = zip(part.box.start, part.box.size, strict=True)
@@ -60,13 +60,13 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         try:
             return {name: folder / file for name, file in json.loads(sharded.read_text())["weight_map"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{sharded} cannot be read: {error}", mend=_AGAIN) from error
+            raise ModelError(f"{sharded} cannot be read: {error}", hint=_AGAIN) from error
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with _open(path) as file:
             found |= dict.fromkeys(file.keys(), path)
     if not found:
-        raise ModelError(f"{folder} holds no safetensors file", mend="give a Hugging Face model folder")
+        raise ModelError(f"{folder} holds no safetensors file", hint="give a Hugging Face model folder")
     return found
 
 
@@ -79,7 +79,7 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", mend=_AGAIN) from error
+        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
 
 
 def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, vers
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"the training state in {folder} cannot be written: {_cause(error)}",
-            mend="free space, or choose another --out; earlier checkpoints are as they were",
+            hint="free space, or choose another --out; earlier checkpoints are as they were",
         ) from error
 
 
@@ -150,7 +150,7 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"the training state in {folder} cannot be read: {_cause(error)}",
-            mend="delete that step's folder to continue from the one before it",
+            hint="delete that step's folder to continue from the one before it",
         ) from error
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -169,7 +169,7 @@ def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
         raise CheckpointError(
             f"the training state in {folder} is of a run that trained {len(trained)} weights, this one trains "
             f"{len(train)}: {min(trained ^ train)!r} is frozen in one of them",
-            mend="give --trainer.frozen what that run had, or choose another --out",
+            hint="give --trainer.frozen what that run had, or choose another --out",
         )
 
 

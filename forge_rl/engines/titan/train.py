@@ -24,13 +24,13 @@ from forge_rl.data.packing import Row
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_type, local_device
 from forge_rl.engines.titan.model import Architecture, attention_mask, build_model, read_architecture
-from forge_rl.engines.titan.offload import Away
+from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge
 from forge_rl.weights.manifest import TensorSpec
-from forge_rl.weights.transport import LocalShard
+from forge_rl.weights.transports.protocol import LocalShard
 
 
 class TitanEngine:
@@ -78,7 +78,7 @@ class TitanEngine:
         )
         self.version = 0
         """Optimizer steps behind the weights."""
-        self._away: Away | None = None
+        self._offloaded: OffloadedState | None = None
 
     def train_step(
         self, rows: Sequence[Row], loss: Loss, *, trained_tokens: int, temperature: float, total_steps: int
@@ -112,7 +112,7 @@ class TitanEngine:
             self.optimizer.zero_grad()
             raise ForgeError(
                 f"the gradient norm of step {self.version + 1} is {float(norm)}",
-                mend="lower --trainer.optimizer.lr, or look at episodes.jsonl for what was trained on",
+                hint="lower --trainer.optimizer.lr, or look at episodes.jsonl for what was trained on",
             )
         lr = self._config.lr_at(self.version, total_steps)
         for group in self.optimizer.param_groups:
@@ -137,10 +137,10 @@ class TitanEngine:
         Returns:
             Bytes that left the device; 0 if they were away already.
         """
-        if self._away is not None:
+        if self._offloaded is not None:
             return 0
-        self._away = Away(self._held())
-        return self._away.bytes
+        self._offloaded = OffloadedState(self._held())
+        return self._offloaded.bytes
 
     def onload(self) -> int:
         """Bring back what `offload` moved, bit by bit the same. Returns its bytes; 0 if nothing was away.
@@ -148,10 +148,10 @@ class TitanEngine:
         Raises:
             ForgeError: the device has no room; it can be tried again.
         """
-        if self._away is None:
+        if self._offloaded is None:
             return 0
-        self._away.bring_back()
-        moved, self._away = self._away.bytes, None
+        self._offloaded.bring_back()
+        moved, self._offloaded = self._offloaded.bytes, None
         return moved
 
     def local_shards(self) -> Iterator[LocalShard]:
@@ -191,15 +191,21 @@ class TitanEngine:
                 reference = self._score(self._reference, row, temperature)[0]
         logprobs, entropy = self._score(self.model, row, temperature)
         loss_sum, sums = loss(logprobs, row.behaviour, row.advantages, row.mask, reference)
-        gap = logprob_gap(logprobs.detach(), row.behaviour, row.mask)
         tokens = float(row.mask.sum())
         metrics: dict[str, Value] = {
             "loss": Mean(float(loss_sum.detach()), tokens),
             "entropy": Mean(float(entropy[row.mask].sum()), tokens),
-            "logprob_gap": Mean(float(gap["abs_sum"]), tokens),
-            "logprob_gap/max": Max(float(gap["max"])),
             "tokens/trained": Sum(tokens),
         }
+        # Only of tokens that these weights produced does the gap tell whether trainer and engine agree.
+        fresh = row.versions == self.version
+        for name, compared in (("logprob_gap", row.mask & fresh), ("logprob_drift", row.mask & ~fresh)):
+            gap = logprob_gap(logprobs.detach(), row.behaviour, compared)
+            if gap["count"] > 0:
+                metrics |= {
+                    name: Mean(float(gap["abs_sum"]), float(gap["count"])),
+                    f"{name}/max": Max(float(gap["max"])),
+                }
         metrics |= {f"loss/{name}": Mean(float(value), tokens) for name, value in sums.items() if name != "tokens"}
         return loss_sum, metrics
 

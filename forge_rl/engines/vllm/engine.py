@@ -20,12 +20,12 @@ from forge_rl.engines.platform import device_type
 from forge_rl.engines.vllm.stream import decode
 from forge_rl.engines.vllm.transfer import BACKEND, OWNER, SegmentUpdateInfo, WorkerExtension
 from forge_rl.errors import WeightsError
-from forge_rl.metrics.timer import PhaseClock
+from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.faults import ENGINE_DIED, when_process_ends
 from forge_rl.types import Chunk, Sampling, Turn
 from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import LoadReport, Manifest
-from forge_rl.weights.transport import LocalBucket
+from forge_rl.weights.transports.protocol import LocalBucket
 
 
 class VLLMEngine:
@@ -108,7 +108,7 @@ class VLLMEngine:
             ConfigError: vLLM does not take such a request.
         """
         if self._failure:
-            raise WeightsError(f"the engine serves nothing: {self._failure}", mend="load a version that can be read")
+            raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
         try:
             async with contextlib.aclosing(decode(self._llm, prompt_ids, sampling)) as chunks:
                 async for chunk in chunks:
@@ -201,8 +201,8 @@ class VLLMEngine:
                 self._failure = f"version {manifest.version} could not be loaded"
                 (problem,) = await self._llm.collective_rpc("forge_rl_give_up_load")
                 if problem is not None:
-                    message, mend = problem
-                    raise WeightsError(message, mend=mend) from error
+                    message, hint = problem
+                    raise WeightsError(message, hint=hint) from error
                 raise
             self._failure = ""
         with clock.phase("pause"):

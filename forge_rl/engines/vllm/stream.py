@@ -44,7 +44,7 @@ async def decode(llm: AsyncLLM, prompt_ids: Sequence[int], sampling: Sampling) -
                 yield chunk
     except VLLMValidationError as error:
         raise ConfigError(
-            f"vLLM does not take the request: {error}", mend="change the prompt or the sampling"
+            f"vLLM does not take the request: {error}", hint="change the prompt or the sampling"
         ) from error
 
 

@@ -17,13 +17,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from forge_rl.engines.vllm.memory import release
 from forge_rl.errors import ForgeError, WeightsError
-from forge_rl.metrics.timer import PhaseClock
+from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.faults import when_process_ends
-from forge_rl.weights.boxes import Box
-from forge_rl.weights.fingerprint import Move, fingerprint, move
+from forge_rl.weights.fingerprints import Move, fingerprint, move
 from forge_rl.weights.manifest import SegmentRef, TensorEntry
 from forge_rl.weights.segment import check, readable
-from forge_rl.weights.transport import LocalBucket
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalBucket
 
 BACKEND = "forge_rl"
 """Name of our weight transfer in vLLM."""
@@ -54,7 +54,7 @@ class WorkerExtension:
         """Make the worker ready for another load after one that failed.
 
         Returns:
-            Message and mend of the ForgeError that failed it here, which vLLM reports without its class.
+            Message and hint of the ForgeError that failed it here, which vLLM reports without its class.
         """
         self._weight_update_active = False
         return self.weight_transfer_engine.give_up()
@@ -172,7 +172,7 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
                 info.loaded_weights.clear()
         finalize_layerwise_reload(self.model, self.model_config)
         problem, self._problem = self._problem, None
-        return (problem.message, problem.mend) if problem else None
+        return (problem.message, problem.hint) if problem else None
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -197,7 +197,7 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
             raise WeightsError(
                 f"version {version} does not fit the engine's model: {last} of shape {tuple(views[last].shape)} led to "
                 f"{type(error).__name__}: {error}",
-                mend="publish the model that the engine was started with",
+                hint="publish the model that the engine was started with",
             ) from error
         self._release(memory)
         check(bucket.segment)
@@ -229,7 +229,7 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
         if missing:
             raise WeightsError(
                 f"version {self._version} leaves {len(missing)} of the engine's weights as they were: {missing[:3]}",
-                mend="publish all of the model's weights, under their Hugging Face names",
+                hint="publish all of the model's weights, under their Hugging Face names",
             )
 
 
@@ -283,5 +283,5 @@ class _Parameters:
 
 
 def _fingerprints(tensors: dict[TensorEntry, torch.Tensor]) -> dict[str, int]:
-    moves = [Move(None, values, entry.shape, Box.whole(entry.shape)) for entry, values in tensors.items()]
+    moves = [Move(None, values, entry.shape, TensorSlice.whole(entry.shape)) for entry, values in tensors.items()]
     return {entry.name: value for entry, value in zip(tensors, move(moves), strict=True)}

@@ -1,0 +1,19 @@
+"""The gateway: OpenAI's and Anthropic's APIs before the engines, which records what it answers token for token."""
+
+from forge_rl.gateway.agents import Agent, serving_agents
+from forge_rl.gateway.backend import Backend, GeneratorBackend
+from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.http import check_address
+from forge_rl.gateway.server import Gateway
+from forge_rl.gateway.sessions import Session
+
+__all__ = [
+    "Agent",
+    "Backend",
+    "Gateway",
+    "GatewayConfig",
+    "GeneratorBackend",
+    "Session",
+    "check_address",
+    "serving_agents",
+]

@@ -1,0 +1,224 @@
+"""From a conversation to token ids: what a session's turns cover keeps their ids, only what follows is tokenised."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.sessions import Context, Session
+
+T = TypeVar("T")
+
+_LONG_CHARACTERS = 32_768
+"""Texts from this length are tokenised beside the event loop: they would hold up everything else in it."""
+
+_TOOLS_INTRODUCTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""How Hermes and Qwen show tools."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """One call of a tool in an answer."""
+
+    id: str
+    name: str
+    arguments: str
+    """As the model wrote them; JSON if it did well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatMessage:
+    """One message of a conversation, the same whichever API it came by."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    """Of an assistant's message."""
+    call_id: str = ""
+    """Of a tool's message: the call that it answers."""
+    name: str = ""
+
+    def template(self) -> dict[str, object]:
+        """What chat templates take."""
+        message: dict[str, object] = {"role": self.role, "content": self.content}
+        if self.calls:
+            message["tool_calls"] = self.template_calls()
+        if self.call_id:
+            message["tool_call_id"] = self.call_id
+        if self.name:
+            message["name"] = self.name
+        return message
+
+    def template_calls(self) -> list[dict[str, object]]:
+        """The calls as chat templates take them."""
+        return [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": parsed(call.arguments)}}
+            for call in self.calls
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What the model is shown, and how a later request may go on from its answer."""
+
+    token_ids: tuple[int, ...]
+    digest: bytes = b""
+    """Of the tools and messages."""
+    text: str | None = None
+    """Of a completion that was asked for by text."""
+
+
+def parsed(arguments: str) -> object:
+    """A call's arguments as JSON, or their text if the model wrote none."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def digests(tools: Sequence[Mapping[str, object]], messages: Sequence[ChatMessage]) -> list[bytes]:
+    """For each number of messages from 0 on, what stands for the tools and that many of them."""
+    found = [hashlib.sha256(_canonical(list(tools))).digest()]
+    for message in messages:
+        found.append(extend_digest(found[-1], message))
+    return found
+
+
+def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
+    """The digest of a conversation with one more message; arguments are the same whatever their JSON's blanks."""
+    return hashlib.sha256(digest + _canonical(message.template())).digest()
+
+
+class Composer:
+    """Makes prompts.
+
+    Args:
+        tokenizer: of the model.
+        tool_parser: name of the parser that reads the answers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tool_parser: str) -> None:
+        self.tokenizer = tokenizer
+        self._tool_parser = tool_parser
+        self._beside = asyncio.Lock()
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, object]] = (),
+        session: Session | None = None,
+    ) -> Prompt:
+        """The prompt of a conversation, up to where the model is to answer.
+
+        Raises:
+            ModelError: the chat template refuses the messages.
+            ApiError: it cannot show tools.
+        """
+        if tools and not self.tokenizer.shows_tools and self._tool_parser != "hermes":
+            raise ApiError(
+                400,
+                f"the model's chat template shows no tools, and how the tool parser {self._tool_parser!r} wants them "
+                "shown is not known",
+                param="tools",
+            )
+        known = digests(tools, messages)
+        count, context = self._longest_turn(messages, known, session)
+        rest = messages[count:]
+        shown, shown_tools = self._shown(rest, tools, whole=context is None)
+        characters = sum(len(message.content) for message in rest)
+        if context is None:
+            ids = await self.tokenise(lambda: self.tokenizer.render(shown, tools=shown_tools), characters)
+        else:
+            calls = messages[count - 1].template_calls() if self.tokenizer.shows_tools else []
+            base = context.token_ids
+            ids = await self.tokenise(
+                lambda: self.tokenizer.extend(base, shown, tools=shown_tools, calls=calls), characters
+            )
+        return Prompt(token_ids=ids, digest=known[-1])
+
+    async def completion(self, prompt: str | Sequence[int], session: Session | None = None) -> Prompt:
+        """The prompt of a completion."""
+        if not isinstance(prompt, str):
+            return Prompt(token_ids=tuple(prompt))
+        context = session.longest_prefix(prompt) if session is not None else None
+        if context is None:
+            ids = await self.tokenise(lambda: self.tokenizer.encode(prompt, add_special=True), len(prompt))
+        else:
+            rest = prompt[len(context.text) :]
+            added = await self.tokenise(lambda: self.tokenizer.encode(rest), len(rest))
+            ids = context.token_ids + added
+        return Prompt(token_ids=ids, text=prompt)
+
+    async def tokenise(self, work: Callable[[], T], characters: int) -> T:
+        """Run tokenisation, in a thread if it is long; one at a time, so that the loop keeps its core."""
+        if characters < _LONG_CHARACTERS:
+            return work()
+        async with self._beside:
+            return await asyncio.to_thread(work)
+
+    def _longest_turn(
+        self, messages: Sequence[ChatMessage], known: Sequence[bytes], session: Session | None
+    ) -> tuple[int, Context | None]:
+        """How many of the messages a recorded turn covers, and what it left."""
+        for count in range(len(messages), 0, -1):
+            if session is None:
+                break
+            if messages[count - 1].role == "assistant" and (context := session.context(known[count])) is not None:
+                return count, context
+        return 0, None
+
+    def _shown(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]], *, whole: bool
+    ) -> tuple[list[dict[str, object]], Sequence[Mapping[str, object]]]:
+        """Messages and tools as the template takes them; one that knows no tools is given text, as Hermes writes it."""
+        if self.tokenizer.shows_tools:
+            return [message.template() for message in messages], tools
+        texts: list[dict[str, object]] = []
+        if tools and whole:
+            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            introduction = _TOOLS_INTRODUCTION.format(tools=listed)
+            if messages and messages[0].role == "system":
+                introduction = f"{messages[0].content}\n\n{introduction}"
+                messages = messages[1:]
+            texts.append({"role": "system", "content": introduction})
+        after_tool = False
+        for message in messages:
+            role, content = message.role, message.content
+            if role == "tool":
+                role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+                if after_tool:
+                    texts[-1]["content"] = f"{texts[-1]['content']}\n{content}"
+                    continue
+            elif message.calls:
+                content = "\n".join([*filter(None, [content]), *map(_hermes_call, message.calls)])
+            after_tool = message.role == "tool"
+            texts.append({"role": role, "content": content})
+        return texts, ()
+
+
+def _hermes_call(call: ToolCall) -> str:
+    written = json.dumps({"name": call.name, "arguments": parsed(call.arguments)}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode(errors="surrogatepass")

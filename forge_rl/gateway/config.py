@@ -1,0 +1,56 @@
+"""What a gateway can be told: where it listens, who may ask, and how much at a time."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from forge_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP server before the engines."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Others than this machine reach it only on another one, such as 0.0.0.0."""
+    port: int = 0
+    """Port to listen on; 0 takes a free one."""
+    api_key: str = field(default="", repr=False)
+    """Key that requests must carry, in a run besides the keys of its episodes."""
+    aliases: tuple[str, ...] = ()
+    """Other names for the model, such as the one that an agent asks for."""
+    tool_parser: str = "hermes"
+    """Which of vLLM's parsers finds tool calls in an answer: the one for the model's way to write them."""
+    max_body_bytes: int = 8 << 20
+    """Longest body of a request."""
+    max_concurrent: int = 4096
+    """Most answers that are decoded at a time; more requests are refused with status 429."""
+    client_deadline_s: float = 60.0
+    """Longest time that a client may take to send its request, or to take what is sent to it."""
+
+    agent_deadline_s: float = 3600.0
+    """Longest time for an agent's attempt at a task, with all that it waits for, such as a training step."""
+
+    def __post_init__(self) -> None:
+        for flag, value, good, hint in (
+            ("port", self.port, 0 <= self.port < 65536, "a port from 0 to 65535"),
+            ("host", self.host, bool(self.host), "an address, usually 127.0.0.1"),
+            ("tool-parser", self.tool_parser, bool(self.tool_parser), "the name of one of vLLM's tool parsers"),
+            ("max-body-bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more"),
+            ("max-concurrent", self.max_concurrent, self.max_concurrent >= 1, "1 or more"),
+            ("client-deadline-s", self.client_deadline_s, self.client_deadline_s > 0, "a value above 0"),
+            ("agent-deadline-s", self.agent_deadline_s, self.agent_deadline_s > 0, "a value above 0"),
+        ):
+            if not good:
+                raise ConfigError(f"the gateway's {flag} is {value!r}", hint=f"set its {flag} to {hint}")
+
+    @property
+    def is_public(self) -> bool:
+        """Whether other machines may reach it."""
+        if self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, which may mean anything
+            return True

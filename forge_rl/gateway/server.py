@@ -1,0 +1,315 @@
+"""The gateway: HTTP in the controller's own event loop, before whatever decodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Send
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ForgeError
+from forge_rl.gateway import anthropic_api, openai_api
+from forge_rl.gateway.backend import Backend
+from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.errors import ApiError, of_any
+from forge_rl.gateway.http import HttpServer
+from forge_rl.gateway.job import Job
+from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from forge_rl.gateway.request_builder import RequestBuilder
+from forge_rl.gateway.sessions import Keyring, Session
+from forge_rl.gateway.wire import CLIENT_GONE, ClientGone, Reply, Writer, read_body, tell, while_connected
+from forge_rl.types import Sampling
+
+Make = Callable[[bytes, RequestBuilder, Session | None], Awaitable[Job | dict[str, object]]]
+
+_ANTHROPIC_PATH = "/v1/messages"
+
+
+class Gateway:
+    """Typed handle of the gateway, and its server.
+
+    Args:
+        config: where it listens, and what it takes.
+        backend: decodes answers.
+        tokenizer: of the model.
+        open_to_all: answer requests outside of sessions, where config.api_key is not set. A run leaves it off: its
+            engines are for its episodes.
+        healthy: what /health says.
+        warn: takes a line for the user.
+        clock: monotonic seconds.
+        now: seconds since 1970.
+    """
+
+    Config = GatewayConfig
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        *,
+        open_to_all: bool = False,
+        healthy: Callable[[], bool] = lambda: True,
+        warn: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self._backend = backend
+        self._request_builder = RequestBuilder(backend, tokenizer, config, now)
+        self._open_to_all = open_to_all
+        self._healthy = healthy
+        self._warn = warn
+        self._clock = clock
+        self._started_s = int(now())
+        self._keyring = Keyring()
+        self._running: set[asyncio.Task[None]] = set()
+        """Requests in flight outside of sessions."""
+        self._in_flight = 0
+        self._closing = False
+        self._metrics = GatewayMetrics(lambda: self._in_flight, lambda: len(self._keyring))
+        self._http: HttpServer | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the port is in use, or there is no such address here.
+        """
+        if self.config.is_public and self._open_to_all and not self.config.api_key:
+            self._warn(f"the gateway listens on {self.config.host} without a key: whoever reaches it may use it")
+        self._http = HttpServer(self._app(), self.config)
+        self._http.start()
+
+    async def load_tool_parser(self) -> None:
+        """Import vLLM's parser now, not with the first request that has tools.
+
+        Raises:
+            ConfigError: there is no such parser, or it does not fit the model.
+        """
+        await self._request_builder.parser.load()
+
+    @property
+    def base_url(self) -> str:
+        """For clients of OpenAI; those of Anthropic leave out the /v1."""
+        assert self._http is not None, "start comes first"
+        return f"{self._http.url}/v1"
+
+    @property
+    def model(self) -> str:
+        """Name of the model, as requests have it."""
+        return self._backend.model
+
+    def open(self, task_id: str = "", *, sampling: Sampling) -> Session:
+        """Begin a session: one episode, with a key of its own.
+
+        Args:
+            task_id: of the episode's task, for people to read.
+            sampling: how its answers are drawn, unless a request says otherwise: the training temperature, the most
+                tokens of one answer, and the seed that those of its answers come from.
+        """
+        session = Session(
+            self._keyring.new_key(),
+            self.base_url,
+            task_id=task_id,
+            sampling=sampling,
+            on_close=self._keyring.remove,
+        )
+        self._keyring.add(session)
+        return session
+
+    async def stop(self) -> None:
+        """End all requests and sessions, and listen no more."""
+        self._closing = True
+        for session in self._keyring.all():
+            session.close()
+        for task in self._running:
+            task.cancel()
+        if self._http is not None:
+            await self._http.stop()
+
+    async def __aenter__(self) -> Gateway:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
+    def __repr__(self) -> str:
+        where = self._http.url if self._http is not None else "not started"
+        return f"Gateway  {where}  sessions {len(self._keyring)}  answers in flight {self._in_flight}"
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None, redirect_slashes=False)
+        for path, make in (
+            ("/v1/chat/completions", openai_api.chat),
+            ("/v1/completions", openai_api.completion),
+            (_ANTHROPIC_PATH, anthropic_api.messages),
+            (f"{_ANTHROPIC_PATH}/count_tokens", anthropic_api.count_tokens),
+        ):
+            app.add_route(path, partial(self._endpoint, path, make), methods=["POST"])
+        app.add_route("/v1/models", self._models, methods=["GET"])
+        app.add_route("/v1/models/{name:path}", self._model, methods=["GET"])
+        app.add_route("/health", self._health, methods=["GET"])
+        app.add_route("/metrics", self._counts, methods=["GET"])
+        app.add_exception_handler(ApiError, self._refused)
+        app.add_exception_handler(HTTPException, self._no_such_endpoint)
+        app.add_exception_handler(Exception, self._broken)
+        return app
+
+    async def _endpoint(self, path: str, make: Make, request: Request) -> Response:
+        return Reply(partial(self._respond, path, make, request))
+
+    async def _respond(self, path: str, make: Make, request: Request, receive: Receive, send: Send) -> None:
+        """One request that wants answers, from its key to its last byte."""
+        began = self._clock()
+        writer = Writer(send, self.config.client_deadline_s, self._clock)
+        status = 500
+        session: Session | None = None
+        try:
+            session = self._caller(request.headers)
+            with self._admit(1):
+                body = await read_body(request, self.config.max_body_bytes, self.config.client_deadline_s)
+                running = self._running if session is None else session.running
+                await while_connected(self._answer(make, body, session, writer), receive, running)
+            status = 200
+        except (ClientGone, ClientDisconnect):
+            status = CLIENT_GONE
+        except (ApiError, ValidationError, ForgeError) as error:
+            told = of_any(error)
+            status = told.status
+            if session is not None:
+                session.refusal = told
+            with contextlib.suppress(ClientGone):
+                await tell(told, path.startswith(_ANTHROPIC_PATH), writer)
+        except Exception:
+            if writer.started_s is not None:  # before that, the app's own handler tells
+                with contextlib.suppress(ClientGone):
+                    await tell(ApiError(500, _BROKEN), path.startswith(_ANTHROPIC_PATH), writer)
+            raise
+        finally:
+            first = writer.started_s - began if writer.is_stream and writer.started_s is not None else None
+            self._metrics.request(path, status, self._clock() - began, first)
+
+    async def _answer(self, make: Make, body: bytes, session: Session | None, writer: Writer) -> None:
+        if self._closing or (session is not None and session.closed):
+            raise ApiError(503, "the session or the server was closed", code="closed")
+        job = await make(body, self._request_builder, session)
+        if isinstance(job, dict):
+            await writer.whole(job)
+            return
+        with self._admit(len(job.choices) - 1):
+            await job.run(self._backend, session, writer)
+        self._metrics.tokens(job.prompt_tokens, job.completion_tokens)
+
+    def _caller(self, headers: Headers) -> Session | None:
+        """The session whose key a request carries; None where it needs none.
+
+        Raises:
+            ApiError: the key is missing or wrong.
+        """
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        key = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        session = self._keyring.find(key)
+        is_ours = bool(self.config.api_key) and _same(key, self.config.api_key)
+        if session is not None or is_ours:
+            return session
+        if self._open_to_all and not self.config.api_key and not self._keyring.is_session_key(key):
+            return None
+        if not key:
+            raise ApiError(
+                401, "no API key: send it as `Authorization: Bearer KEY` or `x-api-key`", code="invalid_api_key"
+            )
+        raise ApiError(401, "wrong API key, or its session was closed", code="invalid_api_key")
+
+    @contextlib.contextmanager
+    def _admit(self, answers: int) -> Iterator[None]:
+        """Count answers in flight.
+
+        Raises:
+            ApiError: there would be too many.
+        """
+        most = self.config.max_concurrent
+        if self._in_flight + answers > most:
+            raise ApiError(
+                429,
+                f"{self._in_flight} answers are in flight, and {most} may be; try again",
+                code="rate_limit_exceeded",
+                headers={"retry-after": "1"},
+            )
+        self._in_flight += answers
+        try:
+            yield
+        finally:
+            self._in_flight -= answers
+
+    async def _models(self, request: Request) -> Response:
+        self._caller(request.headers)
+        models = [self._model_card(name) for name in self._request_builder.models]
+        ends = {
+            "first_id": self._request_builder.models[0],
+            "last_id": self._request_builder.models[-1],
+            "has_more": False,
+        }
+        return JSONResponse({"object": "list", "data": models, **ends})
+
+    async def _model(self, request: Request) -> Response:
+        self._caller(request.headers)
+        return JSONResponse(self._model_card(self._request_builder.check_model(request.path_params["name"])))
+
+    def _model_card(self, name: str) -> dict[str, object]:
+        """What both OpenAI's and Anthropic's clients read."""
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started_s))
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "forge_rl",
+            "max_model_len": self._backend.max_model_tokens,
+            "type": "model",
+            "display_name": name,
+            "created_at": created,
+        }
+
+    async def _health(self, request: Request) -> Response:
+        good = self._healthy() and not self._closing
+        return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
+
+    async def _counts(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _refused(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        body = error.anthropic() if request.url.path.startswith(_ANTHROPIC_PATH) else error.openai()
+        return JSONResponse(body, error.status, headers=dict(error.headers))
+
+    async def _no_such_endpoint(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = "Unknown path" if error.status_code == 404 else "Wrong method"
+        message = f"{what}: {request.method} {request.url.path}"
+        self._metrics.request("other", error.status_code, 0.0)
+        return await self._refused(request, ApiError(error.status_code, message, headers=error.headers))
+
+    async def _broken(self, request: Request, error: Exception) -> Response:
+        return await self._refused(request, ApiError(500, _BROKEN, code="internal_error"))
+
+
+_BROKEN = "the gateway failed; see its log"
+
+
+def _same(one: str, other: str) -> bool:
+    """Compared in a time that tells nothing of where they differ, nor of their length."""
+    digests = [hashlib.sha256(text.encode(errors="surrogateescape")).digest() for text in (one, other)]
+    return hmac.compare_digest(*digests)

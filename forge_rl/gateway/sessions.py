@@ -1,0 +1,166 @@
+"""Sessions: the key of one episode, and the turns that were answered under it, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forge_rl.gateway.errors import ApiError
+from forge_rl.types import Sampling, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a recorded turn leaves for a later request to go on from."""
+
+    token_ids: tuple[int, ...]
+    """The turn's prompt and answer."""
+    text: str = ""
+    """Of a completion: its prompt and answer as text."""
+
+
+class Session:
+    """One episode at the gateway; made by Gateway.open.
+
+    Args:
+        key: what its requests carry.
+        base_url: for clients of OpenAI.
+        task_id: of the episode's task, for people to read.
+        sampling: how its answers are drawn, and the most tokens of one.
+        on_close: ends its key.
+    """
+
+    def __init__(
+        self, key: str, base_url: str, *, task_id: str, sampling: Sampling, on_close: Callable[[Session], None]
+    ) -> None:
+        self.key = key
+        self.base_url = base_url
+        self.task_id = task_id
+        self.sampling = sampling
+        self.closed = False
+        self.running: set[asyncio.Task[None]] = set()
+        """Requests in flight."""
+        self.refusal: ApiError | None = None
+        """What the last request was told, if it got no answer."""
+        self._on_close = on_close
+        self._turns: list[Turn] = []
+        self._contexts: dict[bytes, Context] = {}
+        self._completions: list[Context] = []
+        self._asked: Counter[int] = Counter()
+
+    @property
+    def anthropic_url(self) -> str:
+        """base_url for clients of Anthropic, who add the version themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """What was answered so far, in the order in which answers ended. The logprobs of greedy answers are NaN, which
+        packing masks."""
+        return tuple(self._turns)
+
+    def close(self) -> tuple[Turn, ...]:
+        """End the session: its key is refused from now on, and requests in flight are ended and not recorded.
+
+        Returns:
+            Its turns.
+        """
+        if not self.closed:
+            self.closed = True
+            self._on_close(self)
+            for task in self.running:
+                task.cancel()
+        return self.turns
+
+    async def ended(self) -> None:
+        """Once it is closed: until its requests have left the engines."""
+        if running := tuple(self.running):
+            await asyncio.wait(running)
+
+    def seed_for(self, prompt_ids: tuple[int, ...]) -> int | None:
+        """Of the next answer to a prompt: another one for each answer, whatever order concurrent requests come in."""
+        if self.sampling.seed is None:
+            return None
+        prompt = zlib.crc32(array("q", prompt_ids).tobytes())
+        self._asked[prompt] += 1
+        return zlib.crc32(f"{self.sampling.seed}/{prompt}/{self._asked[prompt]}".encode())
+
+    def record(self, turn: Turn, *, digest: bytes | None = None, text: str | None = None) -> None:
+        """Keep a turn.
+
+        Args:
+            turn: with the engine's own ids.
+            digest: of the messages up to and with the answer as it was returned; see chat.digests.
+            text: of a completion, the text of its prompt and answer.
+        """
+        self.refusal = None
+        self._turns.append(turn)
+        context = Context(token_ids=turn.prompt_ids + turn.token_ids, text=text or "")
+        if digest is not None:
+            self._contexts[digest] = context
+        if text is not None:
+            self._completions.append(context)
+
+    def context(self, digest: bytes) -> Context | None:
+        """Of the turn that ended with these messages, the last one if several did."""
+        return self._contexts.get(digest)
+
+    def longest_prefix(self, text: str) -> Context | None:
+        """Of the completion that a prompt goes on from: the longest one that it begins with."""
+        fitting = [context for context in self._completions if text.startswith(context.text)]
+        return max(fitting, key=lambda context: len(context.text), default=None)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"Session  task {self.task_id or '-'}  {state}  turns {len(self._turns)}"
+
+
+class Keyring:
+    """Which session a key belongs to.
+
+    A key is a name and a secret. The name is looked up, the secret is compared in constant time: what time tells is at
+    most whether a name is in use, and the cost does not grow with the number of sessions.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._nobody = self.new_key()
+
+    @staticmethod
+    def new_key() -> str:
+        """A random one."""
+        return f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
+
+    def add(self, session: Session) -> None:
+        self._sessions[_name(session.key)] = session
+
+    def remove(self, session: Session) -> None:
+        self._sessions.pop(_name(session.key), None)
+
+    def find(self, key: str) -> Session | None:
+        """The open session of a key."""
+        session = self._sessions.get(_name(key))
+        known = session.key if session is not None else self._nobody
+        same = hmac.compare_digest(known.encode(), key.encode(errors="surrogateescape"))
+        return session if same else None
+
+    @staticmethod
+    def is_session_key(key: str) -> bool:
+        """Whether it looks like one of ours, of an open session or not."""
+        return key.startswith("forge-") and "." in key
+
+    def all(self) -> tuple[Session, ...]:
+        return tuple(self._sessions.values())
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+
+def _name(key: str) -> str:
+    return key.partition(".")[0]

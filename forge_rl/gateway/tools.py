@@ -1,0 +1,122 @@
+"""vLLM's tool parsers: which tools an answer calls, of a whole answer and of one that is still being written."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ConfigError
+from forge_rl.gateway.chat import ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallDelta:
+    """What some tokens add to a call; name and id come with its first one."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolParser:
+    """One of vLLM's tool parsers, imported when it is first needed: vLLM takes seconds.
+
+    Args:
+        name: as vLLM registers it.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+        self.name = name
+        self._tokenizer = tokenizer
+        self._loading = asyncio.Lock()
+        self._loaded: tuple[Any, Any] | None = None  # vLLM has no types that we follow
+
+    async def load(self) -> None:
+        """Import the parser, beside the event loop; nothing happens if that was done.
+
+        Raises:
+            ConfigError: there is no parser of that name, or it does not fit the tokenizer.
+        """
+        async with self._loading:
+            if self._loaded is None:
+                self._loaded = await asyncio.to_thread(self._load)
+
+    def reader(self, tools: Sequence[Mapping[str, object]], prompt_ids: Sequence[int]) -> ToolReader:
+        """Reads one answer. load() comes first."""
+        assert self._loaded is not None, "load comes first"
+        parser, request = self._loaded
+        asked = request.model_validate(
+            {"messages": [{"role": "user", "content": ""}], "tools": list(tools), "tool_choice": "auto"}
+        )
+        return ToolReader(parser(self._tokenizer.hf, asked.tools), asked, list(prompt_ids))
+
+    def _load(self) -> tuple[Any, Any]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.parser.parser_manager import ParserManager
+        from vllm.tool_parsers import ToolParserManager
+
+        if self.name not in (known := ToolParserManager.list_registered()):
+            raise ConfigError(
+                f"vLLM has no tool parser {self.name!r}", hint=f"set --tool-parser to one of {', '.join(known)}"
+            )
+        try:
+            parser = ParserManager.get_parser(
+                tool_parser_name=self.name, enable_auto_tools=True, tokenizer=self._tokenizer.hf
+            )
+        except TypeError as error:
+            raise ConfigError(
+                f"the tool parser {self.name!r} does not fit the model: {error}", hint="set another --tool-parser"
+            ) from error
+        return parser, ChatCompletionRequest
+
+
+class ToolReader:
+    """Finds the calls in one answer. What the parser cannot read is text."""
+
+    def __init__(self, parser: Any, request: Any, prompt_ids: list[int]) -> None:
+        self._parser = parser
+        self._request = request
+        self._prompt_ids = prompt_ids
+
+    def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        """Content and calls of a whole answer."""
+        try:
+            _, content, calls = self._parser.parse(
+                text, self._request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
+            )
+        except Exception:  # a parser may raise on anything that a model writes
+            return text, ()
+        return content or "", tuple(
+            ToolCall(id=call.id or new_call_id(), name=call.name, arguments=call.arguments) for call in calls or ()
+        )
+
+    def delta(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, list[CallDelta]]:
+        """Content and calls that some tokens add to an answer."""
+        try:
+            delta = self._parser.parse_delta(
+                text, list(token_ids), self._request, prompt_token_ids=self._prompt_ids, finished=finished
+            )
+        except Exception:  # as above
+            return text, []
+        if delta is None:
+            return "", []
+        calls = [
+            CallDelta(
+                index=call.index,
+                id=(call.id or new_call_id()) if call.function and call.function.name else None,
+                name=call.function.name if call.function else None,
+                arguments=(call.function.arguments or "") if call.function else "",
+            )
+            for call in delta.tool_calls or ()
+        ]
+        return delta.content or "", calls
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,134 @@
+"""Where a step's wall time goes: seconds and tokens of each phase, and how busy each device was."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from forge_rl.errors import ForgeError, ServiceError
+
+
+class PhaseClock:
+    """Measures the phases of a step. The controller is in one phase at a time, so phases do not nest.
+
+    A step lasts from construction, or from the last `finish_step`, to the next `finish_step`.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # One attribute for both, so that another thread (the live display) never reads a name with another's time.
+        self._current: tuple[str, float] = ("", clock())
+        self.used = False
+        """Whether a phase has ever begun."""
+        self.on_phase: Callable[[str, float, float], None] | None = None
+        """Told each phase when it has ended, also when it failed: its name, begin and end in the clock's seconds."""
+        self._begun = clock()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._tokens: dict[str, int] = defaultdict(int)
+        self._busy: dict[tuple[str, str], float] = defaultdict(float)  # by device, and the phase or ""
+
+    @property
+    def current(self) -> str:
+        """Name of the phase that the controller is in, or "" between phases."""
+        return self._current[0]
+
+    @property
+    def since(self) -> float:
+        """The clock's reading when the current phase began, or when the last one ended."""
+        return self._current[1]
+
+    def now(self) -> tuple[str, float, float]:
+        """Current phase or "", seconds in it (or since the last one), and seconds since the step began."""
+        (name, since), moment = self._current, self._clock()
+        return name, moment - since, moment - self._begun
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as a phase; several blocks of one name in a step add up.
+
+        A ServiceError that passes through learns the phase that it broke.
+
+        Raises:
+            ForgeError: another phase has not ended.
+        """
+        if self.current:
+            raise ForgeError(
+                f"phase {name!r} was entered inside phase {self.current!r}",
+                hint=f"end the block of `phase({self.current!r})` first: a controller is in one phase at a time",
+            )
+        assert name not in ("", "step"), f"no name for a phase: {name!r}"
+        begun = self._clock()
+        self.used = True
+        self._current = (name, begun)
+        try:
+            yield
+        except BaseException as error:
+            _name_phase(error, name)
+            raise
+        finally:
+            ended = self._clock()
+            self._seconds[name] += ended - begun
+            self._current = ("", ended)
+            if self.on_phase is not None:
+                self.on_phase(name, begun, ended)
+
+    def tokens(self, phase: str, count: int) -> None:
+        """Count tokens that a phase of this step worked on."""
+        self._tokens[phase] += count
+
+    def busy(self, device: str, seconds: float, *, phase: str = "") -> None:
+        """Count seconds that a device, such as "trainer" or "generator/0", computed in this step.
+
+        Args:
+            device: its name.
+            seconds: of computing.
+            phase: count them for the device's share of this phase, and not for its share of the step.
+        """
+        self._busy[device, phase] += seconds
+
+    def finish_step(self) -> dict[str, float]:
+        """End the step and begin the next.
+
+        Returns:
+            `seconds/<phase>`, `tokens/<phase>`, `tokens_per_s/<phase>`, `busy/<device>` (share of the step's wall
+            time), `busy_<phase>/<device>` (share of the phase's) and `seconds/step`, which is at least the sum of the
+            phases.
+
+        Raises:
+            ForgeError: a phase has not ended.
+        """
+        if self.current:
+            raise ForgeError(
+                f"the step was ended inside phase {self.current!r}",
+                hint=f"end the step after the block of `phase({self.current!r})`",
+            )
+        ended = self._clock()
+        wall = ended - self._begun
+        values = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        for name, count in self._tokens.items():
+            values[f"tokens/{name}"] = float(count)
+            if self._seconds.get(name, 0.0) > 0.0:
+                values[f"tokens_per_s/{name}"] = count / self._seconds[name]
+        for (device, phase), seconds in self._busy.items():
+            lasted = self._seconds.get(phase, 0.0) if phase else wall
+            if lasted > 0.0:
+                values[f"busy_{phase}/{device}" if phase else f"busy/{device}"] = seconds / lasted
+        values["seconds/step"] = wall
+        self._begun = ended
+        self._seconds.clear()
+        self._tokens.clear()
+        self._busy.clear()
+        return values
+
+
+def _name_phase(error: BaseException, phase: str) -> None:
+    if isinstance(error, ServiceError):
+        error.phase = error.phase or phase
+    elif isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            _name_phase(inner, phase)

@@ -1,1 +1,0 @@
-"""From services to a run: rollouts, phases, and the controller's state."""

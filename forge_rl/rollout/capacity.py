@@ -1,0 +1,94 @@
+"""Room on the engines: how many requests each takes at a time, which has room, and how much of it was used."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+
+class EngineCapacity:
+    """Of the engines that serve.
+
+    Args:
+        clock: seconds, only for the share of time that engines were busy.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.engines: dict[int, int] = {}
+        """Those that serve, with the number of requests that each takes at a time."""
+        self.slots = 0
+        """Of all together."""
+        self.paused = False
+        self._clock = clock
+        self._load: Counter[int] = Counter()
+        self._used = 0
+        self._free: list[tuple[int, int]] = []
+        """Heap of requests beyond the budget and engine; some no longer hold."""
+        self._offers: set[tuple[int, int]] = set()
+        """What is in the heap: each only once, however often it comes to hold."""
+        self._busy = self._offered = 0.0
+        self._counted = clock()
+
+    def set(self, budgets: Mapping[int, int]) -> None:
+        """Which engines serve, and how many requests each takes at a time."""
+        self._count()
+        self.engines = dict(budgets)
+        self.slots = sum(budgets.values())
+        self._free = []
+        self._offers.clear()
+        for engine in budgets:
+            self._offer(engine)
+
+    def pause(self, paused: bool) -> None:
+        """From now on time does not count as idle; or does again."""
+        self._count()
+        self.paused = paused
+
+    def choose(self, preferred: Iterable[int | None]) -> int | None:
+        """The first of the preferred engines that has room, else the one with most; None if none has any."""
+        for engine in preferred:
+            if engine is not None and self._load[engine] < self.engines.get(engine, 0):
+                return engine
+        while self._free:
+            surplus, engine = self._free[0]
+            if surplus < 0 and engine in self.engines and surplus == self._load[engine] - self.engines[engine]:
+                return engine
+            self._offers.remove(heapq.heappop(self._free))
+        return None
+
+    def take(self, engine: int) -> None:
+        """A request is decoded there from now on."""
+        self._change(engine, 1)
+
+    def leave(self, engine: int) -> None:
+        """A request is not decoded there any more."""
+        self._change(engine, -1)
+
+    def take_busy(self) -> tuple[float, float]:
+        """Requests decoded times seconds, and budgets times seconds, since this was last asked; pauses left out."""
+        self._count()
+        found = self._busy, self._offered
+        self._busy = self._offered = 0.0
+        return found
+
+    def _change(self, engine: int, requests: int) -> None:
+        self._count()
+        self._load[engine] += requests
+        self._used += requests
+        self._offer(engine)
+
+    def _offer(self, engine: int) -> None:
+        if engine not in self.engines:
+            return
+        offer = (self._load[engine] - self.engines[engine], engine)
+        if offer not in self._offers:
+            self._offers.add(offer)
+            heapq.heappush(self._free, offer)
+
+    def _count(self) -> None:
+        now = self._clock()
+        if not self.paused:
+            self._busy += self._used * (now - self._counted)
+            self._offered += max(self.slots, self._used) * (now - self._counted)
+        self._counted = now

@@ -1,0 +1,1 @@
+"""A run, from its settings to its summary: config, start, phases, monitor, run folder."""

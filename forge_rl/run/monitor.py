@@ -1,0 +1,118 @@
+"""Looks at a run while it goes: its trace, its faults, how far the rollouts are, and what is waited for."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from forge_rl.errors import CheckpointError
+from forge_rl.metrics import Display, Gauges, PhaseClock, Recovery, RolloutStatus, RunLog, Trace
+from forge_rl.runtime.faults import Fault, Faults
+
+
+class RunMonitor:
+    """One run's; begins at once.
+
+    Args:
+        folder: of the run; gets `trace.json`.
+        display: shows it.
+        log: takes faults and recoveries.
+        clock: of the phases.
+        faults: calls in flight, and what failed.
+        now: monotonic seconds, as of clock and faults.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        display: Display,
+        log: RunLog,
+        clock: PhaseClock,
+        faults: Faults,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._display = display
+        self._log = log
+        self._clock = clock
+        self._faults = faults
+        self._begun = now()
+        self._trace: Trace | None = Trace(folder / "trace.json", clock=now)
+        self._gauges = Gauges(clock=now)
+        self._status: Callable[[], RolloutStatus] | None = None
+        self._missing: Callable[[], str] = str
+        clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
+        faults.on_span = self.span
+        faults.listeners.append(self._on_fault)
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        await self._display.watch(waiting=self.waiting_for, status=self._look)
+
+    def rollouts(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
+        """From now on there are rollouts: how far they are, and what the next batch lacks."""
+        self._status, self._missing = status, missing
+
+    def waiting_for(self) -> str:
+        """What the controller waits for, in words; "" if nothing is in flight."""
+        if self._clock.current == "rollout":
+            return self._missing()
+        waiting = self._faults.waiting_for()
+        if waiting is None:
+            return ""
+        call, count = waiting
+        replica = "" if call.replica is None else f" replica {call.replica}"
+        others = f", and {count - 1} more calls" if count > 1 else ""
+        return f"{call.service}{replica}, call {call.method}{others}"
+
+    def take(self) -> dict[str, float]:
+        """Depths of the queues, in their mean and at their highest, since this was last asked."""
+        return self._gauges.take()
+
+    def recoveries(self) -> list[Recovery]:
+        """All faults so far, and what became of them."""
+        return [Recovery.of(fault, self._begun) for fault in self._faults.seen]
+
+    def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
+        """Draw something that lasted."""
+        self._draw(lambda trace: trace.span(lane, name, begin_s, end_s, overlapping=overlapping))
+
+    def close(self) -> None:
+        """End the trace."""
+        self._clock.on_phase = self._faults.on_span = None
+        self._faults.listeners.remove(self._on_fault)
+        self._draw(lambda trace: trace.close())
+
+    def _look(self) -> RolloutStatus | None:
+        if self._status is None:
+            return None
+        status = self._status()
+        depths = {
+            "queue/decoding": status.episodes_running,
+            "queue/engine": status.queue,
+            "queue/tools": status.episodes_waiting,
+        }
+        for name, depth in depths.items():
+            self._gauges.set(name, depth)
+            self._draw(functools.partial(Trace.counter, name=name, value=depth))
+        return status
+
+    def _on_fault(self, fault: Fault) -> None:
+        recovery = Recovery.of(fault, self._begun)
+        self._log.fault(recovery)
+        if fault.recovered_s is None:
+            self._draw(lambda trace: trace.instant(recovery.name, "fault", cause=fault.cause))
+        else:
+            self.span(recovery.name, "recovery", fault.at_s, fault.at_s + fault.recovered_s, True)
+
+    def _draw(self, draw: Callable[[Trace], None]) -> None:
+        """Draw something. Where that fails, the run goes on without a trace."""
+        if self._trace is None:
+            return
+        try:
+            draw(self._trace)
+        except CheckpointError as error:
+            self._trace = None
+            self._log.event(f"the trace ends here: {error}", "warning")

@@ -1,0 +1,186 @@
+"""One process of the WeightStore service: a host's volume, and on the first host the index of versions too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch.actor import concurrent_endpoint
+from monarch.rdma import RDMABuffer
+
+from forge_rl.errors import WeightsError
+from forge_rl.runtime.faults import when_process_ends
+from forge_rl.runtime.service import ServiceActor
+from forge_rl.weights.leases import Holder
+from forge_rl.weights.manifest import Manifest, SegmentRef
+from forge_rl.weights.transports.remote import Puller, Shared
+from forge_rl.weights.transports.shared_memory import ask
+from forge_rl.weights.versions import VersionIndex
+from forge_rl.weights.volume import Volume
+
+if TYPE_CHECKING:
+    from forge_rl.services.weight_store import WeightStore
+
+
+class WeightStoreActor(ServiceActor):
+    """A host's volume; the first one also keeps the index of versions."""
+
+    def __init__(self, config: WeightStore.Config, host: str) -> None:
+        self._config = config
+        self._host = host
+        self._index = VersionIndex(keep_versions=config.keep_versions, keep_bytes=int(config.keep_gib * (1 << 30)))
+        self._leases: dict[str, tuple[Holder, int, int]] = {}
+        """By name, who holds it, and on which version of which epoch."""
+        self._unneeded: list[str] = []
+        """Keys of buckets that the next publisher frees before it begins: whoever ends a lease may be dead."""
+        self._watched: set[Holder] = set()
+        self._volume: Volume | None = None
+        self._puller: Puller | None = None
+        self._shared = Shared()
+
+    @concurrent_endpoint
+    async def open_volume(self, volumes: Mapping[str, Any]) -> tuple[Path, int]:
+        """Make the host's folder in shared memory. Returns it, and the bytes that a killed run had left behind."""
+        self._volume = Volume(self._config.shm)
+        self._puller = Puller(
+            self._host,
+            share=lambda host, keys: ask(volumes[host], "share", keys, what=f"the weight store on host {host!r}"),
+            watch=lambda host: volumes[host].never.call_one(),
+            reserve=self._volume.reserve,
+            free=self._volume.free,
+        )
+        return self._volume.folder, self._volume.reclaimed
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """Remove the host's segments."""
+        await self._close()
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        """Monarch's hook when the actor is stopped, also by a start that failed elsewhere."""
+        await self._close()
+
+    @concurrent_endpoint
+    async def reserve(self, sizes: dict[str, int]) -> dict[str, SegmentRef]:
+        return self.volume.reserve(sizes)
+
+    @concurrent_endpoint
+    async def free(self, keys: tuple[str, ...]) -> None:
+        self.puller.forget(keys)
+        for ref in self.volume.free(keys):
+            await self._shared.forget(ref.path)
+
+    @concurrent_endpoint
+    async def pull(self, manifest: Manifest) -> None:
+        """Begin to bring a version from the hosts that it was written on; nothing happens where it is here already."""
+        self.puller.pull(manifest)
+
+    @concurrent_endpoint
+    async def local(self, key: str) -> SegmentRef:
+        """The place on this host of a bucket that is pulled, as soon as it is whole and checked."""
+        return await self.puller.bucket(key)
+
+    @concurrent_endpoint
+    async def share(self, keys: tuple[str, ...]) -> list[RDMABuffer]:
+        """This host's buckets, for another one to read."""
+        refs = {key: self.volume.find(key) for key in keys}
+        if gone := [key for key, ref in refs.items() if ref is None]:
+            raise WeightsError(f"host {self._host!r} holds no bucket {gone[0]}", hint="hold a lease while reading")
+        return await self._shared.buffers([ref for ref in refs.values() if ref is not None])
+
+    @concurrent_endpoint
+    async def never(self) -> None:
+        """Ends only with this process, which whoever waits then hears of."""
+        await asyncio.Event().wait()
+
+    @concurrent_endpoint
+    async def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...], int]:
+        """The version before, keys of buckets to be freed first, and the epoch."""
+        base, freed = self._index.begin(version)
+        freed, self._unneeded = (*freed, *self._unneeded), []
+        return base, freed, self._index.epoch
+
+    @concurrent_endpoint
+    async def commit(self, manifest: Manifest) -> None:
+        self._unneeded.extend(await self._index.commit(manifest))
+
+    @concurrent_endpoint
+    async def abort(self, version: int, epoch: int, reason: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """Give up a version, unless it was committed after all.
+
+        Args:
+            version: that was begun.
+            epoch: in which it was.
+            reason: why.
+            keys: of buckets that its publisher was to free, and of its own.
+
+        Returns:
+            Those that nothing needs. If the publisher does not free them, the next one does.
+        """
+        gone = await self._index.abort(version, reason, epoch=epoch)
+        unneeded = tuple(key for key in keys if not self._index.needs(key))
+        self._unneeded.extend((*gone, *unneeded))
+        return unneeded
+
+    @concurrent_endpoint
+    async def rollback(self, version: int) -> None:
+        self._unneeded.extend(self._index.rollback(version))
+
+    @concurrent_endpoint
+    async def lease(self, version: int | None, lease: str, holder: Holder) -> Manifest:
+        manifest = self._index.lease(version)
+        if holder.namespace == Holder.this_process().namespace and holder not in self._watched:
+            self._watched.add(holder)
+            loop = asyncio.get_running_loop()
+
+            def end() -> None:
+                loop.call_soon_threadsafe(self._end_leases, holder)
+
+            when_process_ends(holder.pid, end)
+        self._leases[lease] = holder, manifest.version, manifest.epoch
+        return manifest
+
+    @concurrent_endpoint
+    async def release(self, lease: str) -> None:
+        self._release(lease)
+
+    @concurrent_endpoint
+    async def wait_for(self, version: int) -> int:
+        return await self._index.wait_for(version)
+
+    @concurrent_endpoint
+    async def latest(self) -> int | None:
+        return self._index.latest
+
+    async def _close(self) -> None:
+        puller, volume = self._puller, self._volume
+        self._puller = self._volume = None
+        if puller is not None:
+            await puller.close()
+        if volume is not None:
+            volume.close()
+
+    def _end_leases(self, holder: Holder) -> None:
+        self._watched.discard(holder)
+        for lease in [lease for lease, (of, *_) in self._leases.items() if of == holder]:
+            self._release(lease)
+
+    def _release(self, lease: str) -> None:
+        """Nothing happens if it has ended already, or never began."""
+        if lease in self._leases:
+            _, version, epoch = self._leases.pop(lease)
+            self._unneeded.extend(self._index.release(version, epoch=epoch))
+
+    @property
+    def puller(self) -> Puller:
+        """What brings versions here from other hosts, once open_volume has run."""
+        assert self._puller is not None, "open_volume comes first"
+        return self._puller
+
+    @property
+    def volume(self) -> Volume:
+        """This host's, once open_volume has run."""
+        assert self._volume is not None, "open_volume comes first"
+        return self._volume

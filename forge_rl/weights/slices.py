@@ -1,0 +1,55 @@
+"""Boxes: which part of a tensor a rank holds or a reader wants. Every parallel layout comes down to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A block of a tensor: in every dim, a run of indices."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> TensorSlice:
+        """All of a tensor."""
+        return TensorSlice(start=(0,) * len(shape), size=tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def intersect(self, other: TensorSlice) -> TensorSlice:
+        """What both hold; its numel is 0 where that is nothing."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
+        return TensorSlice(start=start, size=tuple(max(0, end - at) for end, at in zip(ends, start, strict=True)))
+
+    def within(self, outer: TensorSlice) -> TensorSlice:
+        """The same block, counted from the first element of a box that encloses it."""
+        return TensorSlice(start=tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), size=self.size)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of this block of a whole tensor."""
+        for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+def tiling_error(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
+    """What is wrong if the slices do not hold every element of a tensor exactly once; None if nothing is."""
+    whole = TensorSlice.whole(shape)
+    for index, box in enumerate(slices):
+        if box.intersect(whole) != box:
+            return f"{box} reaches outside of shape {tuple(shape)}"
+        for other in slices[:index]:
+            if box.intersect(other).numel:
+                return f"{box} overlaps {other}"
+    held = sum(box.numel for box in slices)
+    return None if held == whole.numel else f"they hold {held} of {whole.numel} elements"

@@ -1,0 +1,87 @@
+"""What a transport of weights does; transports share one conformance test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry, is_of
+from forge_rl.weights.slices import TensorSlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalShard:
+    """What one trainer rank holds of one tensor, and no other rank writes."""
+
+    name: str
+    box: TensorSlice
+    values: torch.Tensor
+    """Of the box's size, any dtype, on any device, contiguous in its last dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalBucket:
+    """A bucket in this host's shared memory, ready to be read."""
+
+    segment: SegmentRef
+    tensors: tuple[TensorEntry, ...]
+    """Of the version that is read, in this bucket."""
+
+
+def to_write(drafted: Manifest, shards: Iterable[LocalShard]) -> Iterator[tuple[TensorEntry, LocalShard]]:
+    """A rank's shards of the tensors that the version writes, with their places.
+
+    Raises:
+        WeightsError: a shard is of a tensor that the draft does not have.
+    """
+    entries = {entry.name: entry for entry in drafted.tensors}
+    for shard in shards:
+        entry = entries.get(shard.name)
+        if entry is None:
+            raise WeightsError(f"version {drafted.version} was not to hold {shard.name!r}, which a rank writes")
+        if is_of(entry.bucket, drafted.version):
+            yield entry, shard
+
+
+def to_read(manifest: Manifest, names: Collection[str] | None) -> list[tuple[Bucket, tuple[TensorEntry, ...]]]:
+    """The buckets that hold the named tensors (all by default), with those tensors, in the manifest's order."""
+    held: dict[str, list[TensorEntry]] = {}
+    for entry in manifest.tensors:
+        if names is None or entry.name in names:
+            held.setdefault(entry.bucket, []).append(entry)
+    return [(bucket, tuple(held[bucket.key])) for bucket in manifest.buckets if bucket.key in held]
+
+
+class Transport(Protocol):
+    """Moves versions between processes. An instance is bound to one host and pickles: it works in any process there."""
+
+    async def reserve(self, drafted: Manifest) -> Manifest:
+        """Make room for the buckets that a version writes; called once, before any rank writes.
+
+        Returns:
+            The draft, its buckets with their places.
+
+        Raises:
+            WeightsError: there is no room; nothing was taken, and the message has the bytes needed and free.
+        """
+
+    async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
+        """Cast one rank's shards and write those that the version writes; called in each trainer process.
+
+        Raises:
+            WeightsError: a shard is of a tensor that the draft does not have, or the version was given up meanwhile.
+        """
+
+    def fetch(self, manifest: Manifest, names: Collection[str] | None = None) -> AsyncGenerator[LocalBucket, None]:
+        """The buckets that hold the named tensors (all by default), one after the other as they come.
+
+        A bucket may be gone as soon as the next one is asked for. The caller holds a lease on the version, and closes
+        the generator (contextlib.aclosing).
+        """
+
+    async def free(self, keys: Collection[str]) -> None:
+        """Free buckets; nothing happens for one that is not there."""

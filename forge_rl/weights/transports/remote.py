@@ -1,0 +1,266 @@
+"""Weights from another host: buckets travel once, by RDMA, from its segments into this host's.
+
+Monarch takes ibverbs where there is hardware for it, else TCP. A transfer cannot be stopped once it has begun: one that
+is given up goes on, under the lock that keeps its segment from being used again (volume.writing).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.attestation import attest
+from forge_rl.weights.fingerprints import Move, move
+from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
+from forge_rl.weights.segment import writable
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.volume import writing
+
+READS_IN_FLIGHT = 2
+"""From one host. While one bucket is checked, another one travels."""
+
+_LEAST_RATE = 4 << 20  # bytes/s
+_LEAST_TIMEOUT_S = 60
+
+T = TypeVar("T")
+
+
+class Shared:
+    """This host's segments, as other hosts read them. Used in endpoints of the actor that owns them."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[torch.Tensor, RDMABuffer]] = {}
+
+    async def buffers(self, refs: Sequence[SegmentRef]) -> list[RDMABuffer]:
+        """RDMA buffers over segments; those of a segment that stays are made once.
+
+        Raises:
+            WeightsError: a segment is gone, or holds something else.
+        """
+        for ref in refs:
+            memory = writable(ref)  # hardware wants to be able to write what it registers
+            if ref.path in self._held and self._held[ref.path][0] is not memory:
+                await self.forget(ref.path)
+            if ref.path not in self._held:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RDMATcpFallbackWarning)
+                    self._held[ref.path] = memory, RDMABuffer(memory)
+        return [self._held[ref.path][1] for ref in refs]
+
+    async def forget(self, path: str) -> None:
+        """Let go of a segment that was freed: until then its memory stays, even if the file is gone."""
+        if path in self._held:
+            await self._held.pop(path)[1].drop()
+
+
+class Puller:
+    """Brings versions to this host, each bucket once however many wait for it.
+
+    Used in endpoints of one actor: RDMA needs an actor's context, which tasks inherit.
+
+    Args:
+        host: this one; its own buckets are not pulled.
+        share: `(host, keys)` to that host's RDMA buffers of these buckets.
+        watch: `(host)`, and does not return while that host can be read from. It may raise.
+        reserve: makes a segment for each key, of so many bytes; raises WeightsError if there is no room.
+        free: gives up segments, by key.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        share: Callable[[str, tuple[str, ...]], Awaitable[Sequence[RDMABuffer]]],
+        watch: Callable[[str], Awaitable[object]],
+        reserve: Callable[[Mapping[str, int]], Mapping[str, SegmentRef]],
+        free: Callable[[Collection[str]], object],
+    ) -> None:
+        self._host = host
+        self._share = share
+        self._monitor = watch
+        self._reserve = reserve
+        self._free = free
+        self._buckets: dict[str, asyncio.Future[SegmentRef]] = {}
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def pull(self, manifest: Manifest) -> None:
+        """Begin to pull a version's buckets, in the manifest's order; those that are here, or on the way, stay.
+
+        What failed before is tried again.
+        """
+        missing: dict[str, list[Bucket]] = {}
+        for bucket in manifest.buckets:
+            if bucket.host != self._host and not self._has(bucket.key):
+                missing.setdefault(bucket.host, []).append(bucket)
+        for origin, buckets in missing.items():
+            waited = {bucket.key: asyncio.get_running_loop().create_future() for bucket in buckets}
+            for future in waited.values():
+                future.add_done_callback(_retrieve)
+            self._buckets |= waited
+            self._keep(asyncio.create_task(self._pull(manifest, origin, buckets, waited)))
+
+    async def bucket(self, key: str) -> SegmentRef:
+        """A bucket's segment on this host, as soon as it is whole and checked; `pull` comes first.
+
+        Raises:
+            AttestationError: other bytes came than were published; names the tensors.
+            WeightsError: the other host died, there is no room, or the bucket was forgotten.
+        """
+        if key not in self._buckets:
+            raise WeightsError(f"bucket {key} was not pulled to host {self._host!r}", hint="hold a lease while reading")
+        return await asyncio.shield(self._buckets[key])
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Buckets that are about to be freed; one that is still on its way is given up."""
+        for key in keys:
+            future = self._buckets.pop(key, None)
+            if future is not None and not future.done():
+                future.set_exception(
+                    WeightsError(f"bucket {key} was freed on its way", hint="hold a lease while reading")
+                )
+
+    async def close(self) -> None:
+        """Give up all that is on its way."""
+        self.forget(tuple(self._buckets))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _has(self, key: str) -> bool:
+        future = self._buckets.get(key)
+        return future is not None and not (future.done() and future.exception() is not None)
+
+    async def _pull(
+        self,
+        manifest: Manifest,
+        origin: str,
+        buckets: Sequence[Bucket],
+        waited: Mapping[str, asyncio.Future[SegmentRef]],
+    ) -> None:
+        reserved: Mapping[str, SegmentRef] = {}
+        try:
+            reserved = self._reserve({bucket.key: bucket.bytes for bucket in buckets})
+            await self._transfer(manifest, origin, buckets, reserved, waited)
+        except Exception as error:
+            failed = [key for key, future in waited.items() if not future.done()]
+            cause = _as_weights_error(error, manifest.version, origin)
+            for key in failed:
+                waited[key].set_exception(cause)
+            self._free([key for key in failed if key in reserved])
+
+    async def _transfer(
+        self,
+        manifest: Manifest,
+        origin: str,
+        buckets: Sequence[Bucket],
+        reserved: Mapping[str, SegmentRef],
+        waited: Mapping[str, asyncio.Future[SegmentRef]],
+    ) -> None:
+        """Pull buckets from one host, several at a time; the first failure ends all."""
+        lost = asyncio.ensure_future(_result(self._monitor(origin)))
+        tasks: list[asyncio.Future] = [lost]
+        try:
+            sharing = asyncio.ensure_future(_result(self._share(origin, tuple(waited))))
+            tasks.append(sharing)
+            await _all([sharing], lost, origin)
+            queue = iter(tuple(zip(buckets, sharing.result(), strict=True)))
+            work = [
+                asyncio.ensure_future(self._work(queue, manifest, origin, reserved, waited))
+                for _ in range(READS_IN_FLIGHT)
+            ]
+            tasks += work
+            await _all(work, lost, origin)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(
+        self,
+        queue: Iterator[tuple[Bucket, RDMABuffer]],
+        manifest: Manifest,
+        origin: str,
+        reserved: Mapping[str, SegmentRef],
+        waited: Mapping[str, asyncio.Future[SegmentRef]],
+    ) -> None:
+        for bucket, source in queue:
+            future, ref = waited[bucket.key], reserved[bucket.key]
+            try:
+                if not future.done():
+                    memory = await asyncio.to_thread(writable, ref)
+                    read = asyncio.ensure_future(_read(source, ref, memory))
+                    self._keep(read)
+                    await asyncio.shield(read)
+                if not future.done():
+                    what = f"bucket {bucket.key} from host {origin!r}"
+                    await asyncio.to_thread(_check, manifest, bucket, memory, what)
+                    writable(ref)
+            except WeightsError:
+                if not future.done():  # else it was forgotten, and its segment is no longer ours
+                    raise
+            if not future.done():
+                future.set_result(ref)
+
+    def _keep(self, task: asyncio.Future[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_retrieve)
+
+
+async def _read(source: RDMABuffer, ref: SegmentRef, memory: torch.Tensor) -> None:
+    with writing(Path(ref.path).parent):
+        writable(ref)  # it is still what was reserved
+        await source.read_into(memory, timeout=_LEAST_TIMEOUT_S + ref.bytes // _LEAST_RATE)
+
+
+def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, what: str) -> None:
+    entries = manifest.entries(bucket.key)
+    found = move([Move(None, entry.of(memory), entry.shape, TensorSlice.whole(entry.shape)) for entry in entries])
+    attest(
+        replace(manifest, tensors=entries),
+        {entry.name: value for entry, value in zip(entries, found, strict=True)},
+        what,
+    )
+
+
+async def _all(work: Collection[asyncio.Future], lost: asyncio.Future[object], origin: str) -> None:
+    """Wait for all work, as long as none fails and the host that it needs is there."""
+    pending = set(work)
+    while pending:
+        done, pending = await asyncio.wait({*pending, lost}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {lost}:
+            task.result()
+        pending.discard(lost)
+        if pending and lost in done:
+            lost.result()
+            raise WeightsError(f"host {origin!r} is gone", hint="start the run again")
+
+
+def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsError:
+    remote = getattr(error, "exception", None)
+    for known in (error, remote):
+        if isinstance(known, WeightsError):
+            return known
+    lines = str(remote or error).strip().splitlines()
+    cause = lines[-1].strip() if lines else type(error).__name__
+    return WeightsError(
+        f"version {version} cannot be pulled from host {origin!r}: {cause}", hint="see logs/weights-*.log of both hosts"
+    )
+
+
+async def _result(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+def _retrieve(future: asyncio.Future) -> None:
+    """An error that nobody waited for is not worth a message."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,122 @@
+"""The shared-memory transport: trainers write a version into segments that every engine on the host maps.
+
+Another host pulls each bucket once, by RDMA, into segments of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from forge_rl.errors import ForgeError, WeightsError
+from forge_rl.weights.fingerprints import Move, move
+from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry
+from forge_rl.weights.segment import check, writable
+from forge_rl.weights.transports.protocol import LocalBucket, LocalShard, to_read, to_write
+from forge_rl.weights.volume import writing
+
+_DEADLINE_S = 600.0
+
+
+class SharedMemoryTransport:
+    """A client of the store's volumes, as `Transport` says.
+
+    Args:
+        host: that this client is on; it writes and reads segments there.
+        volumes: by host, the actor that owns the host's volume, with the endpoints of WeightStoreActor.
+    """
+
+    name = "shared_memory"
+
+    def __init__(self, host: str, volumes: Mapping[str, Any]) -> None:
+        self._host = host
+        self._volumes = dict(volumes)
+
+    async def reserve(self, drafted: Manifest) -> Manifest:
+        sizes = {bucket.key: bucket.bytes for bucket in drafted.written}
+        refs: dict[str, SegmentRef] = await self._ask(self._host, "reserve", sizes)
+        return replace(
+            drafted,
+            buckets=tuple(
+                replace(bucket, host=self._host, segment=refs[bucket.key]) if bucket.key in refs else bucket
+                for bucket in drafted.buckets
+            ),
+        )
+
+    async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
+        return await asyncio.to_thread(self._write, drafted, list(to_write(drafted, shards)))
+
+    async def fetch(
+        self, manifest: Manifest, names: Collection[str] | None = None
+    ) -> AsyncGenerator[LocalBucket, None]:
+        wanted = to_read(manifest, names)
+        if any(bucket.host != self._host for bucket, _ in wanted):
+            await self._ask(self._host, "pull", manifest)
+        for bucket, entries in wanted:
+            segment = bucket.segment
+            if bucket.host != self._host:
+                segment = await self._ask(self._host, "local", bucket.key)
+            assert segment is not None, "reserve gave every bucket its place"
+            yield LocalBucket(segment=segment, tensors=entries)
+
+    async def free(self, keys: Collection[str]) -> None:
+        if keys:
+            async with asyncio.TaskGroup() as group:
+                for host in self._volumes:
+                    group.create_task(self._ask(host, "free", tuple(keys)))
+
+    def _write(self, drafted: Manifest, placed: Sequence[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
+        buckets = {bucket.key: _place(bucket, self._host) for bucket in drafted.written}
+        with contextlib.ExitStack() as stack:
+            for folder in {Path(ref.path).parent for ref in buckets.values()}:
+                stack.enter_context(writing(folder))
+            memory = {key: writable(ref) for key, ref in buckets.items()}
+            fingerprints = move(
+                [
+                    Move(shard.box.of(entry.of(memory[entry.bucket])), shard.values.detach(), entry.shape, shard.box)
+                    for entry, shard in placed
+                ]
+            )
+            for ref in buckets.values():  # the publish may have been given up meanwhile
+                check(ref)
+        return [
+            ShardReport(name=shard.name, box=shard.box, fingerprint=value)
+            for (_, shard), value in zip(placed, fingerprints, strict=True)
+        ]
+
+    async def _ask(self, host: str, method: str, *args: object) -> Any:
+        return await ask(self._volumes[host], method, *args, what=f"the weight store on host {host!r}")
+
+
+async def ask(actor: Any, method: str, *args: object, what: str, deadline_s: float = _DEADLINE_S) -> Any:
+    """Call an actor of the store from any process.
+
+    Raises:
+        ForgeError: what the actor raised, if it was one.
+        WeightsError: it raised something else, died, or did not answer in time; names it as `what`.
+    """
+    try:
+        return await asyncio.wait_for(_await(getattr(actor, method).call_one(*args)), deadline_s)
+    except Exception as error:
+        remote = getattr(error, "exception", None)
+        if isinstance(remote, ForgeError):
+            raise remote from error
+        cause = next(iter(str(remote or error).strip().splitlines()), type(error).__name__)
+        raise WeightsError(f"{what} does not answer to {method}: {cause}", hint="see logs/weights-*.log") from error
+
+
+def _place(bucket: Bucket, host: str) -> SegmentRef:
+    if bucket.segment is None or bucket.host != host:
+        raise WeightsError(
+            f"bucket {bucket.key} was reserved on host {bucket.host!r}, and this rank is on {host!r}",
+            hint="keep all of the trainer's ranks on one host",
+        )
+    return bucket.segment
+
+
+async def _await(future: Awaitable[Any]) -> Any:
+    return await future

@@ -1,0 +1,299 @@
+"""The torchstore transport: buckets lie in a storage volume of torchstore, in a process of its own.
+
+What a rank writes of a bucket is one part, under a key with a random end: what a publish that was given up still writes
+is never taken for what a later one wrote. The bucket's own key says that the bucket is wanted: whoever finds it gone
+after storing a part takes the part back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import inspect
+import os
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.fingerprints import Move, move
+from forge_rl.weights.manifest import Bucket, Manifest, Piece, SegmentRef, ShardReport, TensorEntry
+from forge_rl.weights.segment import available_bytes, create_anonymous, release, writable
+from forge_rl.weights.transports.protocol import LocalBucket, LocalShard, to_read, to_write
+
+if TYPE_CHECKING:
+    from monarch.actor import ProcMesh
+
+_ALIGN = 64
+_DEADLINE_S = 600.0
+
+
+class TorchStoreTransport:
+    """A client of one torchstore, as `Transport` says. Pickles: it holds actor handles only."""
+
+    name = "torchstore"
+    imports = ("torchstore",)
+    """What the store's process must import first: several actors share it."""
+
+    def __init__(self, controller: object, strategy: object) -> None:
+        self._controller = controller
+        self._strategy = strategy
+
+    @staticmethod
+    async def open(mesh: ProcMesh) -> TorchStoreTransport:
+        """Spawn a store on a process mesh; it lives as long as the mesh.
+
+        Its controller is an actor of ours on that mesh, not torchstore's singleton: the singleton lives in the client's
+        process, and after a crash every later look-up fails.
+        """
+        from torchstore.storage_volume import StorageVolume
+        from torchstore.strategy import SingletonStrategy
+
+        strategy = SingletonStrategy()
+        volumes = await StorageVolume.spawn(num_volumes=1, mesh=mesh, id_func=strategy.get_volume_id)
+        controller = mesh.spawn("torchstore_controller", _controller_class())
+        await controller.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=volumes)
+        return TorchStoreTransport(controller, await controller.get_controller_strategy.call_one())
+
+    async def reserve(self, drafted: Manifest) -> Manifest:
+        """As `Transport.reserve`. torchstore has no bound of its own: past the free memory the kernel kills it."""
+        needed = sum(bucket.bytes for bucket in drafted.written)
+        _check_room(f"version {drafted.version} in torchstore", needed)
+        await asyncio.gather(*(self._ask("put", bucket.key, "wanted") for bucket in drafted.written))
+        return drafted
+
+    async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
+        """As `Transport.write`. When it ends, also by an error, nothing of it is under way any more.
+
+        Raises:
+            WeightsError: the version was given up meanwhile.
+        """
+        held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.box.numel)
+        reports: list[ShardReport] = []
+        putting: asyncio.Task[None] | None = None  # a bucket travels while the next one is filled
+        try:
+            for bucket, shards_of in groupby(held, key=lambda pair: pair[0].bucket):
+                part = f"{bucket}/{rank}-{secrets.token_hex(8)}"
+                buffer, packed = await asyncio.to_thread(_pack, part, list(shards_of))
+                reports += packed
+                if putting is not None:
+                    await asyncio.shield(putting)
+                putting = asyncio.create_task(self._put(bucket, part, buffer))
+            if putting is not None:
+                await asyncio.shield(putting)
+        finally:
+            if putting is not None:
+                await asyncio.gather(putting, return_exceptions=True)
+        return reports
+
+    async def fetch(
+        self, manifest: Manifest, names: Collection[str] | None = None
+    ) -> AsyncGenerator[LocalBucket, None]:
+        """As `Transport.fetch`. At most two buckets' bytes are in memory: one to be read, the other on its way."""
+        wanted = to_read(manifest, names)
+        ahead = _Ahead(self._get, [part for _, entries in wanted for part in _parts_of(entries)])
+        try:
+            for bucket, entries in wanted:
+                with _anonymous(bucket) as segment:
+                    await _fill(segment, entries, ahead)
+                    ahead.start()
+                    yield LocalBucket(segment=segment, tensors=entries)
+        finally:
+            await ahead.close()
+
+    async def free(self, keys: Collection[str]) -> None:
+        """As `Transport.free`, with all parts, also those that no manifest names because a publish was given up."""
+        await asyncio.gather(*(self._delete(key) for key in keys))
+        gone = set(keys)
+        parts = [key for key in await self._ask("keys") if key.rpartition("/")[0] in gone]
+        await asyncio.gather(*(self._delete(part) for part in parts))
+
+    async def _put(self, bucket: str, part: str, buffer: torch.Tensor) -> None:
+        # First one byte: from then on the part is listed, and can be freed if this process dies while the rest travels.
+        await self._ask("put", part, buffer[:1].clone())
+        await self._ask("put", part, buffer)
+        if not await self._ask("exists", bucket):
+            await self._delete(part)
+            raise WeightsError(f"bucket {bucket} was freed while it was written: its version was given up")
+
+    async def _get(self, part: str) -> torch.Tensor:
+        try:
+            return cast(torch.Tensor, await self._ask("get", part))
+        except KeyError as error:
+            raise WeightsError(f"torchstore holds no {part}", hint="hold a lease while reading") from error
+
+    async def _delete(self, key: str) -> None:
+        with contextlib.suppress(KeyError):
+            await self._ask("delete", key)
+
+    async def _ask(self, method: str, *args: object) -> Any:
+        """Call torchstore's client.
+
+        Raises:
+            KeyError: torchstore does not hold the key.
+            WeightsError: it does not answer.
+        """
+        from torchstore.client import LocalClient
+
+        client = LocalClient(controller=self._controller, strategy=self._strategy)
+        try:
+            return await asyncio.wait_for(getattr(client, method)(*args), _DEADLINE_S)
+        except Exception as error:
+            if _is_missing(error):
+                raise KeyError(*args[:1]) from error
+            raise WeightsError(
+                f"torchstore does not answer to {method}: {_cause_of(error)}", hint="see logs/weights-*.log"
+            ) from error
+
+
+class _Ahead:
+    """Gets parts one after the other; the next one travels, once started, while the caller is busy."""
+
+    def __init__(self, get: Callable[[str], Awaitable[torch.Tensor]], parts: Sequence[str]) -> None:
+        self._get = get
+        self._left = deque(parts)
+        self._task: asyncio.Future[torch.Tensor] | None = None
+
+    def start(self) -> None:
+        if self._task is None and self._left:
+            self._task = asyncio.ensure_future(self._get(self._left.popleft()))
+
+    async def take(self) -> torch.Tensor:
+        self.start()
+        assert self._task is not None, "there are as many parts as are taken"
+        part = await self._task
+        self._task = None
+        return part
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
+    """Cast and fingerprint a rank's slices of one bucket into one buffer, `[bytes] uint8`."""
+    sizes = [shard.box.numel * entry.torch_dtype.itemsize for entry, shard in held]
+    offsets, used = [], 0
+    for size in sizes:
+        offsets.append(used)
+        used += -(-size // _ALIGN) * _ALIGN
+    buffer = torch.empty(used, dtype=torch.uint8)
+    moves = []
+    for (entry, shard), offset, size in zip(held, offsets, sizes, strict=True):
+        target = buffer[offset : offset + size].view(entry.torch_dtype).view(shard.box.size)
+        moves.append(Move(target, shard.values.detach(), entry.shape, shard.box))
+    return buffer, [
+        ShardReport(
+            name=shard.name,
+            box=shard.box,
+            fingerprint=fingerprint,
+            piece=Piece(box=shard.box, part=part, offset=offset),
+        )
+        for (_, shard), offset, fingerprint in zip(held, offsets, move(moves), strict=True)
+    ]
+
+
+def _parts_of(entries: Iterable[TensorEntry]) -> list[str]:
+    return list(dict.fromkeys(piece.part for entry in entries for piece in entry.pieces))
+
+
+async def _fill(segment: SegmentRef, entries: Sequence[TensorEntry], ahead: _Ahead) -> None:
+    parts = _parts_of(entries)
+    for number, part in enumerate(parts):
+        values = await ahead.take()
+        if number + 1 < len(parts):  # all parts of a bucket take no more memory than it does
+            ahead.start()
+        await asyncio.to_thread(_unpack, part, values, segment, entries)
+
+
+def _unpack(part: str, values: torch.Tensor, segment: SegmentRef, entries: Sequence[TensorEntry]) -> None:
+    """Copy one rank's slices, `[bytes] uint8`, to their places in the bucket."""
+    bucket = writable(segment)
+    for entry in entries:
+        for piece in entry.pieces:
+            if piece.part != part:
+                continue
+            size = piece.box.numel * entry.torch_dtype.itemsize
+            held = values[piece.offset : piece.offset + size]
+            if held.numel() != size:
+                raise WeightsError(f"{part} is cut short at {values.numel()} bytes, within {entry.name!r}")
+            piece.box.of(entry.of(bucket)).copy_(held.view(entry.torch_dtype).view(piece.box.size))
+
+
+@contextlib.contextmanager
+def _anonymous(bucket: Bucket) -> Iterator[SegmentRef]:
+    """Shared memory for a bucket, which is gone with the block."""
+    _check_room(f"bucket {bucket.key} in shared memory", bucket.bytes)
+    try:
+        segment, fd = create_anonymous(bucket.bytes)
+    except OSError as error:
+        raise WeightsError(
+            f"no room for bucket {bucket.key} in shared memory: {bucket.bytes} bytes are needed ({error.strerror})",
+            hint=_MORE_ROOM,
+        ) from error
+    try:
+        yield segment
+    finally:
+        release(segment)
+        os.close(fd)
+
+
+_MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-mib"
+
+
+def _check_room(what: str, needed: int) -> None:
+    free = available_bytes()
+    if needed > free:
+        raise WeightsError(f"no room for {what}: {needed} bytes are needed, {free} are free", hint=_MORE_ROOM)
+
+
+def _is_missing(error: Exception) -> bool:
+    """Whether an actor of torchstore's says that it does not hold a key."""
+    if isinstance(error, KeyError):  # its client makes one of whatever went wrong
+        return "Unable to locate" in str(error)
+    return isinstance(getattr(error, "exception", None), KeyError)
+
+
+def _cause_of(error: Exception) -> str:
+    """The last line of what Monarch says."""
+    said = str(error.args[0] if error.args else error).strip()
+    return said.splitlines()[-1].strip() if said else type(error).__name__
+
+
+def _controller_class() -> type:
+    """torchstore's controller; that of 0.1.2 mixes sync and async endpoints, which Monarch 0.7 refuses to spawn."""
+    from torchstore.controller import Controller
+
+    if importlib.metadata.version("torchstore") != "0.1.2":
+        return cast(type, Controller)
+    return __getattr__("AsyncController")
+
+
+def __getattr__(name: str) -> type:
+    """Make `AsyncController` on first use, also where it is unpickled; importing this module imports no Monarch."""
+    if name != "AsyncController":
+        raise AttributeError(name)
+    from monarch.actor import endpoint
+    from torchstore.controller import Controller
+
+    def asynchronous(method: object) -> object:
+        async def call(self: object, *args: object, **kwargs: object) -> object:
+            return method(self, *args, **kwargs)  # type: ignore[operator]
+
+        call.__name__ = method.__name__  # type: ignore[attr-defined]
+        return endpoint(call)
+
+    endpoints = {
+        name: asynchronous(member._method)
+        for name, member in vars(Controller).items()
+        if hasattr(member, "_method") and not inspect.iscoroutinefunction(member._method)
+    }
+    made = type("AsyncController", (Controller,), {**endpoints, "__module__": __name__})
+    globals()["AsyncController"] = made
+    return made

@@ -1,0 +1,555 @@
+"""What a person sees, drawn to a string at several widths, and once on a real pseudo-terminal."""
+
+import asyncio
+import contextlib
+import io
+import math
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from forge_rl.errors import ConfigError
+from forge_rl.metrics import Display, Histogram, Mode, PhaseClock, Recovery, RolloutStatus, RunInfo
+from forge_rl.metrics.display.format import count, countdown, duration, keep_end, number, sparkline
+
+STEP = {
+    "reward/mean": 0.4531,
+    "loss": -0.0123,
+    "logprob_gap": 0.00041,
+    "grad_norm": 0.812,
+    "seconds/rollout": 2.1,
+    "tokens_per_s/rollout": 512.0,
+    "seconds/train": 6.0,
+    "tokens_per_s/train": 310.0,
+    "seconds/publish": 0.9,
+    "seconds/step": 9.5,
+    "busy/trainer": 0.62,
+    "busy/generator/0": 0.25,
+}
+
+
+@dataclass
+class Bench:
+    """A display on a string, with a clock that the test moves."""
+
+    mode: Mode = "plain"
+    width: int = 80
+    height: int = 24
+    seconds: float = 0.0
+    resumed: int = 0
+    file: io.StringIO = field(default_factory=io.StringIO)
+
+    def __post_init__(self) -> None:
+        self.console = Console(file=self.file, width=self.width, height=self.height, highlight=False)
+        self.phases = PhaseClock(lambda: self.seconds)
+        self.display = Display(self.mode, phase_clock=self.phases, console=self.console, clock=lambda: self.seconds)
+        self.display.start(
+            RunInfo(recipe="grpo", model="smollm2-135m", folder=Path("/runs/a"), steps=20, step=self.resumed)
+        )
+
+    def lines(self) -> list[str]:
+        return self.file.getvalue().splitlines()
+
+    def panel(self) -> list[str]:
+        """The live panel as it would be drawn now."""
+        with self.console.capture() as capture:
+            self.console.print(self.display.panel)
+        return capture.get().splitlines()
+
+
+def busy_run(width: int, height: int = 24) -> Bench:
+    bench = Bench(mode="none", width=width, height=height)
+    display = bench.display
+    with bench.phases.phase("evaluate"):
+        bench.seconds += 1.0
+    bench.phases.finish_step()
+    display.log(0, {"held_out": 0.5})
+    for step in range(1, 31):
+        display.log(min(step, 19), STEP | {"reward/mean": step / 40})
+    display.log(19, {"held_out": 0.91})
+    display.startup("generator/1", "starting", "loads version 18, on the second device of the host")
+    display.progress("dequantise", 0.5)
+    display.waiting("generator/1 to restart, which should have taken 30 s")
+    for i in range(7):
+        display.event(f"event {i}: " + "something that takes many words to tell " * 4)
+    display.event("a replica gave no sign of life [red]not markup[/red]", "fault")
+    display.event("equal rewards", "warning")
+    return bench
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 140])
+def test_no_line_of_the_panel_overflows(width: int) -> None:
+    bench = busy_run(width)
+    with bench.phases.phase("rollout"):
+        bench.seconds += 75.0
+        lines = bench.panel()
+    assert max(cell_len(line) for line in lines) == min(width, 100)
+    assert len({cell_len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_the_panel_shows_the_numbers_at_every_width(width: int) -> None:
+    bench = busy_run(width, height=60)
+    with bench.phases.phase("rollout"):
+        bench.seconds += 75.0
+        text = "\n".join(bench.panel())
+    for shown in (
+        "grpo · smollm2-135m",
+        "/runs/a",
+        "19/20",
+        "95%",
+        "eta 0:00",
+        "rollout 1:15",
+        "elapsed 1:16",
+        "0.750",
+        "min 0.03 max 0.75",
+        "█",
+        "0.50 → 0.91",
+        "loss -0.012",
+        "gap 0.0004",
+        "grad 0.81",
+        "rollout 2.1s 512 tok/s",
+        "train 6.0s 310 tok/s",
+        "publish 0.9s",
+        "trainer ━━━━━─── 62%",
+        "generator/0 ━━────── 25%",
+        "generator/1 1:15",
+        "dequantise",
+        "equal rewards",
+        "1 fault   1 warning",
+    ):
+        assert shown in text, f"{shown!r} is not in\n{text}"
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_a_panel_of_an_ordinary_run_fits_a_terminal_of_24_lines(width: int) -> None:
+    bench = Bench(mode="none", width=width)
+    bench.display.log(0, {"held_out": 0.5})
+    for step in range(1, 10):
+        bench.display.log(step, STEP)
+    bench.display.waiting("generator/1 to restart")
+    for _ in range(9):
+        bench.display.event("something that takes many words to tell " * 4, "warning")
+    with bench.phases.phase("train"):
+        lines = bench.panel()
+    assert len(lines) <= 24
+    assert any("9 warnings" in line for line in lines)
+
+
+def test_services_are_shown_while_they_start_and_vanish_when_the_first_phase_begins() -> None:
+    bench = Bench(mode="none")
+    bench.display.startup("trainer", "starting", "1 rank")
+    bench.display.startup("generator", "starting")
+    bench.seconds += 3.0
+    bench.display.startup("trainer", "ready")
+    bench.display.startup("reward", "failed", "no module named x")
+    bench.seconds += 2.0
+    text = "\n".join(bench.panel())
+    assert "✓ trainer 3.0s" in text
+    assert "generator 5.0s" in text
+    assert "✗ reward 0.00s  no module named x" in text
+    bench.display.startup("generator", "ready")
+    with bench.phases.phase("rollout"):
+        text = "\n".join(bench.panel())
+    assert "generator" not in text
+    assert "✗ reward" in text
+
+
+def test_a_service_that_starts_again_is_timed_anew() -> None:
+    bench = Bench()
+    bench.display.startup("generator", "starting")
+    bench.seconds += 4.0
+    bench.display.startup("generator", "ready")
+    bench.seconds += 50.0
+    bench.display.startup("generator", "starting", "again")
+    bench.seconds += 2.0
+    bench.display.startup("generator", "ready")
+    assert bench.lines()[1:] == [
+        "generator starting",
+        "generator ready in 4.0s",
+        "generator starting  again",
+        "generator ready in 2.0s",
+    ]
+
+
+def test_many_devices_of_a_service_are_one_mean_and_its_range() -> None:
+    bench = Bench(mode="none", width=100)
+    bench.display.log(1, {f"busy/generator/{i}": share for i, share in enumerate((0.2, 0.4, 0.6, 0.8, 1.0))})
+    text = "\n".join(bench.panel())
+    assert "generator x5 ━━━━━─── 60% (20% to 100%)" in text
+
+
+def test_a_step_in_plain_mode_is_one_line() -> None:
+    bench = Bench(width=40)
+    bench.display.log(3, STEP)
+    assert bench.lines()[-1] == (
+        "step  3/20  reward 0.453  loss -0.012  gap 0.0004  grad 0.81  rollout 2.1s 512 tok/s  "
+        "train 6.0s 310 tok/s  publish 0.9s  eta 2:42"
+    )
+
+
+def test_the_title_and_held_out_scores_in_plain_mode() -> None:
+    bench = Bench(resumed=2)
+    bench.display.log(2, {"held_out": 0.5, "held_out/gsm8k": 0.25})
+    assert bench.lines() == [
+        "grpo  smollm2-135m  /runs/a  20 steps  resumed after step 2",
+        "step  2/20  held-out 0.500  held-out gsm8k 0.250",
+    ]
+
+
+def test_the_eta_is_the_median_of_recent_steps_times_the_steps_left() -> None:
+    bench = Bench(mode="none")
+    for step, seconds in enumerate((10.0, 12.0, 500.0), 1):
+        bench.display.log(step, {"seconds/step": seconds})
+    assert bench.display.state.eta_s() == 12.0 * 17
+    assert bench.display.state.eta_s(elapsed=5.0) == 12.0 * 17 - 5.0
+    assert bench.display.state.eta_s(elapsed=50.0) == 12.0 * 16
+
+
+def test_the_time_before_the_first_step_is_no_step() -> None:
+    bench = Bench(mode="none")
+    bench.display.log(0, {"seconds/step": 300.0})
+    assert bench.display.state.eta_s() is None
+
+
+def test_progress_in_plain_mode_is_a_line_a_quarter() -> None:
+    bench = Bench()
+    for i in range(101):
+        bench.display.progress("dequantise", i / 100)
+    assert bench.lines()[1:] == [f"dequantise {percent}%" for percent in (0, 25, 50, 75, 100)]
+    assert bench.display.state.jobs == {}
+
+
+def test_events_and_waiting_in_plain_mode() -> None:
+    bench = Bench()
+    bench.display.event("mixture changed [math 0.7]")
+    bench.display.event("equal rewards", "warning")
+    bench.display.event("generator/1 died", "fault")
+    bench.display.waiting("generator/1")
+    bench.display.waiting("generator/1")
+    bench.display.waiting("")
+    assert bench.lines()[1:] == [
+        "mixture changed [math 0.7]",
+        "warning: equal rewards",
+        "fault: generator/1 died",
+        "waiting for generator/1",
+    ]
+
+
+def test_waiting_ends_when_told_or_when_a_step_ends() -> None:
+    bench = Bench(mode="none")
+    for end in (lambda: bench.display.waiting(""), lambda: bench.display.log(1, {})):
+        bench.display.waiting("generator/1")
+        bench.seconds += 3.0
+        assert any("generator/1, 3.0s so far" in line for line in bench.panel())
+        end()
+        assert not any("generator/1" in line for line in bench.panel())
+
+
+STATUS = RolloutStatus(
+    batch=7,
+    groups_done=2,
+    groups=8,
+    episodes_done=16,
+    episodes=64,
+    episodes_running=12,
+    episodes_waiting=9,
+    queue=30,
+    engines_serving=7,
+    engines=8,
+    lag_max=2,
+)
+
+
+def look_for(bench: Bench, seconds: int, *, status: RolloutStatus | None = None, text: str = "generator/1") -> None:
+    """As the run does, once a second."""
+    for _ in range(seconds):
+        bench.seconds += 1.0
+        bench.display.look(waiting=lambda: text, status=lambda: status)
+
+
+def test_what_is_waited_for_is_told_when_nothing_has_moved_for_ten_seconds() -> None:
+    bench = Bench(mode="none")
+    with bench.phases.phase("train"):
+        bench.display.look()
+        look_for(bench, 9)
+        assert bench.display.state.stalled is None
+        look_for(bench, 1, text="trainer, call step for 10 s")
+        assert any("waiting trainer, call step for 10 s; 10.0s without progress" in line for line in bench.panel())
+        look_for(bench, 30, text="trainer, call step for 40 s")
+        assert any("trainer, call step for 40 s; 40.0s without progress" in line for line in bench.panel())
+        look_for(bench, 1, text="")
+        assert not any("waiting" in line for line in bench.panel())
+
+
+@pytest.mark.parametrize("moved", ["phase", "episode", "group", "step", "service", "job"])
+def test_anything_that_moves_ends_the_wait(moved: str) -> None:
+    bench, status = Bench(mode="none"), STATUS
+    with contextlib.ExitStack() as phase:
+        phase.enter_context(bench.phases.phase("train"))
+        look_for(bench, 12, status=status)
+        assert bench.display.state.stalled == ("generator/1", 1.0)
+        match moved:
+            case "phase":
+                phase.close()
+                phase.enter_context(bench.phases.phase("train"))
+            case "episode":
+                status = replace(status, episodes_done=17)
+            case "group":
+                status = replace(status, groups_done=3)
+            case "step":
+                bench.display.log(1, {})
+            case "service":
+                bench.display.startup("generator", "starting")
+            case "job":
+                bench.display.progress("load", 0.5)
+        look_for(bench, 1, status=status)
+        assert bench.display.state.stalled is None
+        look_for(bench, 10, status=status)
+        assert bench.display.state.stalled == ("generator/1", 13.0)
+
+
+def test_a_wait_in_plain_mode_is_a_line_every_thirty_seconds() -> None:
+    bench = Bench()
+    with bench.phases.phase("publish"):
+        bench.display.look()
+        look_for(bench, 75)
+    assert bench.lines()[1:] == [
+        f"publish: waiting for generator/1; {passed} without progress" for passed in ("10.0s", "40.0s", "1:10")
+    ]
+
+
+def test_a_long_rollout_that_moves_is_told_in_plain_mode_every_thirty_seconds() -> None:
+    bench = Bench()
+    with bench.phases.phase("rollout"):
+        for done in range(64):
+            look_for(bench, 1, status=replace(STATUS, episodes_done=done))
+    assert bench.lines()[1:] == [
+        f"rollout: batch 7: episodes {done}/64, groups 2/8, decoding 12, in tools 9, queued 30, engines 7/8, "
+        "lag up to 2"
+        for done in (29, 59)
+    ]
+
+
+def test_a_short_rollout_and_other_phases_say_nothing_of_rollouts_in_plain_mode() -> None:
+    bench = Bench()
+    for phase, seconds in (("rollout", 29), ("train", 64)):
+        with bench.phases.phase(phase):
+            for done in range(seconds):
+                look_for(bench, 1, status=replace(STATUS, episodes_done=done))
+    assert len(bench.lines()) == 1
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_the_panel_shows_the_rollouts_at_every_width(width: int) -> None:
+    bench = busy_run(width, height=60)
+    bench.display.log(19, STEP | {"busy_rollout/generator/0": 0.97, "busy_rollout/generator/1": 0.5})
+    with bench.phases.phase("rollout"):
+        look_for(bench, 12, status=STATUS)
+        lines = bench.panel()
+    assert len({cell_len(line) for line in lines}) == 1
+    text = " ".join(" ".join(line.strip("│ ") for line in lines).split())  # However it is broken into lines.
+    shown = ("batch 7 ━━━━────────────", "episodes 16/64", "groups 2/8", "decoding 12", "in tools 9", "queued 30")
+    for part in (*shown, "engines 7/8", "lag up to 2", "25% (rollout 97%)", "generator/1; 11.0s without progress"):
+        assert part in text, f"{part!r} is not in\n{text}"
+    bench.display.look(status=lambda: replace(STATUS, episodes=0))
+    assert "episodes" not in "\n".join(bench.panel())
+    bench.display.close()
+    assert "batch 7" not in "\n".join(bench.panel())
+
+
+def test_the_share_of_the_rollout_of_many_devices_is_their_mean() -> None:
+    bench = Bench(mode="none", width=100)
+    shares = {f"busy/generator/{i}": 0.5 for i in range(5)}
+    bench.display.log(1, shares | {f"busy_rollout/generator/{i}": 0.9 + i / 50 for i in range(5)})
+    assert "generator x5 ━━━━──── 50% (50% to 50%, rollout 94%)" in "\n".join(bench.panel())
+
+
+def test_a_blocked_event_loop_is_told_by_the_drawing_thread() -> None:
+    bench = Bench(mode="none")
+    bench.seconds += 60.0
+    assert not any("event loop" in line for line in bench.panel())
+    look_for(bench, 20)
+    bench.seconds += 9.0
+    assert not any("event loop" in line for line in bench.panel())
+    bench.seconds += 3.0
+    text = "\n".join(bench.panel())
+    assert "the controller, whose event loop has been blocked for 12.0s" in text
+    assert "generator/1" not in text
+
+
+def test_the_display_watches_until_cancelled() -> None:
+    async def run() -> None:
+        looked = asyncio.Event()
+
+        def status() -> RolloutStatus:
+            looked.set()
+            return STATUS
+
+        bench = Bench(mode="none")
+        watching = asyncio.ensure_future(bench.display.watch(status=status))
+        await asyncio.wait_for(looked.wait(), 60)
+        assert bench.display.state.rollout == STATUS
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert bench.display.state.rollout is None
+
+    asyncio.run(run())
+
+
+def test_a_histogram_is_no_number_for_the_console() -> None:
+    bench = Bench()
+    bench.display.log(3, STEP | {"lag/hist": Histogram({0: 1})})
+    assert bench.lines()[-1].startswith("step  3/20  reward 0.453")
+    assert "lag/hist" not in bench.display.state.last
+
+
+def test_the_summary_has_a_table_of_faults_and_recoveries_in_the_order_of_time() -> None:
+    bench = Bench(width=100)
+    killed = Recovery(
+        service="generator", replica=1, cause="its process was ended by SIGKILL", phase="rollout", at_s=3725.0
+    )
+    bench.display.summary(
+        faults=[
+            replace(killed, recovered_s=12.34),
+            replace(killed, service="environment", replica=None, at_s=5.0, cause="hung → stopped", phase=""),
+            replace(killed, service="trainer", replica=0, at_s=4000.0, fatal=True),
+        ]
+    )
+    assert [line.rstrip() for line in bench.lines()[1:]] == [
+        "",
+        "     at  fault of     phase    recovered  cause",
+        "   0:05  environment                  no  hung → stopped",
+        "1:02:05  generator/1  rollout      12.3s  its process was ended by SIGKILL",
+        "1:06:40  trainer/0    rollout      fatal  its process was ended by SIGKILL",
+        "",
+        "steps      0 of 20",
+        "wall time  0.00s",
+        "faults     3, 1 recovered",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_long_cause_is_told_whole_in_a_narrow_summary(width: int) -> None:
+    bench = Bench(width=width)
+    cause = "died 5 times in a row; the last: ImportError: no module named something_with_a_long_name [red]x[/red]"
+    bench.display.summary(faults=[Recovery(service="reward", replica=12, cause=cause, phase="evaluate", at_s=1.0)])
+    table = bench.lines()[2 : bench.lines().index("", 2)]
+    assert max(cell_len(line) for line in table) <= width
+    column = table[0].index("cause")
+    assert "".join(line[column:].rstrip() for line in table[1:]).replace(" ", "") == cause.replace(" ", "")
+
+
+def test_the_summary_tells_before_after_and_where_things_lie() -> None:
+    bench = Bench(width=40)
+    bench.display.log(0, {"held_out": 0.5})
+    bench.display.event("generator/1 died", "fault")
+    bench.display.log(20, {"held_out": 0.91})
+    bench.seconds += 125.0
+    place = "/runs/a/with/a/long/path/to/checkpoints/step-20"
+    command = "tensorboard --logdir /runs/a/with/a/long/path/tensorboard"
+    bench.display.summary(places={"checkpoint": place}, commands={"see curves": command})
+    assert bench.lines()[-7:] == [
+        "",
+        "held-out    0.50 → 0.91 (+0.41)",
+        "steps       20 of 20",
+        "wall time   2:05",
+        "faults      1",
+        f"checkpoint  {place}",
+        f"see curves  {command}",
+    ]
+
+
+def test_none_writes_nothing() -> None:
+    bench = Bench(mode="none")
+    bench.display.startup("trainer", "ready")
+    bench.display.log(1, STEP)
+    bench.display.event("x", "fault")
+    bench.display.print("x")
+    bench.display.summary()
+    assert bench.file.getvalue() == ""
+
+
+def test_live_needs_a_terminal_and_auto_is_plain_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # CI services set this; rich then believes that any file is a terminal.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = Console(file=io.StringIO())
+    with pytest.raises(ConfigError, match="needs a terminal"):
+        Display("live", phase_clock=PhaseClock(), console=console)
+    assert Display("auto", phase_clock=PhaseClock(), console=console).mode == "plain"
+
+
+def test_letters_that_a_terminal_lacks_are_replaced() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    display = Display("plain", phase_clock=PhaseClock(), console=Console(file=file, width=80))
+    display.log(0, {"held_out": 0.5})
+    display.log(1, {"held_out": 0.75})
+    display.event("déjà vu")
+    display.summary()
+    file.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "held-out   0.50 -> 0.75 (+0.25)" in text
+    assert "d?j? vu" in text
+
+
+def test_live_on_a_terminal_draws_the_panel_and_prints_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    read, write = os.openpty()
+    with open(write, "w", encoding="utf-8") as terminal:
+        console = Console(file=terminal, width=80, height=24, highlight=False)
+        phases = PhaseClock()
+        display = Display(phase_clock=phases, console=console)
+        assert display.mode == "live"
+        display.start(RunInfo(recipe="grpo", model="tiny", folder=Path("/runs/a"), steps=20))
+        display.log(1, STEP)
+        print("a line from elsewhere")
+        display.close()
+        display.close()
+    written = b""
+    while b"\x1b[?25h" not in written:
+        written += os.read(read, 65536)
+    os.close(read)
+    text = written.decode()
+    line, last_panel = text.rindex("a line from elsewhere"), text.rindex("grpo · tiny")
+    assert line < last_panel
+    assert text.startswith("\x1b[?25l")
+
+
+def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([-1.0, 0.0, 1.0], 10) == "▁▅█"
+    assert sparkline([0.3, 0.3], 10) == "▄▄"
+    assert sparkline([], 10) == ""
+    assert sparkline([1.0], 0) == ""
+
+
+def test_a_sparkline_averages_what_does_not_fit() -> None:
+    assert sparkline([0, 2, 4, 6, 7, 9], 3) == "▁▅█"  # means 1, 5, 8: the middle one is 4/7 of the way
+    assert len(sparkline([float(i) for i in range(1000)], 37)) == 37
+
+
+def test_a_sparkline_leaves_out_what_is_not_finite() -> None:
+    assert sparkline([0.0, math.nan, 1.0], 3) == "▁·█"
+    assert sparkline([0.0, math.nan, 1.0, math.inf], 2) == "▁█"
+    assert sparkline([math.nan], 3) == "·"
+
+
+def test_numbers_read_as_a_person_writes_them() -> None:
+    assert [duration(s) for s in (0.04, 2.14, 59.96, 65, 3723)] == ["0.04s", "2.1s", "1:00", "1:05", "1:02:03"]
+    assert [countdown(s) for s in (-1, 9.4, 133, 3723)] == ["0:00", "0:09", "2:13", "1:02:03"]
+    assert [number(v, 3) for v in (0.4531, -0.0, -0.00002, 123456.0)] == ["0.453", "0.000", "-2.0e-05", "1.2e+05"]
+    assert number(math.nan, 3) == "nan"
+    assert [count(v) for v in (7.4, 999.4, 999.6, 12345, 99960, 1.25e6)] == [
+        "7",
+        "999",
+        "1.0k",
+        "12.3k",
+        "100k",
+        "1.2M",
+    ]
+    assert keep_end("/runs/grpo-01", 8) == "…grpo-01"

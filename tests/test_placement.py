@@ -1,0 +1,181 @@
+"""Handing devices over: who is told what, in which order, and what a failure leaves."""
+
+import asyncio
+
+import pytest
+
+from forge_rl import RunConfig
+from forge_rl.errors import ConfigError, ReplicaError
+from forge_rl.rollout.placement import DeviceHandover, Placement, shares_devices
+from forge_rl.rollout.state import ScheduleConfig
+
+
+class Told:
+    """Engines and a trainer that note what they are told; each call takes a second of the clock."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails = ""
+        self.now = 0.0
+
+    async def _note(self, call: str) -> int:
+        self.calls.append(call)
+        self.now += 1
+        await asyncio.sleep(0)
+        if call == self.fails:
+            self.fails = ""
+            raise ReplicaError("gone", service="trainer", replica=0)
+        return 0
+
+    async def pause(self) -> None:
+        await self._note("pause")
+
+    async def resume(self) -> None:
+        await self._note("resume")
+
+    async def sleep(self) -> None:
+        await self._note("sleep")
+
+    async def wake(self) -> None:
+        await self._note("wake")
+
+    async def offload(self) -> int:
+        return await self._note("offload")
+
+    async def onload(self) -> int:
+        return await self._note("onload")
+
+    def take(self) -> list[str]:
+        found, self.calls = self.calls, []
+        return found
+
+
+def shared() -> tuple[Told, DeviceHandover]:
+    told = Told()
+    return told, DeviceHandover(told, told, clock=lambda: told.now)
+
+
+def apart() -> tuple[Told, DeviceHandover]:
+    told = Told()
+    return told, DeviceHandover(told, clock=lambda: told.now)
+
+
+def test_shared_devices_are_left_before_the_other_takes_them() -> None:
+    async def main() -> None:
+        told, devices = shared()
+        await devices.to_engines()
+        assert told.take() == ["offload"], "engines are awake when they have started"
+        await devices.to_engines()
+        assert told.take() == []
+        await devices.to_trainer(idle=True)
+        assert told.take() == ["sleep", "onload"]
+        await devices.to_engines()
+        assert told.take() == ["offload", "wake"]
+        assert devices.take() == {
+            "transition/offload_s": 2,
+            "transition/sleep_s": 1,
+            "transition/onload_s": 1,
+            "transition/wake_s": 1,
+        }
+        assert devices.take() == {}
+
+    asyncio.run(main())
+
+
+def test_engines_with_devices_of_their_own_only_pause_and_not_when_idle() -> None:
+    async def main() -> None:
+        told, devices = apart()
+        await devices.to_engines()
+        await devices.to_trainer(idle=True)
+        await devices.to_engines()
+        assert told.take() == []
+        await devices.to_trainer()
+        await devices.to_trainer()
+        await devices.to_engines()
+        assert told.take() == ["pause", "resume"]
+        assert devices.take() == {"transition/pause_s": 1, "transition/resume_s": 1}
+
+    asyncio.run(main())
+
+
+def test_a_guest_has_the_engines_and_gives_them_back_unless_rollouts_want_them_meanwhile() -> None:
+    async def main() -> None:
+        told, devices = shared()
+        await devices.to_trainer()
+        told.take()
+        async with devices.lent(), devices.lent():
+            assert told.take() == ["offload", "wake"]
+        assert told.take() == ["sleep", "onload"]
+        async with devices.lent():
+            await devices.to_engines()
+            told.take()
+        assert told.take() == []
+
+    asyncio.run(main())
+
+
+def test_guests_and_rollouts_at_the_same_time_end_where_the_last_word_says() -> None:
+    async def main() -> None:
+        told, devices = shared()
+        await devices.to_trainer()
+
+        async def guest() -> None:
+            async with devices.lent():
+                await asyncio.sleep(0)
+
+        told.take()
+        await asyncio.gather(guest(), devices.to_engines(), guest())
+        assert told.take() == ["offload", "wake"]
+        await asyncio.gather(devices.to_trainer(), guest())
+        assert told.take()[-2:] == ["sleep", "onload"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", ["sleep", "onload", "offload", "wake"])
+def test_after_a_transition_that_failed_the_next_one_is_whole(fails: str) -> None:
+    async def main() -> None:
+        told, devices = shared()
+        await devices.to_trainer()
+        if fails in ("sleep", "onload"):
+            await devices.to_engines()
+        told.fails = fails
+        with pytest.raises(ReplicaError):
+            await (devices.to_engines() if fails in ("offload", "wake") else devices.to_trainer())
+        told.take()
+        await devices.to_engines()
+        assert told.take() == ["offload", "wake"]
+
+    asyncio.run(main())
+
+
+def test_room_is_made_for_a_trainer_that_starts_again_and_it_is_offloaded_afterwards() -> None:
+    async def main() -> None:
+        told, devices = shared()
+        await devices.to_engines()
+        told.take()
+        await devices.clear()
+        assert told.take() == ["sleep"]
+        await devices.to_engines()
+        assert told.take() == ["offload", "wake"]
+        told, devices = apart()
+        await devices.to_engines()
+        await devices.clear()
+        assert told.take() == []
+
+    asyncio.run(main())
+
+
+def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shares(gpus: int, placement: Placement = "auto", *, decodes_while_training: bool = False) -> bool:
+        monkeypatch.setattr("forge_rl.rollout.placement.gpus", lambda: gpus)
+        return shares_devices(placement, ranks=2, engines=2, decodes_while_training=decodes_while_training)
+
+    assert [shares(gpus) for gpus in (0, 1, 3, 4, 8)] == [False, True, True, False, False]
+    assert [shares(gpus, decodes_while_training=True) for gpus in (0, 1)] == [False, False]
+    assert [shares(gpus, "colocated") for gpus in (0, 1, 8)] == [True, True, True]
+    assert [shares(gpus, "separate") for gpus in (0, 4)] == [False, False]
+    with pytest.raises(ConfigError, match="2 ranks and 2 engines on devices of their own need 4 GPUs, and there are 3"):
+        shares(3, "separate")
+    with pytest.raises(ConfigError, match="asynchronous decode while the trainer trains, and --placement is colocated"):
+        RunConfig(placement="colocated", schedule=ScheduleConfig(kind="asynchronous"))

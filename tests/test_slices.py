@@ -1,0 +1,98 @@
+"""Boxes: against sets of indices, and tilings that miss, double or overreach."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_rl.weights.slices import TensorSlice, tiling_error
+from tests.tilings import tilings
+
+SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorSlice:
+    """Any box of a tensor, perhaps empty."""
+    start = tuple(draw(st.integers(0, n)) for n in shape)
+    return TensorSlice(
+        start=start, size=tuple(draw(st.integers(0, n - at)) for n, at in zip(shape, start, strict=True))
+    )
+
+
+def indices(box: TensorSlice) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(range(at, at + n) for at, n in zip(box.start, box.size, strict=True))))
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(max(1, torch.Size(shape).numel())).view(shape)
+
+
+@given(shape=SHAPES, data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_two_boxes_share_is_what_both_hold(shape: tuple[int, ...], data: st.DataObject):
+    one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    shared = one.intersect(other)
+    assert indices(shared) == indices(one) & indices(other)
+    assert shared.numel == len(indices(shared))
+    assert indices(other.intersect(one)) == indices(shared)
+
+
+@given(shape=SHAPES, data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_box_is_a_view_of_its_elements(shape: tuple[int, ...], data: st.DataObject):
+    whole, box = numbered(shape), data.draw(boxes_in(shape))
+    view = box.of(whole)
+    assert view.flatten().tolist() == sorted(int(whole[index]) for index in indices(box))
+    assert tuple(view.shape) == box.size
+    view.fill_(-1)
+    assert int((whole == -1).sum()) == box.numel
+
+
+@given(shape=SHAPES, data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_box_within_another_names_the_same_elements(shape: tuple[int, ...], data: st.DataObject):
+    whole, outer = numbered(shape), data.draw(boxes_in(shape))
+    inner = outer.intersect(data.draw(boxes_in(shape)))
+    if inner.numel:
+        assert torch.equal(inner.within(outer).of(outer.of(whole)), inner.of(whole))
+
+
+def test_a_tensor_without_dims_is_one_box():
+    box = TensorSlice.whole(())
+    assert box.numel == 1
+    assert tiling_error((), [box]) is None
+    assert tiling_error((), []) == "they hold 0 of 1 elements"
+    assert "overlaps" in str(tiling_error((), [box, box]))
+
+
+@given(shape=SHAPES, data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_cut_of_a_tensor_is_a_tiling(shape: tuple[int, ...], data: st.DataObject):
+    slices = data.draw(tilings(shape))
+    assert tiling_error(shape, slices) is None
+    held = [box for box in slices if box.numel]
+    assert tiling_error(shape, held) is None
+    missing = data.draw(st.sampled_from(held))
+    total = TensorSlice.whole(shape).numel
+    left = [box for box in held if box != missing]
+    assert tiling_error(shape, left) == f"they hold {total - missing.numel} of {total} elements"
+    assert tiling_error(shape, [*held, missing]) == f"{missing} overlaps {missing}"
+
+
+@pytest.mark.parametrize(
+    ("slices", "said"),
+    [
+        ([TensorSlice((0, 0), (2, 3)), TensorSlice((3, 0), (1, 3))], "they hold 9 of 12 elements"),
+        ([TensorSlice((0, 0), (3, 3)), TensorSlice((2, 0), (2, 3))], "overlaps"),
+        ([TensorSlice((0, 0), (4, 2)), TensorSlice((0, 2), (4, 2))], "reaches outside of shape (4, 3)"),
+        ([TensorSlice((-1, 0), (5, 3))], "reaches outside of shape (4, 3)"),
+        # As many elements as there are, but not all of them.
+        ([TensorSlice((0, 0), (4, 2)), TensorSlice((0, 1), (4, 1))], "overlaps"),
+        ([], "they hold 0 of 12 elements"),
+    ],
+)
+def test_a_tiling_that_misses_doubles_or_overreaches_is_told(slices: list[TensorSlice], said: str):
+    assert said in str(tiling_error((4, 3), slices))

@@ -1,0 +1,441 @@
+"""Replicas that die or hang: noticed, killed whole, brought back, and given up when they keep dying."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.processes import state_of
+from forge_rl.runtime.replica import State
+from forge_rl.runtime.service import Service
+from forge_rl.runtime.supervision import Restart
+from tests.fake_actors import FakeActor, fake_service, pid_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+LONG_S = 120.0
+"""A deadline that no test reaches."""
+
+
+class Naps:
+    """What the supervisor waited for between restarts, without waiting."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+@contextlib.asynccontextmanager
+async def supervised(
+    logs: Path,
+    *,
+    replicas: int = 2,
+    restart: Restart | None = None,
+    before: Callable[[int], Awaitable[None]] | None = None,
+    after: Callable[[int], Awaitable[None]] | None = None,
+    **settings: object,
+) -> AsyncIterator[tuple[Service, Faults, Naps]]:
+    """A service whose replicas are spawned again; `before` and `after` run around the spawn."""
+    async with fake_service(logs, replicas=replicas, **settings) as (service, faults):
+        naps = Naps()
+
+        async def respawn(index: int) -> None:
+            if before is not None:
+                await before(index)
+            replica = service.spawn(FakeActor, f"actor {index}", index=index)
+            await service.watch(replica, deadline_s=LONG_S)
+            if after is not None:
+                await after(index)
+
+        service.supervise(respawn, restart or Restart(), sleep=naps)
+        yield service, faults, naps
+
+
+async def until(service: Service, condition: Callable[[], bool]) -> None:
+    """Wait until something is so after a change of the serving replicas."""
+    changed = asyncio.Event()
+    service.listeners.append(changed.set)
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await changed.wait()
+            changed.clear()
+    service.listeners.remove(changed.set)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one whose end was not waited for does not."""
+    state = state_of(pid)
+    return state is not None and state[0] != "Z"
+
+
+def all_serve(service: Service) -> bool:
+    return all(replica.serving for replica in service.replicas)
+
+
+def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path) as (service, faults, _):
+            served: list[list[int]] = []
+            service.listeners.append(lambda: served.append([r.index for r in service.replicas if r.serving]))
+            told: list[float | None] = []
+            faults.listeners.append(lambda fault: told.append(fault.recovered_s))
+            dead, other = service.replicas
+            other.held = 5  # so that the first is chosen
+            held = asyncio.create_task(service.ask(dead, "hold", deadline_s=LONG_S))
+            routed = asyncio.create_task(service.route("hold", deadline_s=LONG_S))
+            await service.ask(dead, "answer", 0, deadline_s=LONG_S)
+            assert (dead.in_flight, other.in_flight) == (2, 0)
+            os.kill(await pid_of(service, 0), signal.SIGKILL)
+            with pytest.raises(ReplicaError, match="SIGKILL"):
+                await held
+            assert dead.state is State.QUARANTINED
+            await asyncio.sleep(0)
+            assert other.in_flight == 1  # at once
+            await service.call(other, "release", deadline_s=LONG_S)
+            assert await routed == "actor 1"
+
+            await until(service, lambda: all_serve(service))
+            fresh = service.replicas[0]
+            assert (fresh.index, fresh.incarnation, fresh.in_flight) == (0, 1, 0)
+            assert fresh.log == tmp_path / f"{service.name}-0.1.log"
+            assert fresh.log.exists()
+            assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
+            assert served == [[1], [0, 1]]
+            (fault,) = faults.seen
+            assert (fault.service, fault.replica, fault.fatal) == (service.name, 0, False)
+            assert fault.recovered_s is not None
+            assert told == [None, fault.recovered_s]
+            # Monarch's late word about the old one is not about the new one.
+            assert len(faults._meshes) == 3
+            next(iter(faults._meshes.values()))("echo")
+            assert fresh.alive
+            assert len(faults.seen) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("which", ["itself", "a descendant"])
+def test_a_replica_that_is_stopped_is_killed_and_replaced(which: str, tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path) as (service, faults, _):
+            replica = service.replicas[0]
+            child = await service.ask(replica, "start_child", deadline_s=LONG_S)
+            pid = await pid_of(service)
+            os.kill(pid if which == "itself" else child, signal.SIGSTOP)
+            with pytest.raises(ReplicaError, match="hung: its process was stopped"):
+                await service.ask(replica, "hold", deadline_s=LONG_S)
+            await until(service, lambda: all_serve(service))
+            assert service.replicas[0].incarnation == 1
+            assert not lives(child)
+            assert not lives(pid)
+            assert [fault.cause for fault in faults.seen] == ["hung: its process was stopped"]
+
+    asyncio.run(main())
+
+
+def test_a_stopped_descendant_is_left_alone_where_that_is_wanted(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path, descendants=False) as (service, _, _):
+            first, second = service.replicas
+            os.kill(await service.ask(first, "start_child", deadline_s=LONG_S), signal.SIGSTOP)
+            os.kill(await pid_of(service, 1), signal.SIGSTOP)
+            await asyncio.wait_for(asyncio.shield(second.death), LONG_S)
+            assert first.alive
+
+    asyncio.run(main())
+
+
+def test_all_that_a_dead_replica_had_started_ends_before_it_is_replaced(tmp_path: Path):
+    async def main() -> None:
+        found: list[bool] = []
+        children: list[int] = []
+
+        async def look(_: int) -> None:
+            found.extend(lives(pid) for pid in children)
+
+        async with supervised(tmp_path, before=look) as (service, _, _):
+            # One that is as old as the last look at the replica, and one that was never looked at.
+            children.append(await service.ask(service.replicas[0], "start_child", deadline_s=LONG_S))
+            service._watchdog._look(service.replicas[0])
+            assert children[0] in service.replicas[0].family
+            children.append(await service.ask(service.replicas[0], "start_child", deadline_s=LONG_S))
+            os.kill(await pid_of(service, 0), signal.SIGKILL)
+            await until(service, lambda: not service.replicas[0].serving)
+            await until(service, lambda: all_serve(service))
+            assert found == [False, False]
+
+    asyncio.run(main())
+
+
+def test_a_new_replica_serves_only_when_it_is_ready(tmp_path: Path):
+    async def main() -> None:
+        started, gate = asyncio.Event(), asyncio.Event()
+
+        async def get_ready(_: int) -> None:
+            started.set()
+            await gate.wait()
+
+        async with supervised(tmp_path, replicas=1, after=get_ready) as (service, _, _):
+            os.kill(await pid_of(service), signal.SIGKILL)
+            await until(service, lambda: not service.replicas[0].serving)
+            waiting = [asyncio.create_task(service.route("answer", i, deadline_s=LONG_S)) for i in range(3)]
+            await started.wait()
+            fresh = service.replicas[0]
+            assert fresh.state is State.STARTING
+            assert await service.call(fresh, "echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
+            assert not any(task.done() for task in waiting)
+            gate.set()
+            assert await asyncio.gather(*waiting) == [("actor 0", i) for i in range(3)]
+
+    asyncio.run(main())
+
+
+def test_all_may_die_at_once(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path, replicas=3) as (service, faults, _):
+            pids = [await pid_of(service, index) for index in range(3)]
+            routed = [asyncio.create_task(service.route("answer", i, deadline_s=LONG_S)) for i in range(30)]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            assert [value for _, value in await asyncio.gather(*routed)] == list(range(30))
+            await until(service, lambda: all_serve(service))
+            assert [replica.incarnation for replica in service.replicas] == [1, 1, 1]
+            assert [fault.fatal for fault in faults.seen] == [False] * 3
+            assert all(fault.recovered_s is not None for fault in faults.seen)
+            assert faults.fatal is None
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_keeps_dying_is_given_up_and_the_others_go_on(tmp_path: Path):
+    async def main() -> None:
+        async def die(index: int) -> None:
+            await service.call(service.replicas[index], "exit", 7, deadline_s=LONG_S)
+
+        restart = Restart(max_restarts=4, backoff_s=25.0)
+        async with supervised(tmp_path, restart=restart, after=die) as (service, faults, naps):
+            os.kill(await pid_of(service, 0), signal.SIGKILL)
+            async with asyncio.timeout(LONG_S):
+                while service.replicas[0].state is not State.GIVEN_UP:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert naps.seconds == [0.0, 25.0, 50.0, 60.0]
+            assert service.replicas[0].incarnation == 4
+            assert [fault.replica for fault in faults.seen] == [0] * 5
+            assert [fault.recovered_s for fault in faults.seen] == [None] * 5
+            assert faults.fatal is None
+            for i in range(3):
+                assert await service.route("answer", i, deadline_s=LONG_S) == ("actor 1", i)
+
+            # The last one too: all who wait are told why.
+            os.kill(await pid_of(service, 1), signal.SIGKILL)
+            await until(service, lambda: not service.replicas[1].serving)
+            waiting = [asyncio.create_task(service.route("answer", i, deadline_s=LONG_S)) for i in range(3)]
+            waiting.append(asyncio.create_task(service.available()))
+            for error in await asyncio.gather(*waiting, return_exceptions=True):
+                assert type(error) is ServiceError
+                assert error.service == service.name
+                assert error.message == (
+                    "no replica is left; replica 0: its process exited with status 7; "
+                    "replica 1: its process exited with status 7"
+                )
+            fatal = await asyncio.wait_for(faults.wait(), LONG_S)
+            assert (fatal.service, fatal.replica) == (service.name, None)
+            assert "no replica is left; replica 0: " in fatal.message
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_does_not_start_again_is_killed_and_tried_again(tmp_path: Path):
+    async def main() -> None:
+        fails = ["before", "after", "cancelled"]
+        pids: list[int] = []
+
+        async def before(_: int) -> None:
+            if fails[:1] == ["before"]:
+                raise ValueError(fails.pop(0))
+
+        async def after(index: int) -> None:
+            pids.append(await pid_of(service, index))
+            if fails:
+                raise asyncio.CancelledError if fails[0] == "cancelled" else ConfigError(fails.pop(0))
+
+        async def cancelled_once(index: int) -> None:
+            try:
+                await after(index)
+            except asyncio.CancelledError:
+                fails.pop(0)
+                raise
+
+        async with supervised(tmp_path, replicas=1, before=before, after=cancelled_once) as (service, faults, naps):
+            os.kill(await pid_of(service), signal.SIGKILL)
+            await until(service, lambda: not service.replicas[0].serving)
+            await until(service, lambda: all_serve(service))
+            assert fails == []
+            assert len(naps.seconds) == 4
+            assert [lives(pid) for pid in pids] == [False, False, True]
+            causes = [fault.cause for fault in faults.seen]
+            assert "SIGKILL" in causes[0]
+            assert causes[1:] == [
+                "it did not start again: ValueError: before",
+                "it did not start again: ConfigError: after",
+                "it did not start again: CancelledError: ",
+            ]
+            assert all(fault.recovered_s is not None for fault in faults.seen)
+            assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_served_for_long_starts_afresh(tmp_path: Path):
+    async def main() -> None:
+        now = 0.0
+        restart = Restart(max_restarts=2, healthy_s=60)
+        async with supervised(tmp_path, replicas=1, restart=restart, clock=lambda: now) as (service, _, naps):
+            for served_s in (10, 59, 60, 100, 59):
+                now += served_s
+                os.kill(await pid_of(service), signal.SIGKILL)
+                await until(service, lambda: not service.replicas[0].serving)
+                await until(service, lambda: all_serve(service))
+            assert naps.seconds == [0, 1, 0, 0, 1]
+
+    asyncio.run(main())
+
+
+def test_what_kills_each_replica_that_it_meets_does_not_kill_them_all(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path) as (service, faults, _):
+            with pytest.raises(ReplicaError, match="its process exited with status 9"):
+                await service.route("run", Killer(), deadline_s=LONG_S)
+            assert len(faults.seen) == 3
+            await until(service, lambda: all_serve(service))
+            assert sum(replica.incarnation for replica in service.replicas) == 3
+
+    asyncio.run(main())
+
+
+class Killer:
+    def __call__(self) -> None:
+        os._exit(9)
+
+
+def test_an_error_and_a_deadline_are_not_tried_again(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path) as (service, faults, _):
+            with pytest.raises(ServiceError, match="ValueError"):
+                await service.route("run", Invalid(), deadline_s=LONG_S)
+            with pytest.raises(DeadlineError):
+                await service.route("hold", deadline_s=0.1)
+            ended = [await service.ask(replica, "ended", deadline_s=LONG_S) for replica in service.replicas]
+            assert sorted(ended) == [[], ["hold"]]
+            # A replica's own word that another one died is an error like others.
+            with pytest.raises(ReplicaError, match="of another service"):
+                await service.route("run", OfAnother(), deadline_s=LONG_S)
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+class Invalid:
+    def __call__(self) -> None:
+        raise ValueError
+
+
+class OfAnother:
+    def __call__(self) -> None:
+        raise ReplicaError("of another service", service="other", replica=0)
+
+
+def test_a_condemned_replica_is_killed_and_replaced(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path) as (service, faults, _):
+            replica = service.replicas[1]
+            pid = await pid_of(service, 1)
+            held = asyncio.create_task(service.ask(replica, "hold", deadline_s=LONG_S))
+            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            service.mark_failed(replica, "garbage")
+            with pytest.raises(ReplicaError, match="garbage"):
+                await held
+            await until(service, lambda: all_serve(service))
+            assert not lives(pid)
+            service.mark_failed(replica, "again")  # it is dead
+            assert service.replicas[1].alive
+            assert [fault.cause for fault in faults.seen] == ["garbage"]
+
+    asyncio.run(main())
+
+
+def test_a_service_can_stop_in_the_middle_of_a_restart(tmp_path: Path):
+    async def main() -> None:
+        started = asyncio.Event()
+
+        async def hang(_: int) -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+        async with supervised(tmp_path, replicas=1, after=hang) as (service, faults, _):
+            os.kill(await pid_of(service), signal.SIGKILL)
+            await until(service, lambda: not service.replicas[0].serving)
+            waiting = asyncio.create_task(service.route("answer", 1, deadline_s=LONG_S))
+            await started.wait()
+            await service.stop()
+            with pytest.raises(ServiceError, match="the service has been stopped"):
+                await waiting
+            assert len(faults.seen) == 1
+            assert not [task for task in asyncio.all_tasks() if "Supervisor" in task.get_coro().__qualname__]
+
+    asyncio.run(main())
+
+
+def test_without_supervision_a_death_is_fatal(tmp_path: Path):
+    async def main() -> None:
+        async with fake_service(tmp_path) as (service, faults):
+            os.kill(await pid_of(service), signal.SIGSTOP)
+            error = await asyncio.wait_for(faults.wait(), LONG_S)
+            assert (error.service, error.replica, error.message) == (service.name, 0, "hung: its process was stopped")
+            assert service.replicas[0].state is State.GIVEN_UP
+            with pytest.raises(ServiceError, match="no replica is left"):
+                await service.available()
+            # By hand, too, it can be replaced.
+            await service.end(service.replicas[0])
+            await service.watch(service.spawn(FakeActor, "fresh", index=0), deadline_s=LONG_S)
+            assert await service.route("answer", 1, deadline_s=LONG_S) == ("fresh", 1)
+
+    asyncio.run(main())
+
+
+def test_restarts_are_bounded_by_numbers_that_make_sense():
+    assert [Restart(backoff_s=3).delay_s(deaths) for deaths in range(1, 8)] == [0, 3, 6, 12, 24, 48, 60]
+    for name in ("max_restarts", "backoff_s", "healthy_s"):
+        with pytest.raises(ConfigError, match=f"restart.{name.replace('_', '-')} is -1"):
+            Restart(**{name: -1})
+
+
+def test_what_a_killed_replica_kept_in_shared_memory_is_cleaned_up_by_its_own_tracker(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path, replicas=1) as (service, _, _):
+            name = await service.ask(service.replicas[0], "run", MakeSemaphore(), deadline_s=LONG_S)
+            left = f"sem.{name.removeprefix('/')}"
+            assert left in os.listdir("/dev/shm")
+            os.kill(await pid_of(service), signal.SIGKILL)
+            await until(service, lambda: not service.replicas[0].serving)
+            await until(service, lambda: all_serve(service))
+            assert left not in os.listdir("/dev/shm")
+
+    asyncio.run(main())
+
+
+class MakeSemaphore:
+    def __call__(self) -> str:
+        import multiprocessing
+
+        semaphore = multiprocessing.get_context("spawn").Semaphore()
+        MakeSemaphore.kept = semaphore
+        return semaphore._semlock.name
