@@ -9,8 +9,8 @@ STAMP  := $(VENV)/.installed-$(EXTRA)
 # uv does not read pip's variable for folders of wheels; without such a folder it finds torch's CPU wheels itself.
 ifneq ($(PIP_FIND_LINKS),)
   export UV_FIND_LINKS := $(PIP_FIND_LINKS)
-else
-  BACKEND := --torch-backend $(if $(filter cuda,$(EXTRA)),auto,cpu)
+else ifeq ($(EXTRA),cpu)
+  BACKEND := --torch-backend cpu
 endif
 
 .PHONY: help setup demo test lint format clean
@@ -19,13 +19,13 @@ help:     ## this list
 	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  ARGS="flags for demo, or for pytest"'
 
 setup: $(STAMP)  ## install everything into .venv
-$(STAMP): pyproject.toml $(wildcard requirements/*-$(EXTRA).txt)
+$(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $(BACKEND) \
 	  --overrides requirements/overrides-$(EXTRA).txt \
 	  $(if $(wildcard requirements/constraints-$(EXTRA).txt),--constraints requirements/constraints-$(EXTRA).txt) \
-	  --editable '.[$(EXTRA),dev]'
+	  --editable '.[$(EXTRA),torchstore,dev]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from forge_rl.algorithms import ClippedSurrogate, group_advantages
     from forge_rl.data.packing import pack
     from forge_rl.errors import ForgeError
@@ -51,7 +52,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: torch and Monarch take seconds."""
+    """Imports a public name when it is first used: torch and Monarch take seconds."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("forge_rl")
     if name not in _HOMES:
         raise AttributeError(f"module 'forge_rl' has no attribute {name!r}")
     return getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)

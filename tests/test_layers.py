@@ -22,7 +22,7 @@ STAGES = (
     ("forge_rl.gateway",),
     ("forge_rl.rollout",),
     ("forge_rl.run",),
-    ("forge_rl",),
+    ("forge_rl", "forge_rl.cli"),
     ("recipes", "apps", "benchmarks"),
 )
 """Left to right. A package may import from stages to its left and from itself, not from its neighbours."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import tyro
@@ -18,7 +18,13 @@ from forge_rl.errors import ForgeError
 C = TypeVar("C")
 
 
-def launch(config_class: type[C], main: Callable[[C], Awaitable[None]]) -> None:
+def launch(
+    config_class: type[C],
+    main: Callable[[C], Awaitable[None]],
+    *,
+    prog: str | None = None,
+    args: Sequence[str] | None = None,
+) -> None:
     """Parse flags and run a recipe; never returns.
 
     Exit status: 0 after a complete run, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
@@ -26,9 +32,11 @@ def launch(config_class: type[C], main: Callable[[C], Awaitable[None]]) -> None:
     Args:
         config_class: a frozen dataclass; its fields become flags, and its docstrings their help.
         main: the recipe.
+        prog: how the user called it, for `--help`; `python -m` and its module by default.
+        args: flags to parse; those of the command line by default.
     """
     try:
-        config = tyro.cli(config_class, prog=f"python -m {_module_of(main)}", description=config_class.__doc__)
+        config = tyro.cli(config_class, prog=prog or _command_of(main), args=args, description=config_class.__doc__)
         status = asyncio.run(_run(main, config))
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
@@ -66,7 +74,10 @@ def _report(error: ForgeError) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(message)
 
 
-def _module_of(main: Callable[..., object]) -> str:
-    """Dotted name of the module that is run with -m; inside it, it is only called __main__."""
-    spec = getattr(sys.modules[main.__module__], "__spec__", None)
-    return spec.name if spec is not None else main.__module__
+def _command_of(main: Callable[..., object]) -> str:
+    """Command that runs the recipe: `python -m MODULE`, or `python FILE` for a script."""
+    module = sys.modules[main.__module__]
+    spec = getattr(module, "__spec__", None)
+    return (
+        f"python -m {spec.name}" if spec is not None else f"python {os.path.basename(module.__file__ or 'recipe.py')}"
+    )

@@ -1,0 +1,103 @@
+"""The command `forge-rl`: runs a recipe or an app, and writes recipes to edit.
+
+forge-rl grpo --steps 20
+forge-rl new my_recipe.py --from grpo
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.metadata
+import importlib.resources
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.run.launch import launch
+
+PLACES = ("recipes", "apps")
+"""Packages whose modules are commands; each module has a `Config` and a `main`."""
+
+
+def commands() -> dict[str, str]:
+    """Finds the recipes and apps: dotted module by the command's name."""
+    found = {}
+    for place in PLACES:
+        package = importlib.import_module(f"forge_rl.{place}")
+        for module in pkgutil.iter_modules(package.__path__):
+            found[module.name.replace("_", "-")] = f"{package.__name__}.{module.name}"
+    return found
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line; `sys.argv` by default. Ends the process where a recipe or an app runs."""
+    given = list(sys.argv[1:] if args is None else args)
+    known = commands()
+    if given and (name := given[0].replace("_", "-")) in known:
+        module = importlib.import_module(known[name])
+        launch(module.Config, module.main, prog=f"forge-rl {name}", args=given[1:])
+    chosen = _parser(known).parse_args(given)
+    try:
+        print(write_recipe(chosen.path, chosen.template, force=chosen.force))
+    except ForgeError as error:
+        sys.exit(f"error: {error}")
+
+
+def write_recipe(path: Path, template: str, *, force: bool = False) -> str:
+    """Copies a recipe to a file of the user's own, which runs as it is.
+
+    Args:
+        path: the file to write.
+        template: name of the recipe, such as "grpo".
+        force: overwrite a file.
+
+    Returns:
+        A line that says how to run it.
+
+    Raises:
+        ConfigError: there is no such recipe, or the file cannot be written.
+    """
+    recipes = {name: module for name, module in commands().items() if ".recipes." in module}
+    name = template.replace("_", "-")
+    if name not in recipes:
+        raise ConfigError(f"there is no recipe {template!r}", hint=f"choose one of {', '.join(sorted(recipes))}")
+    if path.suffix != ".py":
+        raise ConfigError(f"{path} is no Python file", hint="give it a name that ends in .py")
+    module = recipes[name].rpartition(".")[2]
+    source = _source_of(recipes[name]).replace(f"python -m recipes.{module}", f"python {path.name}")
+    try:
+        with path.open("w" if force else "x") as file:
+            file.write(source)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists", hint="choose another name, or give --force to overwrite it") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", hint="choose another place") from error
+    return f"wrote {path}; edit it, and run it with: python {path} --help"
+
+
+def _source_of(module: str) -> str:
+    package, _, name = module.rpartition(".")
+    return importlib.resources.files(package).joinpath(f"{name}.py").read_text()
+
+
+def _parser(known: dict[str, str]) -> argparse.ArgumentParser:
+    listed = {place: ", ".join(sorted(n for n, m in known.items() if f".{place}." in m)) for place in PLACES}
+    parser = argparse.ArgumentParser(
+        prog="forge-rl",
+        description="Reinforcement learning for language models.",
+        epilog=f"recipes: {listed['recipes']}; apps: {listed['apps']}. `forge-rl NAME --help` explains one's flags.",
+    )
+    parser.add_argument("--version", action="version", version=f"forge_rl {importlib.metadata.version('forge_rl')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for name, module in sorted(known.items()):
+        described = ast.get_docstring(ast.parse(_source_of(module))) or ""
+        commands.add_parser(name, help=described.partition("\n")[0], add_help=False)
+    new = commands.add_parser("new", help="write a recipe to edit", description="Write a recipe to edit.")
+    new.add_argument("path", type=Path, help="the file to write, such as my_recipe.py")
+    new.add_argument("--from", dest="template", default="grpo", metavar="RECIPE", help=f"one of {listed['recipes']}")
+    new.add_argument("--force", action="store_true", help="overwrite the file")
+    return parser

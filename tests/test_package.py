@@ -1,0 +1,121 @@
+"""The wheel: what it holds, its command, and that it works where nothing of the repository is."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds a wheel from a copy of the sources, as building leaves files beside them."""
+    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
+    for name in ("forge_rl", "recipes", "apps", "benchmarks"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    subprocess.run([*command, "-w", out, copy], check=True)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def forge_rl(unpacked: Path, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Runs `forge-rl` in a folder, with the wheel's code and none of the repository's."""
+    command = [sys.executable, "-c", "import sys; from forge_rl.cli import main; sys.exit(main())", *args]
+    environment = {**os.environ, "PYTHONPATH": str(unpacked), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_a_wheel_installs_forge_rl_alone_with_every_module_recipes_and_apps(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (entries,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "forge-rl = forge_rl.cli:main" in archive.read(entries).decode()
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "forge_rl").rglob("*.py")} | {"forge_rl/py.typed"}
+    for place in ("recipes", "apps"):
+        expected |= {f"forge_rl/{place}/{path.name}" for path in (ROOT / place).glob("*.py")}
+    assert names == expected
+
+
+def test_the_command_lists_recipes_and_apps_and_says_its_version(unpacked: Path, tmp_path: Path):
+    shown = forge_rl(unpacked, tmp_path, "--help").stdout
+    assert "GRPO: group-relative policy optimisation" in shown
+    for name in ("agent-openai", "gateway", "grpo", "new"):
+        assert re.search(rf"^    {name}\s", shown, re.MULTILINE)
+    assert forge_rl(unpacked, tmp_path, "--version").stdout.startswith("forge_rl 0.")
+    assert "usage: forge-rl grpo" in forge_rl(unpacked, tmp_path, "grpo", "--help").stdout
+
+
+def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path: Path):
+    done = forge_rl(unpacked, tmp_path, "new", "my_recipe.py", "--from", "grpo")
+    assert done.stdout == "wrote my_recipe.py; edit it, and run it with: python my_recipe.py --help\n"
+    lines = (tmp_path / "my_recipe.py").read_text().splitlines()
+    template = (ROOT / "recipes" / "grpo.py").read_text().splitlines()
+    assert [(a, b) for a, b in zip(lines, template, strict=True) if a != b] == [
+        ("python my_recipe.py --help", "python -m recipes.grpo --help")
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    shown = subprocess.run(
+        [sys.executable, "my_recipe.py", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert "usage: python my_recipe.py" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("new", "kept.py"), "kept.py exists\n  hint: choose another name, or give --force to overwrite it"),
+        (("new", "recipe.txt"), "recipe.txt is no Python file"),
+        (("new", "mine.py", "--from", "nonsense"), "there is no recipe 'nonsense'\n  hint: choose one of agent-openai"),
+        (("new", "missing/mine.py"), "missing/mine.py cannot be written: No such file or directory"),
+        (("nonsense",), "invalid choice: 'nonsense'"),
+        ((), "required: COMMAND"),
+    ],
+)
+def test_a_wrong_command_is_one_clear_message(unpacked: Path, tmp_path: Path, args: tuple[str, ...], said: str):
+    (tmp_path / "kept.py").write_text("mine")
+    done = forge_rl(unpacked, tmp_path, *args)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode != 0
+    assert (tmp_path / "kept.py").read_text() == "mine"
+
+
+@pytest.mark.long
+def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of_its_own(wheel: Path, tmp_path: Path):
+    def run(*command: str | Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    empty, environment = tmp_path / "empty", tmp_path / "environment"
+    empty.mkdir()
+    uv, pins = Path(sys.executable).with_name("uv"), ROOT / "requirements"
+    run(uv, "venv", "-q", "-p", sys.executable, environment)
+    where = ["--find-links", links] if (links := os.environ.get("PIP_FIND_LINKS")) else ["--torch-backend", "cpu"]
+    install = [uv, "pip", "install", "-q", "--python", environment, *where]
+    files = ["--overrides", pins / "overrides-cpu.txt", "--constraints", pins / "constraints-cpu.txt"]
+    run(*install, *files, f"forge_rl[cpu] @ {wheel.as_uri()}")
+    flags = ["--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--eval-every", "0", "--display", "plain"]
+    run(environment / "bin" / "forge-rl", "grpo", *flags, "--out", "by-command")
+    run(environment / "bin" / "forge-rl", "new", "mine.py", "--from", "grpo")
+    run(environment / "bin" / "python", "mine.py", *flags, "--out", "by-file")
+    for name in ("by-command", "by-file"):
+        assert (empty / name / "summary.json").is_file()
+        assert (empty / name / "checkpoints" / "step-000001" / "model" / "model.safetensors").is_file()
