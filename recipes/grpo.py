@@ -25,7 +25,7 @@ async def step(run: Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = group_advantages(batch.rewards, scale=run.config.advantage_scale)  # [P, G]
-        packed = pack(batch, advantages, run.trainer.layout, drop_uniform=run.config.loss.kl_coef == 0)
+        packed = pack(batch, advantages, run.trainer.layout, drop_uniform=not run.config.loss.needs_reference)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

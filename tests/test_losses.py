@@ -170,6 +170,11 @@ def test_the_loss_survives_pickling():
     assert pickle.loads(pickle.dumps(loss)) == loss
 
 
+@pytest.mark.parametrize(("kl_coef", "needed"), [(0.0, False), (1e-6, True)])
+def test_a_penalty_needs_a_reference(kl_coef, needed):
+    assert ClippedSurrogate(kl_coef=kl_coef).needs_reference is needed
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -12,7 +12,20 @@ from forge_rl.errors import ConfigError
 
 
 class Loss(Protocol):
-    """What the trainer calls on each row. Any picklable callable of this form will do."""
+    """What the trainer calls on each row. Must pickle: it is sent to the trainer's ranks.
+
+    class Reinforce:
+        needs_reference = False
+
+        def __call__(self, logprobs, behaviour, advantages, mask, reference=None):
+            loss = -torch.where(mask, logprobs * advantages, 0.0).sum()
+            return loss, {"tokens": mask.sum().float()}
+    """
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the trainer must hold a frozen reference; groups with equal rewards then have a gradient too."""
+        ...
 
     def __call__(
         self,
@@ -75,6 +88,11 @@ class ClippedSurrogate:
                 hint="set --loss.kl-coef above 0, or leave --loss.kl-kind out",
             )
 
+    @property
+    def needs_reference(self) -> bool:
+        """True with a KL penalty."""
+        return self.kl_coef > 0
+
     def __call__(
         self,
         logprobs: torch.Tensor,
@@ -93,7 +111,7 @@ class ClippedSurrogate:
         Raises:
             ConfigError: kl_coef is above 0 and there is no reference.
         """
-        if self.kl_coef > 0 and reference is None:
+        if self.needs_reference and reference is None:
             raise ConfigError(
                 f"kl_coef is {self.kl_coef} and there is no reference",
                 hint="give the trainer a frozen reference, or set --loss.kl-coef 0",
@@ -116,6 +134,6 @@ class ClippedSurrogate:
         if reference is not None:
             reference = torch.where(mask, reference, 0.0)
             sums["kl"] = kl_estimate(logprobs.detach(), reference, "k3").sum()
-            if self.kl_coef > 0:
+            if self.needs_reference:
                 loss = loss + self.kl_coef * kl_penalty(logprobs, reference, ratio, self.kl_kind).sum()
         return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}

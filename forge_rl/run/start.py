@@ -265,7 +265,7 @@ async def _start_services(
                 faults,
                 model=run._model,
                 resume=checkpoint.training.resolve() if checkpoint else None,
-                reference=config.loss.kl_coef > 0,
+                reference=config.loss.needs_reference,
                 total_steps=config.steps,
                 deadline_s=deadline_s,
             ),
