@@ -1,0 +1,212 @@
+"""Procedural tasks of a reasoning-gym data set, generated one by one and without end."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+
+from forge_rl.errors import TaskError
+from forge_rl.types import Message, Task
+
+_CHUNK = 500
+"""Tasks of one reasoning-gym data set; some generate all of theirs when they are made, so a stream is many of them."""
+_SET_HERE = ("seed", "size")
+"""Fields of every reasoning-gym config that a source sets itself."""
+
+
+class ReasoningGymSource:
+    """Tasks of a reasoning-gym data set; implements Source.
+
+    Whether a question is held out depends on a hash of its text alone: not on the seed, nor on the parameters that
+    generated it. So scores of runs with different seeds compare, and no held-out question is ever trained on.
+
+        source = ReasoningGymSource("chain_sum", {"max_terms": 3}, seed=0, held_out_share=0.1)
+
+    Args:
+        dataset: name in reasoning-gym.
+        params: fields of the data set's config.
+        seed: seed of the training stream.
+        held_out_share: share of all distinct questions that is held out, from 0 up to less than 1.
+        name: name of the source, by default that of the data set.
+        instruction: text put behind each question, such as " Answer with a number."
+        system: text of a system message, or "" for none.
+
+    Raises:
+        TaskError: unknown data set or parameter, or a value that it refuses.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        params: Mapping[str, object],
+        seed: int,
+        held_out_share: float,
+        *,
+        name: str = "",
+        instruction: str = "",
+        system: str = "",
+    ) -> None:
+        if not 0 <= held_out_share < 1:
+            raise TaskError(
+                f"held_out_share is {held_out_share}", hint="choose a share from 0 up to less than 1, such as 0.1"
+            )
+        self.dataset = dataset
+        self.params = dict(params)
+        self.seed = seed
+        self.held_out_share = held_out_share
+        self.instruction = instruction
+        self.system = system
+        self.name = name or dataset
+        self._stream = _Stream(dataset, self.params, f"seed {seed}")
+        self._index = 0
+
+    def __repr__(self) -> str:
+        params = ", ".join(f"{key}={value!r}" for key, value in self.params.items())
+        return f"{self.dataset}({params}) seed {self.seed}, {self._index} generated"
+
+    def draw(self) -> Task:
+        """Return the next task to train on.
+
+        Raises:
+            TaskError: all questions are held out, or the data set fails with these parameters.
+        """
+        for _ in range(math.ceil(200 / (1 - self.held_out_share))):
+            entry = self._stream[self._index]
+            self._index += 1
+            if not self._is_held_out(entry):
+                return self._task(entry)
+        raise TaskError(
+            f"{self._described()} has so few questions that all are held out",
+            hint="choose parameters that give more questions, or a smaller held-out share",
+        )
+
+    def held_out(self, tasks: int) -> tuple[Task, ...]:
+        """Return the first `tasks` held-out tasks, or all if fewer: distinct questions, the same for every seed.
+
+        Generates about tasks / held_out_share tasks, which takes long for the few data sets that are slow.
+
+        Raises:
+            TaskError: there is none, or the data set fails with these parameters.
+        """
+        if tasks > 0 and self.held_out_share == 0:
+            raise TaskError(f"nothing of {self._described()} is held out", hint="set a held-out share above 0")
+        stream = _Stream(self.dataset, self.params, "held out")
+        found: dict[str, Task] = {}
+        index = last_new = 0
+        while len(found) < tasks and index - last_new < 200 / self.held_out_share:
+            entry = stream[index]
+            index += 1
+            if self._is_held_out(entry) and entry["question"] not in found:
+                found[str(entry["question"])] = self._task(entry)
+                last_new = index
+        if tasks > 0 and not found:
+            raise TaskError(
+                f"{self._described()} has so few questions that none is held out",
+                hint="choose parameters that give more questions, or a greater held-out share",
+            )
+        return tuple(found.values())
+
+    def state(self) -> dict[str, object]:
+        """Position of the stream, as JSON."""
+        return {"dataset": self.dataset, "params": self.params, "seed": self.seed, "index": self._index}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Continue from a saved position.
+
+        Raises:
+            TaskError: the state is that of another stream.
+        """
+        index = state.get("index")
+        expected = {**self.state(), "index": index}
+        if not isinstance(index, int) or _as_json(expected) != _as_json(dict(state)):
+            raise TaskError(
+                f"the saved state of source {self.name!r} is of another stream: {dict(state)}, not {expected}",
+                hint="resume with the tasks and the seed of the first start, or start a new run",
+            )
+        self._index = index
+
+    def _is_held_out(self, entry: Mapping[str, object]) -> bool:
+        return int(_digest(str(entry["question"])), 16) < self.held_out_share * 2**64
+
+    def _task(self, entry: dict[str, object]) -> Task:
+        question = str(entry["question"])
+        messages: tuple[Message, ...] = ({"role": "user", "content": question + self.instruction},)
+        if self.system:
+            messages = ({"role": "system", "content": self.system}, *messages)
+        return Task(
+            id=f"{self.dataset}/{_digest(question)}",
+            source=self.name,
+            messages=messages,
+            truth={"dataset": self.dataset, "params": self.params, "entry": entry},
+        )
+
+    def _described(self) -> str:
+        return f"data set {self.dataset!r} with {self.params} and held_out_share {self.held_out_share}"
+
+
+class _Stream:
+    """Entries of a data set by index, without end, in an order that `key` chooses."""
+
+    def __init__(self, dataset: str, params: Mapping[str, object], key: str) -> None:
+        self._dataset = dataset
+        self._params = params
+        # reasoning-gym seeds entry i with seed + i, so seeds must lie far apart for streams to differ.
+        self._seed = int(_digest(_as_json([dataset, params, key])), 16) % 2**31
+        self._chunk = 0
+        self._entries = self._make(0)
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        chunk, within = divmod(index, _CHUNK)
+        if chunk != self._chunk:
+            self._entries, self._chunk = self._make(chunk), chunk
+        try:
+            return self._entries[within]  # type: ignore[index]
+        except Exception as error:
+            raise TaskError(
+                f"data set {self._dataset!r} cannot generate a task with {dict(self._params)}: "
+                f"{type(error).__name__}: {error}",
+                hint="change its parameters",
+            ) from error
+
+    def _make(self, chunk: int) -> object:
+        import reasoning_gym
+
+        _check_names(self._dataset, self._params)
+        try:
+            return reasoning_gym.create_dataset(
+                self._dataset, seed=self._seed + chunk * _CHUNK, size=_CHUNK, **self._params
+            )
+        except Exception as error:  # checks in reasoning-gym are asserts, and wrong types fail anyhow
+            raise TaskError(
+                f"data set {self._dataset!r} refuses {dict(self._params)}: {type(error).__name__}: {error}",
+                hint="change its parameters",
+            ) from error
+
+
+def _check_names(dataset: str, params: Mapping[str, object]) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if dataset not in DATASETS:
+        close = difflib.get_close_matches(dataset, DATASETS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(sorted(DATASETS))}"
+        raise TaskError(f"no data set named {dataset!r}", hint=hint)
+    allowed = [field.name for field in dataclasses.fields(DATASETS[dataset][1]) if field.name not in _SET_HERE]
+    unknown = [param for param in params if param not in allowed]
+    if unknown:
+        raise TaskError(
+            f"data set {dataset!r} has no parameter {', '.join(map(repr, unknown))}",
+            hint=f"it has: {', '.join(allowed)}",
+        )
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _digest(text: str) -> str:
+    """64 bits of SHA-256, as 16 hex digits: the same in every process, unlike hash()."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
