@@ -120,7 +120,7 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
         Mixture({k.name: StagedSource(k) for k in HEAVY_TAILED}, {k.name: k.share for k in HEAVY_TAILED})
         for _ in range(2)
     )
-    quotas = [same.quotas(groups) for _ in range(config.warm_up + config.batches)][config.warm_up :]
+    quotas = [Counter(same.source_order(groups)) for _ in range(config.warm_up + config.batches)][config.warm_up :]
     tokenizer: Any = StagedTokenizer()
     environment = StagedEnvironment(kinds=HEAVY_TAILED, turn_s=config.turn_s, tool_s=config.tool_s, seed=config.seed)
     trained = 0
@@ -200,9 +200,9 @@ def _mean_s(kind: Kind) -> float:
     return (kind.most_s - kind.least_s) / math.log(kind.most_s / kind.least_s)
 
 
-def _deviation(batch: Batch, quota: dict[str, int]) -> float:
+def _deviation(batch: Batch, quota: Counter[str]) -> float:
     counts = Counter(group.task.source for group in batch.groups)
-    return max(abs(counts[name] - groups) for name, groups in quota.items()) / len(batch.groups)
+    return max(abs(counts[name] - quota[name]) for name in counts | quota) / len(batch.groups)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def test_fewer_questions_than_asked_for_give_what_there_is() -> None:
 def test_questions_too_few_to_hold_any_out_are_an_error() -> None:
     one = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
     with pytest.raises(TaskError, match="none is held out"):
-        ReasoningGymSource("chain_sum", one, 0, 0.001).held_out(1)
+        ReasoningGymSource("chain_sum", one, 0, 0.005).held_out(1)
     with pytest.raises(TaskError, match="all are held out"):
         ReasoningGymSource("chain_sum", one, 0, 0.97).draw()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 from forge_rl.data.sources import Source
 from forge_rl.errors import TaskError
@@ -15,12 +14,15 @@ from forge_rl.types import Task
 class Mixture:
     """Sources and their weights; a source's share of every batch is its weight over the sum of weights.
 
+        mixture = Mixture({"math": math, "words": words}, {"math": 3, "words": 1})
+        mixture["words"] = 2  # from the next batch on
+
     Args:
         sources: by name.
         weights: by name, from 0 up and not all 0; all equal when not given.
 
     Raises:
-        TaskError: no sources, unknown names, or weights that cannot be.
+        TaskError: no sources, unknown names, or weights out of range.
     """
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float] | None = None) -> None:
@@ -37,14 +39,6 @@ class Mixture:
         self._owed = dict.fromkeys(self._sources, 0.0)
 
     @property
-    def sources(self) -> Mapping[str, Source]:
-        return MappingProxyType(self._sources)
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        return MappingProxyType(self._weights)
-
-    @property
     def shares(self) -> dict[str, float]:
         """Weights scaled so that they add up to 1."""
         total = math.fsum(self._weights.values())
@@ -56,7 +50,7 @@ class Mixture:
     def __setitem__(self, name: str, weight: float) -> None:
         """Change a weight from the next batch on."""
         self._weights = self._checked(self._weights | {self._known(name): weight})
-        self._owed = dict.fromkeys(self._sources, 0.0)  # what is owed was owed under the old shares
+        self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -69,34 +63,25 @@ class Mixture:
         rows = (f"{name:<{width}}  {self._weights[name]:6g}  {share:6.1%}" for name, share in self.shares.items())
         return "\n".join([f"{'source':<{width}}  weight   share", *rows])
 
-    def quotas(self, groups: int) -> dict[str, int]:
-        """How many of the next batch's P groups each source gives, and take them as given; see `source_order`."""
-        counts = Counter(self.source_order(groups))
-        return {name: counts[name] for name in self._sources}
-
     def source_order(self, groups: int) -> list[str]:
-        """Sources of the next batch's P groups, mingled; they count as given.
+        """Allot the next batch's P groups to sources, interleaved.
 
-        By largest remainder, and what rounding leaves is carried to the next batch: while weights stay, the difference
+        Rounds by largest remainder and carries the remainders to the next batch: while weights stay, the difference
         from the exact shares does not grow with the number of batches.
         """
-        return _by_largest(self._owed, self.shares, groups)
-
-    def draw(self, groups: int) -> list[Task]:
-        """The P tasks of the next batch by its quotas, with the sources mingled."""
-        return [self.draw_from(name) for name in self.source_order(groups)]
+        return _largest_remainder(self._owed, self.shares, groups)
 
     def draw_from(self, source: str) -> Task:
-        """The next task of a source; nothing is counted."""
+        """Return the next task of a source; its share is not touched."""
         return self._sources[self._known(source)].draw()
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
-        """Held-out tasks by the shares as they are now: the same for every seed; fewer where a source has fewer."""
-        counts = Counter(_by_largest(dict.fromkeys(self._sources, 0.0), self.shares, tasks))
+        """Return held-out tasks by the current shares: the same for every seed; fewer where a source has fewer."""
+        counts = Counter(_largest_remainder(dict.fromkeys(self._sources, 0.0), self.shares, tasks))
         return tuple(task for name, source in self._sources.items() for task in source.held_out(counts[name]))
 
     def state(self) -> dict[str, object]:
-        """Weights, what is owed, and where each source stands, as JSON."""
+        """Weights, remainders, and the position of each source, as JSON."""
         return {
             "weights": dict(self._weights),
             "owed": dict(self._owed),
@@ -104,26 +89,26 @@ class Mixture:
         }
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Go on from where a mixture stood, with the weights that it had then.
+        """Continue from a saved state, with the weights that were set then.
 
         Raises:
             TaskError: the state is of a mixture of other sources.
         """
-        weights, owed, sources = state.get("weights"), state.get("owed"), state.get("sources")
-        parts = (weights, owed, sources)
-        if not all(isinstance(part, Mapping) and set(part) == set(self._sources) for part in parts):
-            saved = sorted(sources) if isinstance(sources, Mapping) else sources
-            raise TaskError(
-                f"the saved mixture has the sources {saved}, this one {sorted(self._sources)}",
-                hint="resume with the tasks of the first start, or start a new run",
-            )
-        assert isinstance(weights, Mapping)
-        assert isinstance(owed, Mapping)
-        assert isinstance(sources, Mapping)
-        for name, source in self._sources.items():
-            source.restore(sources[name])
-        self._weights = self._checked({name: weights[name] for name in self._sources})
-        self._owed = {name: float(owed[name]) for name in self._sources}
+        match state:
+            case {"weights": dict(weights), "owed": dict(owed), "sources": dict(sources)} if (
+                weights.keys() == owed.keys() == sources.keys() == self._sources.keys()
+            ):
+                for name, source in self._sources.items():
+                    source.restore(sources[name])
+                self._weights = self._checked({name: weights[name] for name in self._sources})
+                self._owed = {name: float(owed[name]) for name in self._sources}
+            case _:
+                saved = state.get("sources")
+                saved = sorted(saved) if isinstance(saved, Mapping) else saved
+                raise TaskError(
+                    f"the saved mixture has the sources {saved}, this one {sorted(self._sources)}",
+                    hint="resume with the tasks of the first start, or start a new run",
+                )
 
     def _known(self, name: str) -> str:
         if name not in self._sources:
@@ -139,8 +124,8 @@ class Mixture:
         return weights
 
 
-def _by_largest(owed: dict[str, float], shares: Mapping[str, float], groups: int) -> list[str]:
-    """Give each group to the source that is owed most, and keep in `owed` what is left: the largest remainder."""
+def _largest_remainder(owed: dict[str, float], shares: Mapping[str, float], groups: int) -> list[str]:
+    """Give each group to the source that is owed the most; leave in `owed` what rounding left."""
     for name, share in shares.items():
         owed[name] += share * groups
     order = []

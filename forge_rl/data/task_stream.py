@@ -1,4 +1,4 @@
-"""Tasks as batches draw them, so that what was not delivered can be drawn again."""
+"""A mixture's tasks in the order of batches, which can resume at the oldest batch that was not delivered."""
 
 from __future__ import annotations
 
@@ -9,50 +9,55 @@ from forge_rl.types import Task
 
 
 class ResumableTaskStream:
-    """A mixture, and where it stood before each batch that is not delivered, so that such can be drawn again."""
+    """Draws a mixture's tasks for batches that are planned ahead, and resumes without repeating or losing one.
+
+    A saved state is a checkpoint of the mixture before the oldest undelivered batch, and the tasks drawn after it that
+    are consumed already: a resumed stream draws from there and passes over those.
+    """
 
     def __init__(self, mixture: Mixture) -> None:
         self._mixture = mixture
-        self._before: list[tuple[dict[str, object], int]] = []
+        self._checkpoints: list[tuple[dict[str, object], int]] = []
+        """State of the mixture before each undelivered batch, and how many of `_drawn` precede it."""
         self._drawn: list[tuple[str, str]] = []
-        self._skip: set[tuple[str, str]] = set()
+        """Source and id of each task drawn since the oldest checkpoint."""
+        self._consumed: set[tuple[str, str]] = set()
+        """Tasks that were consumed before the stream was restored and have not been passed over yet."""
 
     def source_order(self, groups: int) -> list[str]:
-        """Sources of the next batch's groups."""
-        self._before.append((self._mixture.state(), len(self._drawn)))
+        """Allot the next batch's groups to sources."""
+        self._checkpoints.append((self._mixture.state(), len(self._drawn)))
         return self._mixture.source_order(groups)
 
     def draw_from(self, source: str) -> Task:
-        """The next task of a source that was not used before."""
+        """Return the next task of a source that is not consumed yet."""
         while True:
             task = self._mixture.draw_from(source)
             self._drawn.append((task.source, task.id))
-            if (task.source, task.id) not in self._skip:
+            if (task.source, task.id) not in self._consumed:
                 return task
-            self._skip.discard((task.source, task.id))
+            self._consumed.discard((task.source, task.id))
 
-    def delivered(self) -> None:
-        """A batch was delivered: the oldest."""
-        if self._before:
-            self._before.pop(0)
-        kept = self._before[0][1] if self._before else len(self._drawn)
-        self._drawn = self._drawn[kept:]
-        self._before = [(state, count - kept) for state, count in self._before]
+    def batch_delivered(self) -> None:
+        """Drop the checkpoint of the oldest batch, which need not be drawn again."""
+        del self._checkpoints[:1]
+        keep_from = self._checkpoints[0][1] if self._checkpoints else len(self._drawn)
+        del self._drawn[:keep_from]
+        self._checkpoints = [(state, drawn - keep_from) for state, drawn in self._checkpoints]
 
     def state(self) -> dict[str, object]:
-        """Of the mixture, before the oldest batch that is not delivered; with the weights of now."""
+        """State of the mixture before the oldest undelivered batch, with its weights of now."""
         now = self._mixture.state()
-        return {**self._before[0][0], "weights": now["weights"]} if self._before else now
+        return {**self._checkpoints[0][0], "weights": now["weights"]} if self._checkpoints else now
 
-    def used(self, planned: Sequence[Task]) -> list[list[str]]:
-        """Tasks drawn since then that are not to be drawn again: source and id of each."""
-        open_ones = {(task.source, task.id) for task in planned}
-        return [list(drawn) for drawn in dict.fromkeys(self._drawn) if drawn not in open_ones] + [
-            list(drawn) for drawn in sorted(self._skip)
-        ]
+    def consumed(self, pending: Sequence[Task]) -> list[list[str]]:
+        """Source and id of each task drawn after `state()` that must not be drawn again: all but the pending ones."""
+        kept = {(task.source, task.id) for task in pending}
+        drawn = [task for task in dict.fromkeys(self._drawn) if task not in kept]
+        return [list(task) for task in [*drawn, *sorted(self._consumed)]]
 
-    def restore(self, state: dict[str, object], used: Sequence[Sequence[str]]) -> None:
-        """Go on from what `state` and `used` said."""
+    def restore(self, state: dict[str, object], consumed: Sequence[Sequence[str]]) -> None:
+        """Continue from what `state` and `consumed` returned."""
         self._mixture.restore(state)
-        self._before, self._drawn = [], []
-        self._skip = {(source, id_) for source, id_ in used}
+        self._checkpoints, self._drawn = [], []
+        self._consumed = {(source, id_) for source, id_ in consumed}

@@ -116,7 +116,7 @@ class RolloutExecutor:
                 break
             self._pump()  # groups that take() replaced have episodes to begin
             await self._stirred.wait()
-        self._tasks.delivered()
+        self._tasks.batch_delivered()
         if not self.config.decodes_while_training:
             self._schedule.pause()
             await self._devices.to_trainer(idle=not self._schedule.count("decoding"))
@@ -192,7 +192,7 @@ class RolloutExecutor:
         """Where the mixture and the batches stand, as JSON: what is not delivered is drawn again."""
         return {
             "mixture": self._tasks.state(),
-            "used": self._tasks.used([group.task for group in self._schedule.planned()]),
+            "used": self._tasks.consumed([group.task for group in self._schedule.planned()]),
             "batches": self._schedule.next,
         }
 

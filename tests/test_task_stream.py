@@ -1,0 +1,70 @@
+"""The task stream: after a stop it repeats nothing and loses nothing."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.types import Task
+from tests.test_mixture import Counting
+
+
+def _mixture() -> Mixture:
+    return Mixture({"a": Counting("a"), "b": Counting("b")}, {"a": 2, "b": 1})
+
+
+def _batch(stream: ResumableTaskStream) -> list[Task]:
+    return [stream.draw_from(source) for source in stream.source_order(3)]
+
+
+def _resumed(stream: ResumableTaskStream, pending: list[Task]) -> ResumableTaskStream:
+    state, consumed = json.loads(json.dumps([stream.state(), stream.consumed(pending)]))
+    resumed = ResumableTaskStream(_mixture())
+    resumed.restore(state, consumed)
+    return resumed
+
+
+@pytest.mark.parametrize("delivered", [0, 1, 2])
+def test_undelivered_batches_are_drawn_again(delivered: int) -> None:
+    stream = ResumableTaskStream(_mixture())
+    batches = [_batch(stream) for _ in range(2)]
+    for _ in range(delivered):
+        stream.batch_delivered()
+    pending = [task for batch in batches[delivered:] for task in batch]
+    resumed = _resumed(stream, pending)
+    assert [_batch(resumed) for _ in range(3 - delivered)] == [*batches[delivered:], _batch(stream)]
+
+
+def test_a_consumed_task_is_passed_over_however_often_the_run_stops() -> None:
+    stream = ResumableTaskStream(_mixture())
+    first, second = _batch(stream), _batch(stream)
+    assert first[0].id == "1"
+    pending = [*first[1:], *second]
+    resumed = _resumed(_resumed(stream, pending), [])  # stopped twice, the second time before anything was drawn
+    drawn = [task for _ in range(3) for task in _batch(resumed)]
+    assert [task.id for task in drawn if task.source == "a"] == ["2", "3", "4", "5", "6", "7"]
+    assert [task.id for task in drawn if task.source == "b"] == ["1", "2", "3"]
+
+
+class Repeating(Counting):
+    def draw(self) -> Task:
+        return replace(super().draw(), id="the only one")
+
+
+def test_a_task_that_comes_again_is_passed_over_once() -> None:
+    stream = ResumableTaskStream(Mixture({"a": Repeating("a")}))
+    first = _batch(stream)[0]
+    state, consumed = stream.state(), stream.consumed([])
+    assert consumed == [["a", "the only one"]]
+    stream.restore(state, consumed)
+    assert _batch(stream) == [first] * 3
+
+
+def test_weights_are_those_of_the_stop_and_not_of_the_checkpoint() -> None:
+    mixture = _mixture()
+    stream = ResumableTaskStream(mixture)
+    _batch(stream)
+    mixture["b"] = 0
+    assert stream.state()["weights"] == {"a": 2, "b": 0}
