@@ -31,7 +31,7 @@ def _with_template(folder: Path, target: Path, template: str | None) -> Path:
     return target
 
 
-def test_a_rendered_question_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+def test_a_rendered_question_ends_where_the_completion_begins(tokenizer: Tokenizer) -> None:
     ids = tokenizer.render(QUESTION)
     assert tokenizer.decode(ids, skip_special=False) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -47,17 +47,16 @@ def test_without_the_prompt_the_conversation_ends_with_the_user(tokenizer: Token
 
 
 def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode([1, *tokenizer._encode("a , b ."), 2, 2]) == "a , b ."
+    assert tokenizer.decode([1, *tokenizer.encode("a , b ."), 2, 2]) == "a , b ."
 
 
 def test_digits_stand_apart_from_blanks_as_in_training(tokenizer: Tokenizer) -> None:
-    pieces = [tokenizer.decode([token]) for token in tokenizer._encode("12  34")]
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("12  34")]
     assert pieces == ["1", "2", "  ", "3", "4"]
 
 
 def test_ids_of_the_bundled_model(tokenizer: Tokenizer) -> None:
     assert tokenizer.stop_ids == (2,)
-    assert tokenizer.pad_id == 2
     assert tokenizer.vocab_size == 49152
 
 
@@ -70,12 +69,12 @@ def test_stop_ids_join_generation_config_and_config(folder: Path, tmp_path: Path
 def test_extending_a_finished_turn_equals_rendering_it_whole(tokenizer: Tokenizer) -> None:
     reply = {"role": "user", "content": "And 4+4?"}
     answer = {"role": "assistant", "content": "It is 5."}
-    turn = (*tokenizer.render(QUESTION), *tokenizer._encode("It is 5."), 2)
+    turn = (*tokenizer.render(QUESTION), *tokenizer.encode("It is 5."), 2)
     assert tokenizer.extend(turn, [reply]) == tokenizer.render([*QUESTION, answer, reply])
 
 
 def test_extending_keeps_the_ids_of_the_engine(tokenizer: Tokenizer) -> None:
-    odd = (*tokenizer.render(QUESTION), *tokenizer._encode("I"), *tokenizer._encode("t"), 2)  # "It" is one token
+    odd = (*tokenizer.render(QUESTION), *tokenizer.encode("I"), *tokenizer.encode("t"), 2)  # "It" is one token
     extended = tokenizer.extend(odd, [{"role": "tool", "content": "8"}])
     assert extended[: len(odd)] == odd
     assert tokenizer.decode(extended[len(odd) :], skip_special=False) == (
@@ -84,7 +83,7 @@ def test_extending_keeps_the_ids_of_the_engine(tokenizer: Tokenizer) -> None:
 
 
 def test_extending_a_truncated_turn_ends_it_first(tokenizer: Tokenizer) -> None:
-    cut = (*tokenizer.render(QUESTION), *tokenizer._encode("It is"))
+    cut = (*tokenizer.render(QUESTION), *tokenizer.encode("It is"))
     extended = tokenizer.extend(cut, [{"role": "user", "content": "Go on."}])
     assert extended[: len(cut)] == cut
     assert tokenizer.decode(extended[len(cut) :], skip_special=False) == (
@@ -103,9 +102,9 @@ def test_what_a_template_refuses_is_told_with_the_roles(folder: Path, tmp_path: 
         Tokenizer(_with_template(folder, tmp_path, template)).render(QUESTION)
 
 
-def test_a_template_that_drops_answers_cannot_be_extended(folder: Path, tmp_path: Path) -> None:
+def test_a_template_that_drops_completions_cannot_be_extended(folder: Path, tmp_path: Path) -> None:
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ModelError, match="drops an earlier answer"):
+    with pytest.raises(ModelError, match="drops earlier completions"):
         Tokenizer(_with_template(folder, tmp_path, template)).extend((1, 2), QUESTION)
 
 
