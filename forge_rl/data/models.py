@@ -1,4 +1,4 @@
-"""Find the folder of a model by its name: bundled, local, or on the Hugging Face hub."""
+"""Finds the folder of a model by its name: bundled, local, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from forge_rl.errors import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""What is fetched from the hub: weights as safetensors only, configs, tokenizer and chat template."""
+"""Files fetched from the hub: weights as safetensors only, configs, tokenizer and chat template."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> Path:
-    """Folder with config.json, safetensors and tokenizer of a model.
+    """Return the folder with a model's config.json, safetensors and tokenizer.
+
+        folder = resolve_model("Qwen/Qwen3-0.6B", default_cache())
 
     Args:
-        name: name of a bundled model, a local folder, or a hub id such as "Qwen/Qwen3-0.6B". What the hub gives is
-            kept in its own cache.
+        name: name of a bundled model, a local folder, or a hub id. Downloads are kept in the hub's own cache.
         cache: folder for models that are built here.
         progress: told what is being done, while the bundled model is built.
 
     Raises:
-        ModelError: nothing of that name, or it lacks something; says what.
+        ModelError: there is no model of that name, or the named files are missing.
     """
     if name in BUNDLED:
         return bundled_model(cache, progress)
@@ -59,7 +60,7 @@ def _checked(folder: Path) -> Path:
         missing.append(f"a tokenizer ({' or '.join(_TOKENIZERS)})")
     if missing:
         raise ModelError(
-            f"{folder} is not a whole model: it lacks {', '.join(missing)}",
+            f"{folder} is not a complete model: it lacks {', '.join(missing)}",
             hint="name a folder that save_pretrained wrote for both the model and its tokenizer",
         )
     return folder
@@ -75,21 +76,19 @@ def _download(hub_id: str) -> Path:
         RepositoryNotFoundError,
     )
 
-    local = f"or name a folder or a bundled model ({', '.join(BUNDLED)})"
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_FILES)))
-    except GatedRepoError as error:
-        cause, hint = "access to it is gated", f"ask for access on its page, log in with `hf auth login`, {local}"
-        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", hint=hint) from error
-    except RepositoryNotFoundError as error:
-        cause, hint = (
-            "there is no such model, or it is private",
-            f"check the name, log in with `hf auth login`, {local}",
-        )
-        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", hint=hint) from error
-    except LocalEntryNotFoundError as error:
-        cause, hint = "the hub cannot be reached, and no copy is in its cache", f"check the network, {local}"
-        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", hint=hint) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        cause, hint = (str(error).splitlines() or [type(error).__name__])[0], f"try again, {local}"
-        raise ModelError(f"cannot get {hub_id!r} from the hub: {cause}", hint=hint) from error
+        match error:
+            case GatedRepoError():
+                cause, hint = "access to it is gated", "ask for access on its page, log in with `hf auth login`"
+            case RepositoryNotFoundError():
+                cause, hint = "there is no such model, or it is private", "check the name, log in with `hf auth login`"
+            case LocalEntryNotFoundError():
+                cause, hint = "the hub cannot be reached, and no copy is in its cache", "check the network"
+            case _:
+                cause, hint = (str(error).splitlines() or [type(error).__name__])[0], "try again"
+        raise ModelError(
+            f"cannot get {hub_id!r} from the hub: {cause}",
+            hint=f"{hint}, or name a folder or a bundled model ({', '.join(BUNDLED)})",
+        ) from error

@@ -1,7 +1,7 @@
-"""Packing: a scored batch becomes rows in which the episodes of a group share their prompt.
+"""Packing: lays a scored batch into rows in which the episodes of a group share their prompt.
 
 A tree is a prefix that several segments have in common, stored and computed once, and one branch for the rest of each.
-A row holds whole trees. The attention mask (attends) lets a branch see its prefix and itself, and nothing else.
+A row holds whole trees. The attention mask (`attends`) lets a branch see its prefix and itself, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forge_rl.data.trees import Tree, alone, branch_of, grow, lay, round_up, size_of
+from forge_rl.data.trees import Tree, assign_rows, build_trees, make_branch, round_up, row_size
 from forge_rl.errors import ConfigError
 from forge_rl.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the trainer wants its rows."""
+    """Shape of the rows that the trainer needs."""
 
     ranks: int = 1
-    """Data-parallel ranks; the number of rows is a multiple of it."""
+    """Number of data-parallel ranks; the number of rows is a multiple of it."""
     row_tokens: int = 2048
-    """Most tokens of a row, padding included."""
+    """Maximum tokens of a row, padding included."""
     pad_multiple: int = 1
     """A row's length is rounded up to a multiple of this: 128 where FlexAttention's blocks need it."""
     share_prefixes: bool = True
@@ -51,17 +51,17 @@ class Row:
     positions: torch.Tensor
     """int64, position within the token's own segment: each tree starts at 0, each branch where its prefix ends."""
     trees: torch.Tensor
-    """int32, the tree that a token belongs to, from 0 in each row; -1 in padding."""
+    """int32, index of the token's tree, from 0 in each row; -1 in padding."""
     branches: torch.Tensor
     """int32, 0 for the shared prefix and padding, 1 and up for the branches of a tree."""
     targets: torch.Tensor
     """int64, the token that follows in the same prefix or branch; 0 where there is none."""
     mask: torch.Tensor
-    """bool, whether the target is trained."""
+    """bool, True where the target is trained."""
     behaviour: torch.Tensor
-    """float32, the engine's logprob of the target; 0 where not mask."""
+    """float32, the engine's (behaviour policy's) logprob of the target; 0 where not mask."""
     advantages: torch.Tensor
-    """float32, of the target's episode; 0 where not mask."""
+    """float32, advantage of the target's episode; 0 where not mask."""
     versions: torch.Tensor
     """int32, version of the weights that produced the target; -1 where not mask."""
     episodes: torch.Tensor
@@ -80,22 +80,22 @@ class Packed:
     rows: tuple[Row, ...]
     """A multiple of Layout.ranks. Rank r trains rows[r::ranks]; rows that run side by side are about equally long."""
     trained_tokens: int
-    """Targets with mask True, over all rows and ranks: what the summed loss is divided by."""
+    """Number of targets with mask True, over all rows and ranks; the summed loss is divided by it."""
     sequence_tokens: int
     """Input tokens of all packed segments, before sharing and padding."""
     unscored_tokens: int
-    """Answer tokens that are masked because the engine gave no finite logprob for them."""
+    """Completion tokens that are masked because the engine gave no finite logprob for them."""
     version: int
-    """The batch's: a target's lag is this minus its own version."""
+    """Version of the batch: a target's lag is this minus its own version."""
 
     @property
     def packed_tokens(self) -> int:
-        """Input tokens after sharing, padding included: what the trainer computes."""
+        """Input tokens after sharing, padding included: the positions that the trainer computes."""
         return sum(len(row) for row in self.rows)
 
 
 def attends(trees: torch.Tensor, branches: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Whether the query at index q of a row sees the key at index k.
+    """True where the query at index q of a row sees the key at index k.
 
     It does iff k <= q, both are of the same tree, and the key is in the shared prefix or in the query's own branch.
     Padding sees only padding, so that no softmax is empty. Serves as FlexAttention's mask_mod and, by broadcasting, as
@@ -115,7 +115,7 @@ def attends(trees: torch.Tensor, branches: torch.Tensor, q: torch.Tensor, k: tor
 
 
 def dense_mask(row: Row) -> torch.Tensor:
-    """The whole mask of a row, [L, L] bool: True where query (first dim) sees key (second dim)."""
+    """Attention mask of a row, [L, L] bool: True where the query (first dim) sees the key (second dim)."""
     index = torch.arange(len(row), device=row.trees.device)
     return attends(row.trees, row.branches, index[:, None], index[None, :])
 
@@ -123,14 +123,17 @@ def dense_mask(row: Row) -> torch.Tensor:
 def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform: bool = True) -> Packed:
     """Lay the segments of a batch into rows with shared prefixes, balanced over ranks. The result is deterministic.
 
-    The shared prefix of a tree ends before the token that predicts the first answer token of any of its branches, so
-    each trained token is the target of exactly one position. What follows the last trained token's predictor is left
-    out: nothing depends on it. Answer tokens without a finite logprob are masked and counted in unscored_tokens.
+        packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
+
+    The shared prefix of a tree ends before the token that predicts the first completion token of any of its branches,
+    so each trained token is the target of exactly one position. Tokens after the last trained token's predictor are
+    left out: nothing depends on them. Completion tokens without a finite logprob are masked and counted in
+    unscored_tokens.
 
     Args:
         batch: the scored batch.
         advantages: [P, G] float32, one for each episode; its segments share it.
-        layout: what the trainer needs.
+        layout: shape of the rows, from the trainer.
         drop_uniform: leave out groups with equal rewards: their advantages are 0, so the surrogate has no gradient.
             Keep them when another term (a KL penalty) should still reach them.
 
@@ -154,32 +157,34 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
         branches = []
         for g, episode in enumerate(group.episodes):
             for s, segment in enumerate(episode.segments):
-                branch = branch_of(segment, p * shape[1] + g, s, float(advantages[p, g]))
+                branch = make_branch(segment, p * shape[1] + g, s, float(advantages[p, g]))
                 unscored += sum(segment.trained) - int(branch.mask.sum())
                 if branch.mask.any():
                     branches.append(branch)
-        trees += grow(branches, len(trees)) if layout.share_prefixes else alone(branches, len(trees))
+        trees += build_trees(branches, first_key=len(trees), share_prefixes=layout.share_prefixes)
 
-    needed = max((branch.inputs for tree in trees for branch in tree.branches), default=0)
+    packed = [branch for tree in trees for branch in tree.branches]
+    needed = max((branch.inputs for branch in packed), default=0)
     if needed > layout.row_tokens:
         raise ConfigError(
             f"an episode needs a row of {needed} tokens and row_tokens is {layout.row_tokens}",
             hint=f"set --trainer.row-tokens to at least {round_up(needed, layout.pad_multiple)}, "
             "or let episodes be shorter",
         )
+    rows = assign_rows(trees, row_tokens=layout.row_tokens, ranks=layout.ranks)
     return Packed(
-        rows=tuple(
-            _row(row, layout.pad_multiple) for row in lay(trees, row_tokens=layout.row_tokens, ranks=layout.ranks)
-        ),
-        trained_tokens=sum(int(branch.mask.sum()) for tree in trees for branch in tree.branches),
-        sequence_tokens=sum(branch.inputs for tree in trees for branch in tree.branches),
+        rows=tuple(_row(row, layout.pad_multiple) for row in rows),
+        trained_tokens=sum(int(branch.mask.sum()) for branch in packed),
+        sequence_tokens=sum(branch.inputs for branch in packed),
         unscored_tokens=unscored,
         version=batch.version,
     )
 
 
 def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Bring per-position results back to their episodes.
+    """Collect per-position results by episode.
+
+        entropies = unpack(packed, [entropy_of(row) for row in packed.rows])
 
     Args:
         packed: the packed batch.
@@ -202,47 +207,40 @@ def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Te
     return dict(zip(episodes.tolist(), ordered.split(counts.tolist()), strict=True))
 
 
+_PADDING = (
+    dict.fromkeys(("token_ids", "positions", "targets"), np.int64(0))
+    | dict.fromkeys(("trees", "versions", "episodes", "segments"), np.int32(-1))
+    | dict.fromkeys(("behaviour", "advantages"), np.float32(0))
+    | {"branches": np.int32(0), "mask": np.bool_(False)}
+)
+"""Padding value and dtype of each field of a row."""
+
+
 def _row(trees: list[Tree], pad_multiple: int) -> Row:
-    length = round_up(max(1, size_of(trees)), pad_multiple)
-    token_ids, positions, targets = (np.zeros(length, dtype=np.int64) for _ in range(3))
-    branches = np.zeros(length, dtype=np.int32)
-    tree_ids, versions, episodes, segments = (np.full(length, -1, dtype=np.int32) for _ in range(4))
-    mask = np.zeros(length, dtype=np.bool_)
-    behaviour, advantages = (np.zeros(length, dtype=np.float32) for _ in range(2))
+    length = round_up(max(1, row_size(trees)), pad_multiple)
+    row = {name: np.full(length, padding) for name, padding in _PADDING.items()}
     at = 0
     for t, tree in enumerate(trees):
-        tree_ids[at : at + tree.size] = t
+        row["trees"][at : at + tree.size] = t
         shared = slice(at, at + tree.prefix)
-        token_ids[shared] = tree.branches[0].token_ids[: tree.prefix]
-        positions[shared] = np.arange(tree.prefix)
+        row["token_ids"][shared] = tree.branches[0].token_ids[: tree.prefix]
+        row["positions"][shared] = np.arange(tree.prefix)
         # The last shared token is followed by another token in each branch, so it has no target.
-        targets[at : at + max(0, tree.prefix - 1)] = tree.branches[0].token_ids[1 : tree.prefix]
+        row["targets"][at : at + max(0, tree.prefix - 1)] = tree.branches[0].token_ids[1 : tree.prefix]
         at += tree.prefix
         for b, branch in enumerate(tree.branches, start=1):
-            own, following = slice(tree.prefix, branch.inputs), slice(tree.prefix + 1, None)
+            following = slice(tree.prefix + 1, None)
             here = slice(at, at + branch.inputs - tree.prefix)
             trained = branch.mask[following]
-            token_ids[here] = branch.token_ids[own]
-            positions[here] = np.arange(tree.prefix, branch.inputs)
-            branches[here] = b
-            targets[here] = branch.token_ids[following]
-            mask[here] = trained
-            behaviour[here] = branch.behaviour[following]
-            versions[here] = branch.versions[following]
-            advantages[here] = np.where(trained, branch.advantage, 0)
-            episodes[here] = np.where(trained, branch.episode, -1)
-            segments[here] = np.where(trained, branch.segment, -1)
+            row["token_ids"][here] = branch.token_ids[tree.prefix : branch.inputs]
+            row["positions"][here] = np.arange(tree.prefix, branch.inputs)
+            row["branches"][here] = b
+            row["targets"][here] = branch.token_ids[following]
+            row["mask"][here] = trained
+            row["behaviour"][here] = branch.behaviour[following]
+            row["versions"][here] = branch.versions[following]
+            row["advantages"][here][trained] = branch.advantage
+            row["episodes"][here][trained] = branch.episode
+            row["segments"][here][trained] = branch.segment
             at = here.stop
-    return Row(
-        token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(positions),
-        trees=torch.from_numpy(tree_ids),
-        branches=torch.from_numpy(branches),
-        targets=torch.from_numpy(targets),
-        mask=torch.from_numpy(mask),
-        behaviour=torch.from_numpy(behaviour),
-        advantages=torch.from_numpy(advantages),
-        versions=torch.from_numpy(versions),
-        episodes=torch.from_numpy(episodes),
-        segments=torch.from_numpy(segments),
-    )
+    return Row(**{name: torch.from_numpy(values) for name, values in row.items()})

@@ -1,4 +1,4 @@
-"""Trees of segments that share a prefix: how they grow, and how they are laid into rows of about equal length."""
+"""Prefix trees: groups segments that share a prefix, and assigns the trees to rows of about equal length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_rl.types import Segment
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A segment with what the trainer needs of it; arrays are [T], entry t about token t, cut after the last target."""
+    """One segment as the trainer needs it; arrays are [T], entry t about token t, cut after the last target."""
 
     token_ids: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
@@ -27,7 +27,7 @@ class Branch:
 
     @property
     def inputs(self) -> int:
-        """Positions it takes alone: the last token is only a target."""
+        """Number of positions it takes alone: the last token is only a target."""
         return len(self.token_ids) - 1
 
     @property
@@ -38,9 +38,12 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
+    """A shared prefix and the branches that continue it."""
+
     key: int
-    """Pieces of one split tree have the same key."""
+    """Identifies the tree; the pieces of a split tree keep it."""
     prefix: int
+    """Number of tokens of the shared prefix."""
     branches: tuple[Branch, ...]
 
     @property
@@ -48,12 +51,12 @@ class Tree:
         return self.prefix + sum(branch.inputs - self.prefix for branch in self.branches)
 
     def split(self, parts: int) -> list[Tree]:
-        """About equal pieces, each with its own copy of the prefix; at most one a branch."""
-        bins = _spread([branch.inputs - self.prefix for branch in self.branches], min(parts, len(self.branches)))
+        """Split into about equal pieces, each with its own copy of the prefix and at least one branch."""
+        bins = _balance([branch.inputs - self.prefix for branch in self.branches], min(parts, len(self.branches)))
         return [replace(self, branches=tuple(self.branches[i] for i in sorted(bin_))) for bin_ in bins if bin_]
 
     def fit(self, limit: int) -> list[Tree]:
-        """As few pieces as stay within limit tokens, which each branch alone does."""
+        """Split into as few pieces as stay within limit tokens, which each branch alone does."""
         for parts in range(1, len(self.branches) + 1):
             pieces = self.split(parts)
             if max(piece.size for piece in pieces) <= limit:
@@ -61,7 +64,8 @@ class Tree:
         raise AssertionError(f"a branch of tree {self.key} is longer than {limit} tokens")
 
 
-def branch_of(segment: Segment, episode: int, index: int, advantage: float) -> Branch:
+def make_branch(segment: Segment, episode: int, index: int, advantage: float) -> Branch:
+    """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained."""
     behaviour = np.array(segment.logprobs, dtype=np.float32)
     mask = np.array(segment.trained, dtype=np.bool_) & np.isfinite(behaviour)
     assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
@@ -77,18 +81,16 @@ def branch_of(segment: Segment, episode: int, index: int, advantage: float) -> B
     )
 
 
-def alone(branches: list[Branch], first_key: int) -> list[Tree]:
-    return [Tree(first_key + i, 0, (branch,)) for i, branch in enumerate(branches)]
-
-
-def grow(branches: list[Branch], first_key: int) -> list[Tree]:
+def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool) -> list[Tree]:
     """Partition the segments of a group into trees so that sharing saves the most tokens.
 
     In lexicographic order a run of segments shares what its neighbours share, so the best partition into runs is a
     short dynamic program. best[j] is the most tokens saved among the first j, whose last run begins at start[j].
     """
+    if not share_prefixes:
+        return [Tree(first_key + i, 0, (branch,)) for i, branch in enumerate(branches)]
     branches = sorted(branches, key=lambda b: b.token_ids[: b.shareable].astype(">i8").tobytes())
-    common = [_common(a.token_ids[: a.shareable], b.token_ids[: b.shareable]) for a, b in pairwise(branches)]
+    common = [_common_prefix(a.token_ids[: a.shareable], b.token_ids[: b.shareable]) for a, b in pairwise(branches)]
     best, start, shared = [0], [0], [0]
     for j in range(1, len(branches) + 1):
         best.append(best[j - 1])
@@ -106,20 +108,24 @@ def grow(branches: list[Branch], first_key: int) -> list[Tree]:
     while end:
         runs.append((shared[end], tuple(branches[start[end] : end])))
         end = start[end]
-    ordered = [(prefix, tuple(sorted(run, key=lambda b: (b.episode, b.segment)))) for prefix, run in runs]
-    ordered.sort(key=lambda run: (run[1][0].episode, run[1][0].segment))
+    ordered = [(prefix, tuple(sorted(run, key=_place))) for prefix, run in runs]
+    ordered.sort(key=lambda run: _place(run[1][0]))
     return [Tree(first_key + i, prefix, run) for i, (prefix, run) in enumerate(ordered)]
 
 
-def _common(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
+def _place(branch: Branch) -> tuple[int, int]:
+    return branch.episode, branch.segment
+
+
+def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
     """Length of the common prefix."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     return int(differs.argmax()) if differs.any() else size
 
 
-def lay(trees: list[Tree], *, row_tokens: int, ranks: int) -> list[list[Tree]]:
-    """Trees into rows: as few as first-fit decreasing finds, rounded up to a multiple of ranks, then made equal.
+def assign_rows(trees: list[Tree], *, row_tokens: int, ranks: int) -> list[list[Tree]]:
+    """Assign trees to rows: as few as first-fit decreasing finds, rounded up to a multiple of ranks, then balanced.
 
     Ranks run their rows in lockstep, so a plan costs the sum, over rows side by side, of the longest. Splitting trees
     more finely evens the rows out and copies prefixes; of several grains the cheapest plan wins.
@@ -133,39 +139,38 @@ def lay(trees: list[Tree], *, row_tokens: int, ranks: int) -> list[list[Tree]]:
     fair = max(1.0, sum(tree.size for tree in trees) / count)
     for grain in (0, 1, 2, 4):
         finer = [part for piece in pieces for part in piece.split(max(1, math.ceil(piece.size * grain / fair)))]
-        bins = _spread([piece.size for piece in finer], count)
+        bins = _balance([piece.size for piece in finer], count)
         plan = [_merge([finer[i] for i in bin_]) for bin_ in bins]
-        if max(size_of(row) for row in plan) <= row_tokens:
+        if max(row_size(row) for row in plan) <= row_tokens:
             plans.append(plan)
 
     def cost(plan: list[list[Tree]]) -> tuple[int, int]:
-        sizes = sorted((size_of(row) for row in plan), reverse=True)
+        sizes = sorted((row_size(row) for row in plan), reverse=True)
         return sum(sizes[::ranks]), sum(sizes)
 
     best = min(plans, key=cost)
-    rows = sorted(best, key=size_of, reverse=True)
+    rows = sorted(best, key=row_size, reverse=True)
     sides = [rows[i : i + ranks] for i in range(0, count, ranks)]
     # Every other step runs back to front, so that no rank gets the longer row each time.
     return [row for i, side in enumerate(sides) for row in (side[::-1] if i % 2 else side)]
 
 
 def _first_fit(pieces: list[Tree], limit: int) -> list[list[Tree]]:
-    """First-fit decreasing: each piece, longest first, goes into the first row with room."""
+    """Put each piece, longest first, into the first row with room (first-fit decreasing)."""
     rows: list[list[Tree]] = []
-    room: list[int] = []
+    sizes: list[int] = []
     for piece in sorted(pieces, key=lambda piece: -piece.size):
-        size = piece.size
-        i = next((i for i, left in enumerate(room) if left >= size), len(rows))
+        i = next((i for i, size in enumerate(sizes) if size + piece.size <= limit), len(rows))
         if i == len(rows):
             rows.append([])
-            room.append(limit)
+            sizes.append(0)
         rows[i].append(piece)
-        room[i] -= size
+        sizes[i] += piece.size
     return [_merge(row) for row in rows]
 
 
-def _spread(sizes: list[int], bins: int) -> list[list[int]]:
-    """Indexes of sizes in about equal bins: each, largest first, goes into the bin with least."""
+def _balance(sizes: list[int], bins: int) -> list[list[int]]:
+    """Distribute the indexes of sizes over bins of about equal load: each, largest first, into the least loaded."""
     filled: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0, i) for i in range(bins)]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -176,16 +181,15 @@ def _spread(sizes: list[int], bins: int) -> list[list[int]]:
 
 
 def _merge(row: list[Tree]) -> list[Tree]:
-    """Pieces of one tree that met in a row share one prefix again."""
+    """Join the pieces of one tree that met in a row, so that they share one prefix again."""
     merged: dict[int, Tree] = {}
     for piece in sorted(row, key=lambda piece: piece.key):
-        held = merged.get(piece.key)
-        together = piece.branches if held is None else held.branches + piece.branches
-        merged[piece.key] = replace(piece, branches=tuple(sorted(together, key=lambda b: (b.episode, b.segment))))
+        held = merged[piece.key].branches if piece.key in merged else ()
+        merged[piece.key] = replace(piece, branches=tuple(sorted(held + piece.branches, key=_place)))
     return list(merged.values())
 
 
-def size_of(row: list[Tree]) -> int:
+def row_size(row: list[Tree]) -> int:
     return sum(tree.size for tree in row)
 
 
