@@ -1,4 +1,4 @@
-"""The data that flows through a run, all of it frozen.
+"""Data that flows through a run, all of it frozen.
 
 Shape legend, used in every docstring and as dim names:
     P  groups in a batch (one task each)
@@ -29,7 +29,7 @@ class Outcome(enum.StrEnum):
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
-    """The answer was cut by a token limit. Scored."""
+    """The completion was cut by a token limit. Scored."""
     MODEL_ERROR = "model_error"
     """The model broke the environment's protocol, as its Step said. Scored."""
     ENVIRONMENT_ERROR = "environment_error"
@@ -41,40 +41,46 @@ class Outcome(enum.StrEnum):
 
     @property
     def scored(self) -> bool:
-        """Whether the episode says something about the policy; others never enter a group."""
+        """True if the episode says something about the policy; others never enter a group."""
         return self in (Outcome.COMPLETED, Outcome.TRUNCATED, Outcome.MODEL_ERROR)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One problem: what the model is shown, and what is needed to verify its answer."""
+    """One problem: the messages that the model is shown, and the truth that its answer is verified by.
+
+    Task(id="sum/1", source="sum", messages=({"role": "user", "content": "2+3?"},), truth={"answer": "5"})
+    """
 
     id: str
     """Unique within its source and the same in every run."""
     source: str
     """Name of the source that it came from."""
     messages: tuple[Message, ...]
-    """The conversation that the model continues."""
+    """Conversation that the model continues."""
     truth: Mapping[str, object] = field(default_factory=dict)
-    """What the verifier needs; never shown to the model. Must pickle."""
+    """Data for the verifier; never shown to the model. Must pickle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One model answer with exactly what it was shown. All ids are the engine's own; text is never tokenised again."""
+    """One completion with its prompt. All ids are the engine's own; text is never tokenised again.
+
+    Turn(prompt_ids=(1, 17, 4), token_ids=(9, 2), logprobs=(-0.7, -0.1), versions=(3, 3), text="5")
+    """
 
     prompt_ids: tuple[int, ...]
-    """Everything the model saw before this answer."""
+    """All tokens that the model saw before this completion."""
     token_ids: tuple[int, ...]
-    """The answer, with its end-of-sequence token when the model produced one."""
+    """Tokens of the completion, with the end-of-sequence token when the model produced one."""
     logprobs: tuple[float, ...]
-    """Behaviour log-probability of each answer token, from the engine, under the distribution it sampled from."""
+    """Behaviour log-probability of each completion token, from the engine, under the distribution it sampled from."""
     versions: tuple[int, ...]
-    """Version of the weights that produced each answer token."""
+    """Version of the weights that produced each completion token."""
     text: str
-    """The answer, decoded, without special tokens."""
+    """The completion, decoded, without special tokens."""
     truncated: bool = False
-    """Whether the answer was cut by a token limit."""
+    """True if the completion was cut by a token limit."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
@@ -83,18 +89,18 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A piece of an answer as it is decoded: some tokens with what the engine says of each."""
+    """A piece of a completion as it is decoded. Token fields are aligned, as in Turn."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """As in Turn; NaN in greedy answers."""
+    """Log-probabilities as in Turn; NaN in greedy decoding."""
     versions: tuple[int, ...]
     text: str
-    """What these tokens add to the answer's text; may lag behind where a character is not complete."""
+    """Text that these tokens add; may lag behind them where a character is not complete."""
     finish: Literal["", "stop", "length"] = ""
-    """Why the answer ends with this chunk; "" while it goes on."""
+    """Reason why the completion ends with this chunk; "" while it goes on."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Of each token, the likeliest (id, logprob) pairs, if Sampling.top_logprobs asked for them."""
+    """The likeliest (id, logprob) pairs at each token, if Sampling.top_logprobs asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,21 +119,24 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """All turns of one attempt at one task, scored."""
+    """All turns of one attempt at one task, scored.
+
+    episode = Episode(task=task, turns=(first, second), reward=1.0)
+    episode.text, episode.response_tokens
+    """
 
     task: Task
     turns: tuple[Turn, ...]
     reward: float
     outcome: Outcome = Outcome.COMPLETED
     problem: str = ""
-    """What went wrong, where the outcome is an error."""
+    """Cause of the error, where the outcome is one."""
     seconds: float = 0.0
     """Wall time from the first request to the score."""
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Turns joined by longest exact token prefix; a rewritten history starts a new segment, which shares the
-        reward."""
+        """Turns joined by longest exact token prefix; a rewritten history starts a new segment of the same reward."""
         joined: list[list[Turn]] = []
         contexts: list[tuple[int, ...]] = []
         for turn in self.turns:
@@ -144,12 +153,12 @@ class Episode:
 
     @property
     def response_tokens(self) -> int:
-        """Tokens that the model produced, over all turns."""
+        """Number of tokens that the model produced, over all turns."""
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def text(self) -> str:
-        """The model's last answer."""
+        """Text of the last completion."""
         return self.turns[-1].text if self.turns else ""
 
 
@@ -169,7 +178,10 @@ def _segment(turns: list[Turn]) -> Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The G episodes of one task."""
+    """The G episodes of one task.
+
+    Group(task=task, episodes=(wrong, right)).rewards  # (0.0, 1.0)
+    """
 
     task: Task
     episodes: tuple[Episode, ...]
@@ -180,7 +192,7 @@ class Group:
 
     @property
     def is_uniform(self) -> bool:
-        """All rewards equal, so that no episode is better than another and there is nothing to learn.
+        """True if all rewards are equal: no episode is better than another, so there is nothing to learn.
 
         Compares max with min: the standard deviation of equal floats need not be 0.
         """
@@ -189,7 +201,11 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The P groups of one optimizer step, all of the same size G."""
+    """The P groups that are trained together, all of the same size G.
+
+    batch = await run.rollouts.next_batch()
+    advantages = group_advantages(batch.rewards)  # [P, G]
+    """
 
     groups: tuple[Group, ...]
     version: int
@@ -201,7 +217,7 @@ class Batch:
 
     @property
     def rewards(self) -> torch.Tensor:
-        """[P, G] float32."""
+        """Reward of each episode, [P, G] float32."""
         import torch
 
         return torch.tensor([group.rewards for group in self.groups], dtype=torch.float32)
@@ -209,16 +225,21 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How an answer is drawn. Top-p, top-k and penalties are left out on purpose: they would make the behaviour
-    logprobs those of another distribution than the one that is trained."""
+    """Settings by which a completion is sampled.
+
+        Sampling(max_tokens=256, temperature=0.8, stop=("</answer>",))
+
+    Top-p, top-k and penalties are left out on purpose: they would make the behaviour logprobs those of another
+    distribution than the one that is trained.
+    """
 
     max_tokens: int
-    """Most tokens of an answer."""
+    """Maximum tokens of a completion."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divides the logits; 0 is greedy."""
     seed: int | None = None
-    """Of this answer alone; None draws from the engine's own stream."""
+    """Seed of this completion alone; None draws from the engine's own stream."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer; they are no part of its text, but their tokens are of its tokens."""
+    """Texts that end the completion; left out of its text, but their tokens are kept."""
     top_logprobs: int = 0
-    """How many of each token's likeliest alternatives to report."""
+    """Number of likeliest alternatives to report for each token."""

@@ -1,4 +1,4 @@
-"""Advantages: how much better an episode is than the other episodes of its group."""
+"""Advantages of episodes over the other episodes of their group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ EPSILON = 1e-4
 
 
 def group_advantages(rewards: torch.Tensor, *, scale: Literal["std", "none"] = "std") -> torch.Tensor:
-    """Rewards centered within their group and, unless scale is "none", divided by the group's standard deviation.
+    """Center rewards within their group and, unless scale is "none", divide by the group's standard deviation.
+
+        group_advantages(torch.tensor([[0.0, 1.0]]), scale="none")  # [[-0.5, 0.5]]
 
     "std" is GRPO: (r - mean) / (std + 1e-4), DeepSeekMath (arXiv 2402.03300) section 4.1.2. The paper leaves the kind
     of standard deviation open; this is the unbiased one (divisor G - 1), as in TRL. "none" is r - mean, Dr. GRPO

@@ -46,7 +46,7 @@ def kl_estimate(
 def kl_penalty(
     logprobs: torch.Tensor, reference: torch.Tensor, behaviour_ratio: torch.Tensor, kind: Literal["k2", "k3"]
 ) -> torch.Tensor:
-    """A loss at each token whose expected gradient is that of KL(policy || reference) at that token.
+    """Return a loss at each token whose expected gradient is that of KL(policy || reference) at that token.
 
     "k2" is k2 alone. Its gradient (logprobs - reference) * grad logprobs is the KL's when the tokens come from the
     policy itself; under a lag it is slightly biased, but its variance stays small.

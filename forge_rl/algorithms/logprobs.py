@@ -13,7 +13,7 @@ from forge_rl.errors import ConfigError
 def token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, chunk_tokens: int = 1024
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each target, and entropy of the distribution it is drawn from: softmax(logits / temperature).
+    """Return the logprob of each target, and the entropy of its distribution softmax(logits / temperature).
 
     Logits at position t score token t+1. The packed rows already hold that token as targets[t], so nothing is shifted
     here: entry t of both results is about targets[t].
@@ -23,7 +23,7 @@ def token_logprobs(
 
     Args:
         logits: [N, V], any float dtype.
-        targets: [N] int64. Where there is no target, any id in the vocabulary.
+        targets: [N] int64; any id of the vocabulary at positions without a target.
         temperature: the engine's sampling temperature, so that logprobs compare with behaviour logprobs.
         chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V].
 
@@ -47,7 +47,7 @@ def token_logprobs(
 
 
 def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How far the trainer's logprobs are from the engine's, on the same tokens.
+    """Measure how far the trainer's logprobs are from the engine's, on the same tokens.
 
     Args:
         trainer: the trainer's logprobs, any shape, float32; entry t is about the same token in all three.

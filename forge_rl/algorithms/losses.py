@@ -12,7 +12,7 @@ from forge_rl.errors import ConfigError
 
 
 class Loss(Protocol):
-    """What the trainer calls on each row. Must pickle: it is sent to the trainer's ranks.
+    """Sums a loss over one row's tokens. Must pickle: it is sent to the trainer's ranks.
 
     class Reinforce:
         needs_reference = False
@@ -57,6 +57,8 @@ class Loss(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ClippedSurrogate:
     """Token-level clipped surrogate, with an optional KL penalty to a frozen reference.
+
+        stats = await run.trainer.step(packed, ClippedSurrogate(clip_high=0.2, kl_coef=0.01))
 
     The loss of a token is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * penalty, where
     r = exp(logprobs - behaviour) is taken over the engine's own logprobs: PPO (arXiv 1707.06347) equation 7, with the

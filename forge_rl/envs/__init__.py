@@ -1,1 +1,1 @@
-"""Environments: what a model meets between its answers."""
+"""Environments: the Env protocol and the environments that come with forge_rl."""

@@ -1,4 +1,4 @@
-"""What an environment is: an Env lives for one episode, and a factory makes one for each."""
+"""Protocol of environments: an Env lives for one episode, and a factory makes one for each."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from forge_rl.types import Message, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What the model is shown first."""
+    """First messages that the model is shown."""
 
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What follows an answer of the model."""
+    """Reply of the environment to a completion."""
 
     messages: tuple[Message, ...] = ()
-    """Shown to the model, behind its answer, before it answers again."""
+    """Messages that follow the completion and are shown to the model before its next one."""
     done: bool
-    """Whether the episode is over."""
+    """True if the episode is over."""
     reward: float | None = None
-    """A reward of the environment's own for the whole episode, which replaces the verifier's; only when done."""
+    """The environment's own reward for the whole episode, which replaces the verifier's; only when done."""
     model_error: bool = False
-    """The model broke the environment's protocol, such as by a call that cannot be parsed; only when done. The episode
-    is scored like others, and counted."""
+    """True if the model broke the environment's protocol, such as by a call that cannot be parsed; only when done. The
+    episode is scored like others, and counted."""
 
     def __post_init__(self) -> None:
         assert self.done or not self.model_error, "an error of the model ends the episode"
@@ -36,21 +36,31 @@ class Step:
 
 
 class Env(Protocol):
-    """One episode's world: `reset` once, then `step` until it is done; never used again.
+    """The environment of one episode: `reset` once, then `step` until it is done; never used again.
 
-    If it has a method `close`, plain or async, that is called in the end, however the episode ends. What blocks for
-    long must run in a thread: other worlds share the process.
+        class Echo:
+            def __init__(self, task: Task) -> None:
+                self.task = task
+
+            async def reset(self) -> Observation:
+                return Observation(messages=self.task.messages)
+
+            async def step(self, completion: str) -> Step:
+                return Step(done=True, reward=float(completion == self.task.truth["answer"]))
+
+    If it has a method `close`, plain or async, that is called in the end, however the episode ends. Code that blocks
+    for long must run in a thread: other environments share the process.
     """
 
     async def reset(self) -> Observation:
         """Begin the episode."""
 
-    async def step(self, answer: str) -> Step:
-        """Take the model's answer."""
+    async def step(self, completion: str) -> Step:
+        """Respond to the model's completion."""
 
 
 class EnvFactory(Protocol):
     """Makes a new Env for each episode of a task. It must pickle, so that it can be called in another process."""
 
     def __call__(self, task: Task) -> Env:
-        """An environment that is used for one episode."""
+        """Return an environment that is used for one episode."""

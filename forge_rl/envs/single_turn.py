@@ -1,4 +1,4 @@
-"""The simplest environment: the model is shown the task and answers once; the verifier scores the answer."""
+"""The simplest environment: the model is shown the task and replies once; the verifier scores the completion."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class SingleTurn:
     async def reset(self) -> Observation:
         return Observation(messages=self._task.messages)
 
-    async def step(self, answer: str) -> Step:
+    async def step(self, completion: str) -> Step:
         return Step(done=True)

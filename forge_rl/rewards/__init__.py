@@ -1,1 +1,1 @@
-"""Rewards: what an answer is worth, from 0 to 1."""
+"""Rewards: the Reward protocol, verifiers, and finding the final answer in a completion."""

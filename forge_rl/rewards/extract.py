@@ -1,4 +1,4 @@
-"""Find the final answer in the text of a model."""
+"""Finds the final answer in the text of a completion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 Extract = Literal["auto", "tagged", "boxed", "last_number", "whole"]
-"""How an answer is found: see `extract`."""
+"""Ways to find an answer: see `extract`."""
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
@@ -16,13 +16,15 @@ _MINUS = str.maketrans({"\N{MINUS SIGN}": "-"})
 
 
 def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
-    """The final answer in a text, or None when there is none.
+    """Return the final answer in a text, or None when there is none.
+
+        extract("boxed", r"so it is \\boxed{5}")  # "5"
 
     Args:
         how: "tagged" takes the last <answer>...</answer>, "boxed" the last \\boxed{...}, "last_number" the last
             number, "whole" all of the text. "auto" takes what is tagged, else what is boxed, else the whole; and
             of that the last number if the right answer is a number.
-        text: the model's answer.
+        text: the completion.
         gold: the right answer; only "auto" looks at it, and only whether it is a number.
     """
     match how:
@@ -42,13 +44,13 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """Inside of the last <answer>...</answer>."""
+    """Return the inside of the last <answer>...</answer>."""
     found = _TAGGED.findall(text)
     return found[-1].strip() if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""Inside of the last \boxed{...} whose braces close, with any braces within it."""
+    r"""Return the inside of the last \boxed{...} whose braces close, with any braces within it."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         inside = start + len("\\boxed{")
@@ -62,11 +64,11 @@ def boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last integer or decimal number, without the commas between thousands."""
+    """Return the last integer or decimal number, without the commas between thousands."""
     found = _NUMBER.findall(text.translate(_MINUS))
     return found[-1].replace(",", "") if found else None
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is one number and nothing else."""
+    """Check that a text is one number and nothing else."""
     return _NUMBER.fullmatch(text.translate(_MINUS).strip()) is not None

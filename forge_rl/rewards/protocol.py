@@ -1,4 +1,4 @@
-"""What a reward is: any function of a task and the text of an answer."""
+"""Protocol of rewards: any function of a task and the text of a completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from forge_rl.types import Task
 
 
 class Reward(Protocol):
-    """Scores an answer. It must pickle, so that it can be called in another process."""
+    """Scores a completion. It must pickle, so that it can be called in another process.
+
+    def exact(task: Task, text: str) -> float:
+        return float(text.strip() == task.truth["answer"])
+    """
 
     def __call__(self, task: Task, text: str) -> float:
-        """From 0 to 1. A bad answer scores 0.0; a bug, or a task without what is needed, raises."""
+        """Return a score from 0 to 1. Bad output scores 0.0; a bug, or a task without its truth, raises."""

@@ -17,16 +17,19 @@ _Entry = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGymReward:
-    """Scores an answer by the verifier of the reasoning-gym data set that its task came from."""
+    """Scores a completion by the verifier of the reasoning-gym data set that its task came from.
+
+    ReasoningGymReward(extract="tagged")(task, "<answer>5</answer>")  # 1.0
+    """
 
     extract: Extract = "auto"
-    """How the final answer is found in the text."""
+    """Way in which the final answer is found in the text."""
     strict: bool = True
-    """Give 1.0 for what the verifier holds fully right, and else 0.0. Many verifiers give a little for any wrong
-    answer, or for a right one inside a longer text; without `strict` that partial credit is kept."""
+    """Give 1.0 to answers that the verifier scores fully right, and otherwise 0.0. Many verifiers give a little for any
+    wrong answer, or for a right one inside a longer text; without `strict` that partial credit is kept."""
 
     def __call__(self, task: Task, text: str) -> float:
-        """From 0 to 1.
+        """Return a score from 0 to 1.
 
         Raises:
             TaskError: the task is not of reasoning-gym, or its verifier fails for a reason other than the answer.
@@ -45,9 +48,9 @@ class ReasoningGymReward:
         try:
             score = verify(answer, entry)
         except Exception as error:
-            # A verifier may choke on what a model wrote, which is a wrong answer. But if it cannot verify the right
-            # one either, the verifier or the task is broken.
-            if not _holds_gold_right(verify, entry):
+            # A verifier may fail on text that a model wrote, which is then a wrong answer. But if it cannot verify the
+            # right one either, the verifier or the task is broken.
+            if not _accepts_gold(verify, entry):
                 raise TaskError(
                     f"the verifier of {dataset!r} failed on task {task.id!r}: {type(error).__name__}: {error}",
                     hint="leave this data set out, or report it to reasoning-gym",
@@ -63,17 +66,15 @@ class ReasoningGymReward:
 
 @functools.lru_cache(maxsize=64)
 def _verifier(dataset: str, params_json: str) -> Callable[[str, _Entry], object]:
-    """The scoring function of a data set. Some look at its parameters, so the default ones would not do."""
+    """Return the scoring function of a data set with these parameters, which some verifiers look at."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(dataset, seed=0, size=1, **json.loads(params_json)).score_answer
 
 
-def _holds_gold_right(verify: Callable[[str, _Entry], object], entry: _Entry) -> bool:
+def _accepts_gold(verify: Callable[[str, _Entry], object], entry: _Entry) -> bool:
     gold = entry.get("answer")
-    if not isinstance(gold, str):
-        return False
     try:
-        return verify(gold, entry) == 1
+        return isinstance(gold, str) and verify(gold, entry) == 1
     except Exception:
         return False
