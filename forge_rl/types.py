@@ -25,7 +25,7 @@ Message = Mapping[str, str]
 
 
 class Outcome(enum.StrEnum):
-    """How an episode ended."""
+    """End of an episode: whether it may be trained on, and whose fault an error was."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -70,7 +70,7 @@ class Turn:
     """
 
     prompt_ids: tuple[int, ...]
-    """All tokens that the model saw before this completion."""
+    """Every token that the model saw before this completion."""
     token_ids: tuple[int, ...]
     """Tokens of the completion, with the end-of-sequence token when the model produced one."""
     logprobs: tuple[float, ...]
@@ -141,13 +141,11 @@ class Episode:
         contexts: list[tuple[int, ...]] = []
         for turn in self.turns:
             fitting = [at for at, context in enumerate(contexts) if turn.prompt_ids[: len(context)] == context]
-            if fitting:
-                at = max(fitting, key=lambda at: len(contexts[at]))
-                joined[at].append(turn)
-            else:
-                at = len(joined)
-                joined.append([turn])
+            at = max(fitting, key=lambda at: len(contexts[at]), default=len(joined))
+            if at == len(joined):
+                joined.append([])
                 contexts.append(())
+            joined[at].append(turn)
             contexts[at] = turn.prompt_ids + turn.token_ids
         return tuple(_segment(turns) for turns in joined)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,28 +74,29 @@ def test_a_second_call_builds_nothing(tmp_path: Path, fake: list[int]) -> None:
     assert len(fake) == 1
 
 
-def test_a_changed_byte_is_noticed_and_mended(tmp_path: Path, fake: list[int]) -> None:
-    folder = bundled_model(tmp_path)
+def _flip_a_bit(folder: Path) -> None:
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[100] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
+
+
+def _truncate(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(10)
+
+
+def _remove(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [_flip_a_bit, _truncate, _remove])
+def test_a_damaged_folder_is_built_anew(tmp_path: Path, fake: list[int], damage: Callable[[Path], None]) -> None:
+    folder = bundled_model(tmp_path)
+    damage(folder)
     assert not is_intact(folder)
     bundled_model(tmp_path)
     assert is_intact(folder)
     assert len(fake) == 2
-
-
-def test_a_truncated_file_is_noticed(tmp_path: Path, fake: list[int]) -> None:
-    folder = bundled_model(tmp_path)
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(10)
-    assert not is_intact(folder)
-
-
-def test_a_missing_file_is_noticed(tmp_path: Path, fake: list[int]) -> None:
-    folder = bundled_model(tmp_path)
-    (folder / "config.json").unlink()
-    assert not is_intact(folder)
 
 
 def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Environments: one turn, and a small world of many turns that proves the protocol."""
+"""Environments: one turn, and a small environment of many turns that proves the protocol."""
 
 import asyncio
 import pickle

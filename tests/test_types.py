@@ -26,7 +26,7 @@ def group(*rewards: float) -> Group:
     return Group(task=TASK, episodes=tuple(episode(turn([1], [2]), reward=reward) for reward in rewards))
 
 
-def test_one_turn_is_one_segment_that_trains_only_the_answer():
+def test_one_turn_is_one_segment_that_trains_only_the_completion():
     (segment,) = episode(turn([1, 2, 3], [4, 5], version=7)).segments
     assert segment.token_ids == (1, 2, 3, 4, 5)
     assert segment.trained == (False, False, False, True, True)
@@ -71,7 +71,7 @@ def test_an_episode_without_turns_has_no_segments_and_no_text():
     assert episode().response_tokens == 0
 
 
-def test_response_tokens_counts_the_answers_of_all_turns():
+def test_response_tokens_counts_the_completions_of_all_turns():
     assert episode(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [5])).response_tokens == 3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,7 +72,8 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy, logsumexp = (
             torch.empty(len(targets), dtype=torch.float32, device=logits.device) for _ in range(3)
         )
-        for rows in _chunks(len(targets), chunk_tokens):
+        for start in range(0, len(targets), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
             scaled = logits[rows].to(torch.float32).div(temperature)
             logsumexp[rows] = scaled.logsumexp(dim=1)
             scaled -= logsumexp[rows, None]
@@ -91,15 +91,11 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None]:
         logits, targets, logsumexp = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
-        for rows in _chunks(len(targets), ctx.chunk_tokens):
+        for start in range(0, len(targets), ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
             grad = logits[rows].to(torch.float32).div(ctx.temperature)
             grad.sub_(logsumexp[rows, None]).exp_().neg_()
             grad.scatter_add_(1, targets[rows, None], torch.ones_like(logsumexp[rows, None]))
             grad.mul_(grad_logprobs[rows, None] / ctx.temperature)
             grad_logits[rows] = grad
         return grad_logits, None, None, None
-
-
-def _chunks(count: int, size: int) -> Iterator[slice]:
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))

@@ -78,10 +78,9 @@ class ClippedSurrogate:
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1:
             raise ConfigError(f"clip_low is {self.clip_low}", hint="set --loss.clip-low between 0 and 1")
-        if not 0 <= self.clip_high < float("inf"):
-            raise ConfigError(f"clip_high is {self.clip_high}", hint="set --loss.clip-high to 0 or more")
-        if not 0 <= self.kl_coef < float("inf"):
-            raise ConfigError(f"kl_coef is {self.kl_coef}", hint="set --loss.kl-coef to 0 or more")
+        for name, value in (("clip_high", self.clip_high), ("kl_coef", self.kl_coef)):
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} is {value}", hint=f"set --loss.{name.replace('_', '-')} to 0 or more")
         if self.kl_kind not in ("k2", "k3"):
             raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint="set --loss.kl-kind to k2 or k3")
         if self.kl_kind != "k2" and not self.kl_coef:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from forge_rl.data.sources import Source
 from forge_rl.errors import TaskError
@@ -51,12 +51,6 @@ class Mixture:
         """Change a weight from the next batch on."""
         self._weights = self._checked(self._weights | {self._known(name): weight})
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
     def __repr__(self) -> str:
         width = max(len(name) for name in ("source", *self._weights))

@@ -54,7 +54,5 @@ def make_sources(
         name = spec.name if names.count(spec.name) == 1 else spec.label
         if name in sources:
             raise TaskError(f"the tasks {name!r} are named twice", hint="name them once, with the sum of the weights")
-        sources[name] = ReasoningGymSource(
-            spec.name, spec.params, seed, held_out_share, name=name, instruction=instruction, system=system
-        )
+        sources[name] = ReasoningGymSource(spec.name, spec.params, seed, held_out_share, name, instruction, system)
     return sources

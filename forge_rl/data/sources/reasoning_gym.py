@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from forge_rl.errors import TaskError
 from forge_rl.types import Message, Task
@@ -18,50 +19,42 @@ _SET_HERE = ("seed", "size")
 """Fields of every reasoning-gym config that a source sets itself."""
 
 
+@dataclass(eq=False, repr=False)
 class ReasoningGymSource:
     """Tasks of a reasoning-gym data set; implements Source.
 
-    Whether a question is held out depends on a hash of its text alone: not on the seed, nor on the parameters that
-    generated it. So scores of runs with different seeds compare, and no held-out question is ever trained on.
-
         source = ReasoningGymSource("chain_sum", {"max_terms": 3}, seed=0, held_out_share=0.1)
 
-    Args:
-        dataset: name in reasoning-gym.
-        params: fields of the data set's config.
-        seed: seed of the training stream.
-        held_out_share: share of all distinct questions that is held out, from 0 up to less than 1.
-        name: name of the source, by default that of the data set.
-        instruction: text put behind each question, such as " Answer with a number."
-        system: text of a system message, or "" for none.
+    Whether a question is held out depends on a hash of its text alone: not on the seed, nor on the parameters that
+    generated it. So scores of runs with different seeds compare, and no held-out question is ever trained on.
 
     Raises:
         TaskError: unknown data set or parameter, or a value that it refuses.
     """
 
-    def __init__(
-        self,
-        dataset: str,
-        params: Mapping[str, object],
-        seed: int,
-        held_out_share: float,
-        *,
-        name: str = "",
-        instruction: str = "",
-        system: str = "",
-    ) -> None:
-        if not 0 <= held_out_share < 1:
+    dataset: str
+    """Name in reasoning-gym."""
+    params: Mapping[str, object]
+    """Fields of the data set's config."""
+    seed: int
+    """Seed of the training stream."""
+    held_out_share: float
+    """Share of all distinct questions that is held out, from 0 up to less than 1."""
+    name: str = ""
+    """Name of the source, by default that of the data set."""
+    instruction: str = ""
+    """Text put behind each question, with the blank or line break that separates it."""
+    system: str = ""
+    """Text of a system message, or "" for none."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out_share < 1:
             raise TaskError(
-                f"held_out_share is {held_out_share}", hint="choose a share from 0 up to less than 1, such as 0.1"
+                f"held_out_share is {self.held_out_share}", hint="choose a share from 0 up to less than 1, such as 0.1"
             )
-        self.dataset = dataset
-        self.params = dict(params)
-        self.seed = seed
-        self.held_out_share = held_out_share
-        self.instruction = instruction
-        self.system = system
-        self.name = name or dataset
-        self._stream = _Stream(dataset, self.params, f"seed {seed}")
+        self.params = dict(self.params)
+        self.name = self.name or self.dataset
+        self._stream = _Stream(self.dataset, self.params, f"seed {self.seed}")
         self._index = 0
 
     def __repr__(self) -> str:
