@@ -140,6 +140,9 @@ def test_tool_answers_are_context_and_not_targets():
     assert row.targets.tolist() == [0, 20, 21, 90, 91, 22, 30]
     assert row.mask.tolist() == [False, True, True, False, False, True, True]
     assert row.behaviour.tolist() == [0, -1, -2, 0, 0, -7, -0.5]
+    assert row.advantages.tolist() == [0, -0.5, -0.5, 0, 0, -0.5, 0.5]
+    assert row.episodes.tolist() == [-1, 0, 0, -1, -1, 0, 1]
+    assert row.segments.tolist() == [-1, 0, 0, -1, -1, 0, 0]
 
 
 def test_a_rewritten_history_is_a_branch_of_the_same_episode():
