@@ -124,7 +124,7 @@ class _Bench:
         """Send an engine a signal and see what follows: seconds and counts."""
         watched, faults = self._watched, self._served.faults
         await watched.until(lambda: self._in_the_middle(victim), "a rollout that keeps the engine busy")
-        (pid,) = self._served.generator._service.replicas[victim].roots
+        (pid,) = self._served.generator._service.replicas[victim].tree.roots
         watched.asked, noted = [], len(faults.seen)
         at = time.monotonic()
         os.kill(pid, number)

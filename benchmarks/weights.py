@@ -28,8 +28,9 @@ from forge_rl.algorithms import group_advantages
 from forge_rl.data.packing import pack
 from forge_rl.run.config import RunConfig
 from forge_rl.run.start import start
-from forge_rl.runtime.cluster import THIS_HOST, Cluster, local_hosts
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.job import local_hosts
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.attestation import attest
@@ -147,21 +148,18 @@ class _Bench:
             return [False, True]
         return [False] * self.config.warm_up + [True] * self.config.repeats
 
-    async def sync(
-        self, store: WeightStore, writing: Service, reading: Service, readers: Sequence[Replica]
-    ) -> dict[str, float]:
+    async def sync(self, store: WeightStore, writer: Replica, readers: Sequence[Replica]) -> dict[str, float]:
         """One version from the end of an optimizer step to all readers ready, attested: seconds."""
-        (writer,) = writing.replicas
         home, host = store.transport(writer.host), store.transport(readers[0].host)
-        await writing.call(writer, "step", deadline_s=_DEADLINE_S)
+        await writer.call("step", deadline_s=_DEADLINE_S)
         self.version += 1
         began = time.perf_counter()
         async with store.publishing(self.version, self.specs, torch.bfloat16, host=writer.host) as publication:
-            reports, extra = await writing.call(writer, "write", publication.draft, home, deadline_s=_DEADLINE_S)
+            reports, extra = await writer.call("write", publication.draft, home, deadline_s=_DEADLINE_S)
             await publication.commit([reports])
         published = time.perf_counter()
         async with store.lease(self.version) as manifest:
-            loads = [reading.call(reader, "load", manifest, host, deadline_s=_DEADLINE_S) for reader in readers]
+            loads = [reader.call("load", manifest, host, deadline_s=_DEADLINE_S) for reader in readers]
             results = await asyncio.gather(*loads)
             for index, (fingerprints, _) in enumerate(results):
                 attest(manifest, fingerprints, f"reader {index}")
@@ -223,10 +221,10 @@ async def _one_host(bench: _Bench) -> dict[str, list[float]]:
             ("memcpy", "memcpy", 1),
             ("memcpy_parallel", "memcpy", bench.report.machine["cores"]),
         ):
-            row[name] = await writing.call(writer, method, argument, deadline_s=_DEADLINE_S)
-        row["attestation"] = median(await writing.call(writer, "attestation_s", 10, deadline_s=_DEADLINE_S))
+            row[name] = await writer.call(method, argument, deadline_s=_DEADLINE_S)
+        row["attestation"] = median(await writer.call("attestation_s", 10, deadline_s=_DEADLINE_S))
         for count in READERS:
-            seconds = await bench.sync(store, writing, reading, readers[:count])
+            seconds = await bench.sync(store, writer, readers[:count])
             row |= {f"{name}_{count}": value for name, value in seconds.items()}
         _keep(bench.report, "shared_memory", counts, row, found)
     for service in (writing, reading):
@@ -243,13 +241,13 @@ async def _torchstore(bench: _Bench) -> list[float]:
     found: dict[str, list[float]] = {}
     for number, counts in enumerate([False, *[True] * (1 if bench.config.smoke else LEAST_REPEATS)]):
         began = time.perf_counter()
-        await writing.call(writer, "torchstore_put", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
+        await writer.call("torchstore_put", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
         put = time.perf_counter()
-        await reading.call(reader, "torchstore_get", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
+        await reader.call("torchstore_get", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
         ended = time.perf_counter()
         row = {"publish": put - began, "load": ended - put, "end_to_end": ended - began}
         _keep(bench.report, "torchstore", counts, row, found)
-        await writing.call(writer, "torchstore_delete", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
+        await writer.call("torchstore_delete", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
     for service in (writing, reading):
         await service.stop()
     await store.stop()
@@ -265,11 +263,11 @@ async def _two_hosts(config: Config, report: Report) -> dict[str, list[float]]:
         writing, reading = bench.service("writer"), bench.service("reader")
         writer = await bench.spawn(writing, WriterActor, host="trainer")
         reader = await bench.spawn(reading, ReaderActor, host="generator")
-        buffers = await writing.call(writer, "rdma_buffers", BUCKET_BYTES, deadline_s=_DEADLINE_S)
+        buffers = await writer.call("rdma_buffers", BUCKET_BYTES, deadline_s=_DEADLINE_S)
         sizes = [min(BUCKET_BYTES, bench.bytes - at) for at in range(0, bench.bytes, BUCKET_BYTES)]
         for counts in [False, *[True] * (1 if config.smoke else LEAST_REPEATS)]:
-            rdma = await reading.call(reader, "rdma_read", buffers, sizes, deadline_s=_DEADLINE_S)
-            row = await bench.sync(store, writing, reading, [reader])
+            rdma = await reader.call("rdma_read", buffers, sizes, deadline_s=_DEADLINE_S)
+            row = await bench.sync(store, writer, [reader])
             _keep(report, "two hosts", counts, {"rdma": rdma, **row}, found)
         for service in (writing, reading):
             await service.stop()

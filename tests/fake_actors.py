@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from monarch.actor import concurrent_endpoint, current_rank
 
-from forge_rl.runtime.cluster import Cluster, local_hosts
+from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.job import local_hosts
 from forge_rl.runtime.service import Service, ServiceActor
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class FakeActor(ServiceActor):
     @concurrent_endpoint
     async def link_post(self, messages: bytes) -> None:
         self._posts += 1
-        self._link_end().post(messages)
+        self._link_end.post(messages)
 
     async def start_child(self) -> int:
         """A child of a child, which would outlive the process."""
@@ -142,7 +143,7 @@ class FakeActor(ServiceActor):
 
 async def pid_of(service: Service, replica: int = 0, rank: int = 0) -> int:
     """The process of a rank of a replica."""
-    pid: int = await service.call(service.replicas[replica], "process_id", deadline_s=60, rank=rank)
+    pid: int = await service.replicas[replica].call("process_id", deadline_s=60, rank=rank)
     return pid
 
 

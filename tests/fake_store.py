@@ -89,7 +89,7 @@ async def open_local(shm: Path, **config: Any) -> tuple[WeightStore, WeightStore
     service = LocalService(actor)
     volumes = {"local": service.replicas[0].actor}
     store = WeightStore(settings, service, {"local": SharedMemoryTransport("local", volumes)}, "")  # type: ignore[arg-type]
-    folder, _ = await service.call(service.replicas[0], "open_volume", volumes, deadline_s=10)
+    folder, _ = await service.replicas[0].call("open_volume", volumes, deadline_s=10)
     store._folders.append(folder)
     store._bucket_bytes = BUCKET_BYTES
     return store, actor
@@ -129,7 +129,7 @@ async def real(logs: Path, shm: Path, **config: object) -> AsyncIterator[tuple[W
 
 
 async def use(users: Service, method: str, *args: object) -> object:
-    return await users.call(users.replicas[0], method, *args, deadline_s=30)
+    return await users.replicas[0].call(method, *args, deadline_s=30)
 
 
 def segments(shm: Path) -> set[Path]:

@@ -212,7 +212,7 @@ async def _after_a_load_that_fails_nothing_is_served_until_one_succeeds(
         await generator.generate(PROMPT)
     service = generator._service
     with pytest.raises(WeightsError, match="serves nothing: version 12 could not be loaded"):
-        await anext(service.stream(service.replicas[0], "stream", PROMPT, Sampling(max_tokens=8), deadline_s=60))
+        await anext(service.replicas[0].stream("stream", PROMPT, Sampling(max_tokens=8), deadline_s=60))
     done, _ = await asyncio.wait(in_flight, timeout=1)
     assert not done, "an engine decoded with half of a version"
 

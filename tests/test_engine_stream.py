@@ -29,7 +29,7 @@ def long(seed: int) -> Sampling:
 
 async def told(generator: Generator, method: str, *args: object) -> object:
     (replica,) = generator._service.replicas
-    return await generator._service.call(replica, method, *args, deadline_s=DEADLINE_S)
+    return await replica.call(method, *args, deadline_s=DEADLINE_S)
 
 
 async def chunks_of(generator: Generator, sampling: Sampling) -> list[Chunk]:

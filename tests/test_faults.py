@@ -1,16 +1,11 @@
-"""Faults: causes, exit statuses of real processes, deadlines of phases. No Monarch; test_runtime.py has it."""
+"""Faults: calls in flight, deadlines of phases, records. No Monarch; test_runtime.py has it."""
 
 import asyncio
-import os
-import select
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from forge_rl.errors import DeadlineError
-from forge_rl.runtime.faults import ENGINE_DIED, REWARD_STUCK, Fault, Faults, cause_of, describe_exit, exit_status
+from forge_rl.runtime.faults import Fault, Faults
 
 
 class Clock:
@@ -19,101 +14,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def ended(command: str, *, kill: int | None = None) -> tuple[subprocess.Popen[bytes], int]:
-    """A child that has ended but was not waited for, and a pidfd of it."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", command])
-    fd = os.pidfd_open(process.pid)
-    if kill is not None:
-        process.send_signal(kill)
-    os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
-    return process, fd
-
-
-@pytest.mark.parametrize(
-    ("command", "kill", "status"),
-    [
-        ("", None, 0),
-        ("raise SystemExit(3)", None, 3),
-        ("import time; time.sleep(60)", signal.SIGKILL, -9),
-        ("import time; time.sleep(60)", signal.SIGTERM, -15),
-    ],
-)
-def test_the_exit_status_of_a_child_is_read_without_waiting_for_it(command: str, kill: int | None, status: int):
-    process, fd = ended(command, kill=kill)
-    try:
-        assert exit_status(fd) == status
-        assert process.wait() == status  # still there for whoever waits for it
-    finally:
-        os.close(fd)
-
-
-def test_a_child_that_somebody_else_waited_for_is_told_or_not_known():
-    process, fd = ended("raise SystemExit(3)")
-    process.wait()
-    try:
-        assert exit_status(fd) in (3, None)  # Linux 6.15 and later still tell
-    finally:
-        os.close(fd)
-
-
-def test_the_exit_status_of_a_child_of_another_process_is_told():
-    # The shell becomes a program that does not wait for the child which the shell had started.
-    command = ["sh", "-c", "sleep 60 & echo $!; exec sleep 60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        fd = os.pidfd_open(pid)
-        try:
-            assert exit_status(fd) is None
-            os.kill(pid, signal.SIGKILL)
-            select.select([fd], [], [])
-            assert exit_status(fd) == -signal.SIGKILL
-        finally:
-            os.close(fd)
-            parent.kill()
-
-
-def test_a_child_that_runs_has_no_exit_status():
-    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
-    fd = os.pidfd_open(process.pid)
-    try:
-        assert exit_status(fd) is None
-    finally:
-        os.close(fd)
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (None, "its process ended"),
-        (0, "its process exited with status 0"),
-        (3, "its process exited with status 3"),
-        (-9, "its process was killed by SIGKILL (by hand, or by the kernel for want of memory)"),
-        (-11, "its process was ended by SIGSEGV"),
-        (ENGINE_DIED, "its vLLM engine process died"),
-        (REWARD_STUCK, "its reward function did not come back within its deadline"),
-    ],
-)
-def test_an_exit_status_is_described(status: int | None, said: str):
-    assert describe_exit(status) == said
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("supervision\n  event: proc Killed(sig=9) at host\nend", describe_exit(-9)),
-        ("failed: Killed(sig=15))", "its process was ended by SIGTERM"),
-        ("the process exited with non-zero code 3\nmore", "its process exited with status 3"),
-        ("first line\n  last line  \n\n", "last line"),
-        ("  \n", "unknown"),
-    ],
-)
-def test_the_cause_is_one_line_of_what_monarch_says(text: str, said: str):
-    assert cause_of(text) == said
 
 
 def test_calls_in_flight_are_known_oldest_first():
@@ -233,11 +133,11 @@ def test_the_first_fatal_fault_is_what_is_waited_for():
         assert not waiter.done()
         assert faults.fatal is None
         clock.now += 3
-        fatal = faults.record("trainer", 0, "stuck")
+        faults.record("trainer", 0, "stuck")
         faults.record("weights", 0, "too")
         error = await waiter
         assert (error.service, error.replica, error.message, error.phase) == ("trainer", 0, "stuck", "rollout")
-        assert faults.fatal is fatal
+        assert faults.fatal is faults.seen[1]
         assert faults.seen[:2] == [
             Fault(service="generator", replica=1, cause="killed", phase="rollout", at_s=100.0, fatal=False),
             Fault(service="trainer", replica=0, cause="stuck", phase="rollout", at_s=103.0, fatal=True),
@@ -251,11 +151,13 @@ def test_listeners_hear_of_faults_and_of_recoveries():
     faults = Faults(clock)
     heard: list[tuple[int | None, float | None]] = []
     faults.listeners.append(lambda fault: heard.append((fault.replica, fault.recovered_s)))
-    first = faults.record("generator", 1, "killed", fatal=False)
+    faults.record("generator", 1, "killed", fatal=False)
     clock.now += 2
     faults.record("generator", 0, "killed", fatal=False)
     clock.now += 5
-    faults.recovered(first)
+    faults.recovered("generator", 1)
+    faults.recovered("generator", 1)  # it has
+    faults.recovered("reward", 0)
     assert heard == [(1, None), (0, None), (1, 7.0)]
     assert [fault.recovered_s for fault in faults.seen] == [7.0, None]
 
@@ -264,6 +166,7 @@ def test_what_ends_while_closing_is_no_fault():
     faults = Faults()
     faults.listeners.append(lambda fault: pytest.fail(f"told of {fault}"))
     faults.closing = True
-    faults.recovered(faults.record("generator", 0, "killed"))
+    faults.record("generator", 0, "killed")
+    faults.recovered("generator", 0)
     assert faults.seen == []
     assert faults.fatal is None

@@ -45,7 +45,7 @@ class Stage:
 
     async def state(self, engine: int) -> tuple[int, list[str]]:
         service = self.generator._service
-        return await service.ask(service.replicas[engine], "state", deadline_s=60)
+        return await service.replicas[engine].ask("state", deadline_s=60)
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -57,7 +57,7 @@ class Stage:
 
     async def _call(self, engine: int, method: str) -> int:
         service = self.generator._service
-        return await service.call(service.replicas[engine], method, deadline_s=60)
+        return await service.replicas[engine].call(method, deadline_s=60)
 
     def only_once(self, engine: int, **orders: object) -> None:
         """These orders until the engine's first fault."""

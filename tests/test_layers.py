@@ -158,7 +158,7 @@ def test_a_violation_is_caught(module: str, source: str):
     ("module", "source"),
     [
         ("forge_rl.data.packing", "from forge_rl.errors import ConfigError\nfrom forge_rl.data.models import x"),
-        ("forge_rl.engines.vllm", "from forge_rl.runtime.faults import ENGINE_DIED\nimport vllm"),
+        ("forge_rl.engines.vllm", "from forge_rl.runtime.faults import Faults\nimport vllm"),
         ("forge_rl.engines.titan.train", "from .model import x\nimport torch.distributed as dist, torchtitan"),
         ("forge_rl.runtime.cluster", "import os\nos.environ\nfrom monarch.actor import Actor"),
         ("forge_rl.weights.transports.torchstore", "import torchstore, monarch"),

@@ -26,18 +26,18 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 LONG_S = 120.0
 """A deadline that no test reaches: what fails must be noticed, not waited for."""
 
-TASKS_OF_OURS = ("Link.", "Watchdog.", "Supervisor.", "Service.")
+TASKS_OF_OURS = ("Link.", "watch_for_hangs", "Supervisor.", "Service.")
 
 
 @contextlib.asynccontextmanager
 async def one(logs: Path, **settings: object) -> AsyncIterator[tuple[Service, Faults]]:
     """A service of one replica with a call in flight that nothing may touch; and no task of it is left."""
     async with fake_service(logs, **settings) as (service, faults):
-        held = asyncio.create_task(service.ask(service.replicas[0], "hold", deadline_s=LONG_S))
+        held = asyncio.create_task(service.replicas[0].ask("hold", deadline_s=LONG_S))
         try:
             yield service, faults
             if service.replicas and service.replicas[0].alive:
-                await service.call(service.replicas[0], "release", deadline_s=LONG_S, rank=0)
+                await service.replicas[0].call("release", deadline_s=LONG_S, rank=0)
                 assert await held == "actor 0"
                 assert service.replicas[0].in_flight == 0
         finally:
@@ -73,9 +73,9 @@ def test_many_calls_travel_in_few_messages(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path) as (service, faults):
             (replica,) = service.replicas
-            answers = [service.ask(replica, "answer", i, deadline_s=LONG_S) for i in range(1000)]
+            answers = [replica.ask("answer", i, deadline_s=LONG_S) for i in range(1000)]
             assert await asyncio.gather(*answers) == [("actor 0", i) for i in range(1000)]
-            assert await service.ask(replica, "posts", deadline_s=LONG_S) <= 20
+            assert await replica.ask("posts", deadline_s=LONG_S) <= 20
             assert replica.in_flight == 1
             assert faults.seen == []
 
@@ -90,10 +90,10 @@ def test_what_plain_pickle_cannot_do_travels_too(tmp_path: Path):
             class Local:
                 value = 3
 
-            _, found = await service.ask(replica, "answer", Local(), deadline_s=LONG_S)
+            _, found = await replica.ask("answer", Local(), deadline_s=LONG_S)
             assert (type(found), found.value) == (Local, 3)
-            assert await service.ask(replica, "run", lambda: Local.value + 1, deadline_s=LONG_S) == 4
-            doubled = await service.ask(replica, "run", lambda: lambda x: 2 * x, deadline_s=LONG_S)
+            assert await replica.ask("run", lambda: Local.value + 1, deadline_s=LONG_S) == 4
+            doubled = await replica.ask("run", lambda: lambda x: 2 * x, deadline_s=LONG_S)
             assert doubled(4) == 8
 
     asyncio.run(main())
@@ -129,7 +129,7 @@ def test_an_error_ends_its_own_call_only(error: BaseException, kind: type[ForgeE
         async with one(tmp_path) as (service, faults):
             (replica,) = service.replicas
             with pytest.raises(ForgeError, match=text) as caught:
-                await service.ask(replica, "run", _Raising(type(error), error.args), deadline_s=LONG_S)
+                await replica.ask("run", _Raising(type(error), error.args), deadline_s=LONG_S)
             assert type(caught.value) is kind
             if isinstance(caught.value, ServiceError):
                 assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "run")
@@ -158,7 +158,7 @@ def test_the_stack_of_an_error_is_in_the_log(tmp_path: Path):
         async with one(tmp_path) as (service, _):
             (replica,) = service.replicas
             with pytest.raises(ServiceError):
-                await service.ask(replica, "run", _Raising(KeyError, ("absent",)), deadline_s=LONG_S)
+                await replica.ask("run", _Raising(KeyError, ("absent",)), deadline_s=LONG_S)
             assert "KeyError: 'absent'" in replica.log.read_text()
             assert "in __call__" in replica.log.read_text()
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_pickled_ends_its_own_call_only(tmp_path: Path):
                 (Stillborn(), "ZeroDivisionError"),
             ):
                 with pytest.raises(ServiceError, match=text) as caught:
-                    await service.ask(replica, "answer", argument, deadline_s=LONG_S)
+                    await replica.ask("answer", argument, deadline_s=LONG_S)
                 assert type(caught.value) is ServiceError
                 assert (caught.value.service, caught.value.call) == (service.name, "answer")
             for function, text in (
@@ -182,13 +182,13 @@ def test_what_cannot_be_pickled_ends_its_own_call_only(tmp_path: Path):
                 (Stillborn, "its answer cannot be unpickled: ZeroDivisionError"),
             ):
                 with pytest.raises(ServiceError, match=text) as caught:
-                    await service.ask(replica, "run", function, deadline_s=LONG_S)
+                    await replica.ask("run", function, deadline_s=LONG_S)
                 assert type(caught.value) is ServiceError
             for method in ("nonsense", "echo"):  # there is none; that is an endpoint
                 with pytest.raises(ServiceError, match="Error"):
-                    await service.ask(replica, method, 1, deadline_s=LONG_S)
+                    await replica.ask(method, 1, deadline_s=LONG_S)
             with pytest.raises(ServiceError):
-                await service.ask(replica, "count", 3, deadline_s=LONG_S)  # a stream
+                await replica.ask("count", 3, deadline_s=LONG_S)  # a stream
             assert replica.alive
             assert faults.seen == []
 
@@ -199,16 +199,16 @@ def test_a_call_that_is_given_up_is_cancelled_in_the_replica(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path) as (service, faults):
             (replica,) = service.replicas
-            task = asyncio.create_task(service.ask(replica, "hold", deadline_s=LONG_S))
-            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            task = asyncio.create_task(replica.ask("hold", deadline_s=LONG_S))
+            await replica.ask("answer", 0, deadline_s=LONG_S)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["hold"]
+            assert await replica.ask("ended", deadline_s=LONG_S) == ["hold"]
             with pytest.raises(DeadlineError, match=r"no answer within 0.1 s") as late:
-                await service.ask(replica, "hold", deadline_s=0.1)
+                await replica.ask("hold", deadline_s=0.1)
             assert (late.value.service, late.value.replica, late.value.call) == (service.name, 0, "hold")
-            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["hold"] * 2
+            assert await replica.ask("ended", deadline_s=LONG_S) == ["hold"] * 2
             assert replica.in_flight == 1
             call = faults.waiting_for()
             assert call is not None
@@ -244,14 +244,14 @@ def test_a_stream_comes_item_by_item(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path) as (service, _):
             (replica,) = service.replicas
-            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
-            stream = service.stream(replica, "count", 5000, deadline_s=LONG_S)
+            await replica.ask("answer", 0, deadline_s=LONG_S)
+            stream = replica.stream("count", 5000, deadline_s=LONG_S)
             assert replica.in_flight == 1  # nothing was asked of it yet
             assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
             assert replica.in_flight == 2
             assert [item async for item in stream] == list(range(3, 5000))
             assert replica.in_flight == 1
-            many = [service.stream(replica, "count", n, deadline_s=LONG_S) for n in range(20)]
+            many = [replica.stream("count", n, deadline_s=LONG_S) for n in range(20)]
 
             async def collected(n: int) -> list[int]:
                 return [item async for item in many[n]]
@@ -264,7 +264,7 @@ def test_a_stream_comes_item_by_item(tmp_path: Path):
 def test_the_deadline_of_a_stream_is_for_each_item(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path) as (service, _):
-            stream = service.stream(service.replicas[0], "drip", 5, 0.5, deadline_s=2.0)
+            stream = service.replicas[0].stream("drip", 5, 0.5, deadline_s=2.0)
             assert [item async for item in stream] == list(range(5))
 
     asyncio.run(main())
@@ -279,14 +279,14 @@ def test_a_stream_gives_what_came_before_its_error(tmp_path: Path):
                 ((3, ValueError("mine")), LONG_S, ServiceError),
                 ((-3,), 1.0, DeadlineError),
             ):
-                stream = service.stream(replica, "count", *args, deadline_s=deadline_s)
+                stream = replica.stream("count", *args, deadline_s=deadline_s)
                 assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
                 with pytest.raises(ForgeError) as caught:
                     await anext(stream)
                 assert type(caught.value) is kind
-            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["count"]  # the late one
+            assert await replica.ask("ended", deadline_s=LONG_S) == ["count"]  # the late one
             with pytest.raises(ServiceError):
-                await anext(service.stream(replica, "answer", 3, deadline_s=LONG_S))  # no stream
+                await anext(replica.stream("answer", 3, deadline_s=LONG_S))  # no stream
 
     asyncio.run(main())
 
@@ -295,21 +295,21 @@ def test_leaving_a_stream_early_ends_it_in_the_replica(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path) as (service, _):
             (replica,) = service.replicas
-            stream = service.stream(replica, "count", -3, deadline_s=LONG_S)
+            stream = replica.stream("count", -3, deadline_s=LONG_S)
             assert await anext(stream) == 0
             await stream.aclose()
-            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["count"]
+            assert await replica.ask("ended", deadline_s=LONG_S) == ["count"]
             assert replica.in_flight == 1
 
             async def consume() -> None:
-                async for _ in service.stream(replica, "count", -3, deadline_s=LONG_S):
+                async for _ in replica.stream("count", -3, deadline_s=LONG_S):
                     pass
 
             task = asyncio.create_task(consume())
-            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            await replica.ask("answer", 0, deadline_s=LONG_S)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            assert await service.ask(replica, "ended", deadline_s=LONG_S) == ["count"] * 2
+            assert await replica.ask("ended", deadline_s=LONG_S) == ["count"] * 2
 
     asyncio.run(main())
 
@@ -318,10 +318,10 @@ def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, faults):
             (replica,) = service.replicas
-            stream = service.stream(replica, "count", -3, deadline_s=LONG_S)
+            stream = replica.stream("count", -3, deadline_s=LONG_S)
             assert await anext(stream) == 0
-            asks = [asyncio.create_task(service.ask(replica, "hold", deadline_s=LONG_S)) for _ in range(20)]
-            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            asks = [asyncio.create_task(replica.ask("hold", deadline_s=LONG_S)) for _ in range(20)]
+            await replica.ask("answer", 0, deadline_s=LONG_S)
             os.kill(await pid_of(service), signal.SIGKILL)
             for error in await asyncio.gather(*asks, return_exceptions=True):
                 assert isinstance(error, ReplicaError)
@@ -331,7 +331,7 @@ def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):
             with pytest.raises(ReplicaError, match="SIGKILL"):
                 await anext(stream)
             with pytest.raises(ReplicaError, match="SIGKILL"):
-                await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+                await replica.ask("answer", 0, deadline_s=LONG_S)
             assert replica.in_flight == 0
             assert len(faults.seen) == 1
             assert faults.waiting_for() is None
@@ -343,8 +343,8 @@ def test_a_service_that_stops_ends_what_is_in_flight(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path) as (service, faults):
             (replica,) = service.replicas
-            ask = asyncio.create_task(service.ask(replica, "hold", deadline_s=LONG_S))
-            stream = service.stream(replica, "count", -1, deadline_s=LONG_S)
+            ask = asyncio.create_task(replica.ask("hold", deadline_s=LONG_S))
+            stream = replica.stream("count", -1, deadline_s=LONG_S)
             assert await anext(stream) == 0
             await service.stop()
             for end in (ask, anext(stream)):
@@ -359,7 +359,7 @@ def test_a_service_that_stops_ends_what_is_in_flight(tmp_path: Path):
 def test_several_ranks_are_linked_by_their_first(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path, ranks=2) as (service, _):
-            assert await service.ask(service.replicas[0], "rank", deadline_s=LONG_S) == 0
+            assert await service.replicas[0].ask("rank", deadline_s=LONG_S) == 0
 
     asyncio.run(main())
 
@@ -371,11 +371,11 @@ def test_a_loop_that_does_not_answer_is_a_death_and_an_idle_one_is_not(tmp_path:
     async def main() -> None:
         async with fake_service(tmp_path, replicas=2) as (service, _):
             blocked, idle = service.replicas
-            await service.ask(idle, "answer", 0, deadline_s=LONG_S)
+            await idle.ask("answer", 0, deadline_s=LONG_S)
             with pytest.raises(ReplicaError, match="hung: its event loop does not answer"):
-                await service.ask(blocked, "block", 60.0, deadline_s=LONG_S)
+                await blocked.ask("block", 60.0, deadline_s=LONG_S)
             assert idle.alive
-            assert await service.ask(idle, "answer", 1, deadline_s=LONG_S) == ("actor 1", 1)
+            assert await idle.ask("answer", 1, deadline_s=LONG_S) == ("actor 1", 1)
 
     asyncio.run(main())
 
@@ -384,7 +384,7 @@ def test_a_service_without_calls_has_no_link(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, _):
             assert not service.replicas[0].link.open
-            await service.ask(service.replicas[0], "answer", 0, deadline_s=LONG_S)
+            await service.replicas[0].ask("answer", 0, deadline_s=LONG_S)
             assert service.replicas[0].link.open
 
     asyncio.run(main())
@@ -394,6 +394,6 @@ def test_functions_with_arguments_travel(tmp_path: Path):
     async def main() -> None:
         async with one(tmp_path) as (service, _):
             power = functools.partial(pow, 2, 10)
-            assert await service.ask(service.replicas[0], "run", power, deadline_s=LONG_S) == 1024
+            assert await service.replicas[0].ask("run", power, deadline_s=LONG_S) == 1024
 
     asyncio.run(main())

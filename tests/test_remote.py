@@ -41,7 +41,7 @@ class Hosts:
     reader: Replica
 
     async def ask(self, replica: Replica, method: str, *args: object) -> Any:
-        return await self.service.call(replica, method, *args, deadline_s=LONG_S)
+        return await replica.call(method, *args, deadline_s=LONG_S)
 
     async def publish(
         self, version: int = 1, specs=SPECS, base: Manifest | None = None, bucket: int = BUCKET

@@ -14,6 +14,7 @@ from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import watchdog as watchdog_module
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.replica import Replica
 from forge_rl.services.reward import Reward, RewardFunction
 from tests import fake_worlds
 from tests.fake_actors import cluster
@@ -126,20 +127,22 @@ def test_a_new_replica_scores_with_the_function_of_the_day(number: signal.Signal
     asyncio.run(main())
 
 
-def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(tmp_path: Path):
+def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     async def main() -> None:
         async with reward(tmp_path, fake_worlds.pid) as (service, _):
-            original, given = service._service.call, asyncio.Event()
+            original, given = Replica.call, asyncio.Event()
             go_on = asyncio.Event()
 
-            async def call(replica: object, method: str, *args: object, **settings: object) -> object:
+            async def call(replica: Replica, method: str, *args: object, **settings: object) -> object:
                 answer = await original(replica, method, *args, **settings)  # type: ignore[arg-type]
                 if method == "replace" and not given.is_set():
                     given.set()
                     await go_on.wait()
                 return answer
 
-            service._service.call = call  # type: ignore[method-assign]
+            monkeypatch.setattr(Replica, "call", call)
             os.kill(int(await service.score(task_of(), "")), signal.SIGKILL)
             await given.wait()
             await service.replace(fake_worlds.negative)

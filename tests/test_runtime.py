@@ -29,8 +29,8 @@ LONG_S = 120.0
 async def in_flight(service: Service, method: str, *args: object, deadline_s: float = LONG_S) -> asyncio.Task:
     """A call that has reached the actor's process."""
     replica = service.replicas[0]
-    task = asyncio.create_task(service.call(replica, method, *args, deadline_s=deadline_s))
-    await service.call(replica, "echo", 0, deadline_s=LONG_S)
+    task = asyncio.create_task(replica.call(method, *args, deadline_s=deadline_s))
+    await replica.call("echo", 0, deadline_s=LONG_S)
     return task
 
 
@@ -38,20 +38,20 @@ def test_calls_are_answered(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path, replicas=2) as (service, faults):
             first, second = service.replicas
-            assert await service.call(first, "echo", {"a": (1, 2)}, deadline_s=LONG_S) == ("actor 0", {"a": (1, 2)})
-            assert await service.call(second, "echo", None, deadline_s=LONG_S) == ("actor 1", None)
+            assert await first.call("echo", {"a": (1, 2)}, deadline_s=LONG_S) == ("actor 0", {"a": (1, 2)})
+            assert await second.call("echo", None, deadline_s=LONG_S) == ("actor 1", None)
             assert len({os.getpid(), await pid_of(service, 0), await pid_of(service, 1)}) == 3
             assert faults.seen == []
             assert faults.waiting_for() is None
 
             # Many at a time, on one replica: nothing waits for what hangs.
             hanging = await in_flight(service, "hang")
-            answers = [service.call(first, "echo", i, deadline_s=LONG_S) for i in range(20)]
+            answers = [first.call("echo", i, deadline_s=LONG_S) for i in range(20)]
             assert [value for _, value in await asyncio.gather(*answers)] == list(range(20))
             assert first.in_flight == 1
             # The idle one is preferred.
             assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 1", 1)
-            await service.call(first, "release", deadline_s=LONG_S)
+            await first.call("release", deadline_s=LONG_S)
             assert await hanging is None
             assert first.in_flight == 0
             assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
@@ -67,12 +67,12 @@ def test_errors_cross_with_what_they_carry(tmp_path: Path):
             sent.phase = "rollout"
             for error in (ConfigError("3 is too few", hint="set --n to 4"), sent):
                 with pytest.raises(ForgeError) as caught:
-                    await service.call(replica, "fail", error, deadline_s=LONG_S)
+                    await replica.call("fail", error, deadline_s=LONG_S)
                 assert type(caught.value) is type(error)
                 assert vars(caught.value) == vars(error)
 
             with pytest.raises(ServiceError, match="ValueError: no such thing") as other:
-                await service.call(replica, "fail", ValueError("no such thing"), deadline_s=LONG_S)
+                await replica.call("fail", ValueError("no such thing"), deadline_s=LONG_S)
             assert type(other.value) is ServiceError
             assert (other.value.service, other.value.replica, other.value.call) == (service.name, 0, "fail")
             assert other.value.hint == f"see {tmp_path}/{service.name}-0.log"
@@ -80,7 +80,7 @@ def test_errors_cross_with_what_they_carry(tmp_path: Path):
             # None of these is the replica's death.
             assert replica.alive
             assert faults.seen == []
-            assert await service.call(replica, "echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
+            assert await replica.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
 
     asyncio.run(main())
 
@@ -90,21 +90,21 @@ def test_what_takes_too_long_is_named(tmp_path: Path):
         async with fake_service(tmp_path) as (service, faults):
             (replica,) = service.replicas
             with pytest.raises(DeadlineError, match=r"no answer within 0.2 s") as call:
-                await service.call(replica, "hang", deadline_s=0.2)
+                await replica.call("hang", deadline_s=0.2)
             assert (call.value.service, call.value.replica, call.value.call) == (service.name, 0, "hang")
 
             late = r"phase train did not end within its 0.2 s"
             with pytest.raises(DeadlineError, match=late) as phase, faults.deadline("train", 0.2):
-                await service.call(replica, "hang", deadline_s=LONG_S)
+                await replica.call("hang", deadline_s=LONG_S)
             assert (phase.value.service, phase.value.replica, phase.value.call) == (service.name, 0, "hang")
             assert replica.in_flight == 0
             assert faults.waiting_for() is None
-            assert await service.call(replica, "echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
+            assert await replica.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
 
             # A process that has just been stopped is not dead; whoever calls it is told.
             os.kill(await pid_of(service), signal.SIGSTOP)
             with pytest.raises(DeadlineError) as stopped:
-                await service.call(replica, "echo", 1, deadline_s=0.1)
+                await replica.call("echo", 1, deadline_s=0.1)
             assert (stopped.value.service, stopped.value.replica, stopped.value.call) == (service.name, 0, "echo")
             # It is still stopped when the service stops, and must end all the same.
 
@@ -125,7 +125,7 @@ def test_a_process_killed_during_a_call_is_named_with_its_cause(number: signal.S
             assert number.name in faults.seen[0].cause
             assert not replica.alive
             with pytest.raises(ServiceError, match=number.name):
-                await service.call(replica, "echo", 1, deadline_s=LONG_S)
+                await replica.call("echo", 1, deadline_s=LONG_S)
 
     asyncio.run(main())
 
@@ -134,7 +134,7 @@ def test_an_exit_during_a_call_is_named_with_its_status(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, faults):
             with pytest.raises(ReplicaError, match="its process exited with status 7") as caught:
-                await service.call(service.replicas[0], "exit", 7, deadline_s=LONG_S)
+                await service.replicas[0].call("exit", 7, deadline_s=LONG_S)
             assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "exit")
             assert (await faults.wait()).message == "its process exited with status 7"
 
@@ -170,15 +170,15 @@ def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait(tmp_p
         async with fake_service(tmp_path, ranks=2) as (service, faults):
             (replica,) = service.replicas
             assert await pid_of(service, rank=0) != await pid_of(service, rank=1)
-            assert await service.call_ranks(replica, "rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
+            assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
             for bad in (0, 1):
                 with pytest.raises(ServiceError, match=f"ValueError: rank {bad} says no"):
-                    await service.call_ranks(replica, "rank_of", lambda rank, bad=bad: (rank, bad), deadline_s=LONG_S)
+                    await replica.call_ranks("rank_of", lambda rank, bad=bad: (rank, bad), deadline_s=LONG_S)
             assert replica.in_flight == 0
 
             # One rank's death is the replica's.
-            calls = asyncio.create_task(service.call_ranks(replica, "hang", lambda _: (), deadline_s=LONG_S))
-            await service.call(replica, "echo", 0, deadline_s=LONG_S, rank=0)
+            calls = asyncio.create_task(replica.call_ranks("hang", lambda _: (), deadline_s=LONG_S))
+            await replica.call("echo", 0, deadline_s=LONG_S, rank=0)
             os.kill(await pid_of(service, rank=1), signal.SIGKILL)
             with pytest.raises(ServiceError, match="SIGKILL"):
                 await calls
@@ -192,7 +192,7 @@ def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str
     async def main() -> None:
         async with fake_service(tmp_path) as (service, _):
             (replica,) = service.replicas
-            await service.call(replica, "say", "hello", deadline_s=LONG_S)
+            await replica.call("say", "hello", deadline_s=LONG_S)
             assert replica.log == tmp_path / f"{service.name}-0.log"
             assert {"hello", "natively hello", "child hello"} <= set(replica.log.read_text().splitlines())
 
@@ -223,7 +223,7 @@ def test_each_mesh_has_its_own_environment(tmp_path: Path):
             for value in ("a", None):
                 env = {"FORGE_RL_FAKE": value} if value else None
                 await service.watch(service.spawn(FakeActor, env=env), deadline_s=LONG_S)
-            found = [await service.call(r, "environment", "FORGE_RL_FAKE", deadline_s=LONG_S) for r in service.replicas]
+            found = [await r.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S) for r in service.replicas]
             assert found == ["a", None]
             assert "FORGE_RL_FAKE" not in os.environ
             faults.closing = True
@@ -239,16 +239,16 @@ def test_busy_time_is_that_with_a_call_in_flight(tmp_path: Path):
             service = Service(new_service_name(), made, faults, clock=lambda: now)
             replica = service.spawn(FakeActor)
             await service.watch(replica, deadline_s=LONG_S)
-            assert service.take_busy_s() == [0]
+            assert service.drain_busy_s() == [0]
             now += 5
             hanging = await in_flight(service, "hang")
             now += 2
-            assert service.take_busy_s() == [2]
+            assert service.drain_busy_s() == [2]
             now += 4
-            await service.call(replica, "release", deadline_s=LONG_S)
+            await replica.call("release", deadline_s=LONG_S)
             await hanging
             now += 8
-            assert service.take_busy_s() == [4]
+            assert service.drain_busy_s() == [4]
             faults.closing = True
             await service.stop()
 
@@ -271,9 +271,9 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
                 await service.watch(replica, deadline_s=LONG_S)
                 assert replica.host == host
                 assert dict(replica.mesh.extent) == {"ranks": 2}
-                assert await service.call(replica, "environment", "FORGE_RL_FAKE", deadline_s=LONG_S, rank=1) == host
-                assert await service.call_ranks(replica, "rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
-                await service.call(replica, "say", f"hello from {host}", deadline_s=LONG_S, rank=1)
+                assert await replica.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S, rank=1) == host
+                assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
+                await replica.call("say", f"hello from {host}", deadline_s=LONG_S, rank=1)
                 assert {f"hello from {host}", f"child hello from {host}"} <= set(replica.log.read_text().splitlines())
             parents = [psutil.Process(await pid_of(service, i, rank)).ppid() for i in range(3) for rank in range(2)]
             assert len(set(parents[0:2])) == len(set(parents[2:4])) == 1
@@ -302,7 +302,7 @@ def test_a_process_on_another_machine_is_not_taken_for_one_of_this(tmp_path: Pat
             replica = service.spawn(FakeActor, host="far")
             monkeypatch.setattr(service_module, "process_space", lambda: "another machine")
             await service.watch(replica, deadline_s=LONG_S)
-            assert replica.watched == []
+            assert replica.tree.roots == {}
             # Monarch tells of its death.
             hanging = await in_flight(service, "hang")
             os.kill(await pid_of(service), signal.SIGKILL)

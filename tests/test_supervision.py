@@ -1,4 +1,4 @@
-"""Replicas that die or hang: noticed, killed whole, brought back, and given up when they keep dying."""
+"""Replicas that die or hang: noticed, killed whole, brought back, and abandoned when they keep dying."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,11 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.processes import state_of
 from forge_rl.runtime.replica import State
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
@@ -72,8 +72,10 @@ async def until(service: Service, condition: Callable[[], bool]) -> None:
 
 def lives(pid: int) -> bool:
     """Whether a process runs; one whose end was not waited for does not."""
-    state = state_of(pid)
-    return state is not None and state[0] != "Z"
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def all_serve(service: Service) -> bool:
@@ -89,9 +91,9 @@ def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Pat
             faults.listeners.append(lambda fault: told.append(fault.recovered_s))
             dead, other = service.replicas
             other.held = 5  # so that the first is chosen
-            held = asyncio.create_task(service.ask(dead, "hold", deadline_s=LONG_S))
+            held = asyncio.create_task(dead.ask("hold", deadline_s=LONG_S))
             routed = asyncio.create_task(service.route("hold", deadline_s=LONG_S))
-            await service.ask(dead, "answer", 0, deadline_s=LONG_S)
+            await dead.ask("answer", 0, deadline_s=LONG_S)
             assert (dead.in_flight, other.in_flight) == (2, 0)
             os.kill(await pid_of(service, 0), signal.SIGKILL)
             with pytest.raises(ReplicaError, match="SIGKILL"):
@@ -99,7 +101,7 @@ def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Pat
             assert dead.state is State.QUARANTINED
             await asyncio.sleep(0)
             assert other.in_flight == 1  # at once
-            await service.call(other, "release", deadline_s=LONG_S)
+            await other.call("release", deadline_s=LONG_S)
             assert await routed == "actor 1"
 
             await until(service, lambda: all_serve(service))
@@ -114,8 +116,8 @@ def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Pat
             assert fault.recovered_s is not None
             assert told == [None, fault.recovered_s]
             # Monarch's late word about the old one is not about the new one.
-            assert len(faults._meshes) == 3
-            next(iter(faults._meshes.values()))("echo")
+            assert len(faults._actions) == 3
+            next(iter(faults._actions.values()))("echo")
             assert fresh.alive
             assert len(faults.seen) == 1
 
@@ -127,11 +129,11 @@ def test_a_replica_that_is_stopped_is_killed_and_replaced(which: str, tmp_path: 
     async def main() -> None:
         async with supervised(tmp_path) as (service, faults, _):
             replica = service.replicas[0]
-            child = await service.ask(replica, "start_child", deadline_s=LONG_S)
+            child = await replica.ask("start_child", deadline_s=LONG_S)
             pid = await pid_of(service)
             os.kill(pid if which == "itself" else child, signal.SIGSTOP)
             with pytest.raises(ReplicaError, match="hung: its process was stopped"):
-                await service.ask(replica, "hold", deadline_s=LONG_S)
+                await replica.ask("hold", deadline_s=LONG_S)
             await until(service, lambda: all_serve(service))
             assert service.replicas[0].incarnation == 1
             assert not lives(child)
@@ -145,7 +147,7 @@ def test_a_stopped_descendant_is_left_alone_where_that_is_wanted(tmp_path: Path)
     async def main() -> None:
         async with supervised(tmp_path, descendants=False) as (service, _, _):
             first, second = service.replicas
-            os.kill(await service.ask(first, "start_child", deadline_s=LONG_S), signal.SIGSTOP)
+            os.kill(await first.ask("start_child", deadline_s=LONG_S), signal.SIGSTOP)
             os.kill(await pid_of(service, 1), signal.SIGSTOP)
             await asyncio.wait_for(asyncio.shield(second.death), LONG_S)
             assert first.alive
@@ -163,10 +165,10 @@ def test_all_that_a_dead_replica_had_started_ends_before_it_is_replaced(tmp_path
 
         async with supervised(tmp_path, before=look) as (service, _, _):
             # One that is as old as the last look at the replica, and one that was never looked at.
-            children.append(await service.ask(service.replicas[0], "start_child", deadline_s=LONG_S))
-            service._watchdog._look(service.replicas[0])
-            assert children[0] in service.replicas[0].family
-            children.append(await service.ask(service.replicas[0], "start_child", deadline_s=LONG_S))
+            children.append(await service.replicas[0].ask("start_child", deadline_s=LONG_S))
+            service.replicas[0].tree.has_stopped(most=64)
+            assert children[0] in service.replicas[0].tree.members
+            children.append(await service.replicas[0].ask("start_child", deadline_s=LONG_S))
             os.kill(await pid_of(service, 0), signal.SIGKILL)
             await until(service, lambda: not service.replicas[0].serving)
             await until(service, lambda: all_serve(service))
@@ -190,7 +192,7 @@ def test_a_new_replica_serves_only_when_it_is_ready(tmp_path: Path):
             await started.wait()
             fresh = service.replicas[0]
             assert fresh.state is State.STARTING
-            assert await service.call(fresh, "echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
+            assert await fresh.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
             assert not any(task.done() for task in waiting)
             gate.set()
             assert await asyncio.gather(*waiting) == [("actor 0", i) for i in range(3)]
@@ -215,16 +217,16 @@ def test_all_may_die_at_once(tmp_path: Path):
     asyncio.run(main())
 
 
-def test_a_replica_that_keeps_dying_is_given_up_and_the_others_go_on(tmp_path: Path):
+def test_a_replica_that_keeps_dying_is_abandoned_and_the_others_go_on(tmp_path: Path):
     async def main() -> None:
         async def die(index: int) -> None:
-            await service.call(service.replicas[index], "exit", 7, deadline_s=LONG_S)
+            await service.replicas[index].call("exit", 7, deadline_s=LONG_S)
 
         restart = Restart(max_restarts=4, backoff_s=25.0)
         async with supervised(tmp_path, restart=restart, after=die) as (service, faults, naps):
             os.kill(await pid_of(service, 0), signal.SIGKILL)
             async with asyncio.timeout(LONG_S):
-                while service.replicas[0].state is not State.GIVEN_UP:  # noqa: ASYNC110
+                while service.replicas[0].state is not State.ABANDONED:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert naps.seconds == [0.0, 25.0, 50.0, 60.0]
             assert service.replicas[0].incarnation == 4
@@ -333,7 +335,7 @@ def test_an_error_and_a_deadline_are_not_tried_again(tmp_path: Path):
                 await service.route("run", Invalid(), deadline_s=LONG_S)
             with pytest.raises(DeadlineError):
                 await service.route("hold", deadline_s=0.1)
-            ended = [await service.ask(replica, "ended", deadline_s=LONG_S) for replica in service.replicas]
+            ended = [await replica.ask("ended", deadline_s=LONG_S) for replica in service.replicas]
             assert sorted(ended) == [[], ["hold"]]
             # A replica's own word that another one died is an error like others.
             with pytest.raises(ReplicaError, match="of another service"):
@@ -353,13 +355,13 @@ class OfAnother:
         raise ReplicaError("of another service", service="other", replica=0)
 
 
-def test_a_condemned_replica_is_killed_and_replaced(tmp_path: Path):
+def test_a_replica_marked_failed_is_killed_and_replaced(tmp_path: Path):
     async def main() -> None:
         async with supervised(tmp_path) as (service, faults, _):
             replica = service.replicas[1]
             pid = await pid_of(service, 1)
-            held = asyncio.create_task(service.ask(replica, "hold", deadline_s=LONG_S))
-            await service.ask(replica, "answer", 0, deadline_s=LONG_S)
+            held = asyncio.create_task(replica.ask("hold", deadline_s=LONG_S))
+            await replica.ask("answer", 0, deadline_s=LONG_S)
             service.mark_failed(replica, "garbage")
             with pytest.raises(ReplicaError, match="garbage"):
                 await held
@@ -400,11 +402,11 @@ def test_without_supervision_a_death_is_fatal(tmp_path: Path):
             os.kill(await pid_of(service), signal.SIGSTOP)
             error = await asyncio.wait_for(faults.wait(), LONG_S)
             assert (error.service, error.replica, error.message) == (service.name, 0, "hung: its process was stopped")
-            assert service.replicas[0].state is State.GIVEN_UP
+            assert service.replicas[0].state is State.ABANDONED
             with pytest.raises(ServiceError, match="no replica is left"):
                 await service.available()
             # By hand, too, it can be replaced.
-            await service.end(service.replicas[0])
+            await service.clean_up(service.replicas[0])
             await service.watch(service.spawn(FakeActor, "fresh", index=0), deadline_s=LONG_S)
             assert await service.route("answer", 1, deadline_s=LONG_S) == ("fresh", 1)
 
@@ -421,7 +423,7 @@ def test_restarts_are_bounded_by_numbers_that_make_sense():
 def test_what_a_killed_replica_kept_in_shared_memory_is_cleaned_up_by_its_own_tracker(tmp_path: Path):
     async def main() -> None:
         async with supervised(tmp_path, replicas=1) as (service, _, _):
-            name = await service.ask(service.replicas[0], "run", MakeSemaphore(), deadline_s=LONG_S)
+            name = await service.replicas[0].ask("run", MakeSemaphore(), deadline_s=LONG_S)
             left = f"sem.{name.removeprefix('/')}"
             assert left in os.listdir("/dev/shm")
             os.kill(await pid_of(service), signal.SIGKILL)

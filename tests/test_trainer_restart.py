@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -18,7 +19,6 @@ from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, DeadlineError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.processes import state_of
 from forge_rl.runtime.replica import Replica
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
@@ -119,8 +119,8 @@ def content(saved: Path) -> dict[str, torch.Tensor]:
 
 def ended(replica: Replica) -> bool:
     """Whether none of its ranks' processes is left."""
-    states = {pid: state_of(pid) for pid in replica.roots}
-    return all(state is None or state[0] in "ZX" or state[1] != replica.roots[pid] for pid, state in states.items())
+    roots = replica.tree.roots.values()
+    return not any(root.is_running() and root.status() != psutil.STATUS_ZOMBIE for root in roots)
 
 
 async def read(store: WeightStore, version: int) -> dict[str, torch.Tensor]:
@@ -291,7 +291,7 @@ def test_after_its_last_restart_the_death_of_a_rank_ends_the_run(ranks: int, tmp
 
             # While nobody calls it.
             dead = trainer._service.replicas[0]
-            os.kill(list(dead.roots)[last], signal.SIGKILL)
+            os.kill(list(dead.tree.roots)[last], signal.SIGKILL)
             error = await asyncio.wait_for(fatal, 30)
             assert (error.service, error.replica) == ("trainer", None)
             assert "SIGKILL" in str(error)

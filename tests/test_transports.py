@@ -49,12 +49,10 @@ class EnvSession:
         return next(self._versions)
 
     async def call(self, process: int, method: str, *args: object) -> Any:
-        return await self._service.call(
-            self._service.replicas[0], method, self.transport, *args, deadline_s=60, rank=process
-        )
+        return await self._service.replicas[0].call(method, self.transport, *args, deadline_s=60, rank=process)
 
     async def ask(self, process: int, method: str) -> Any:
-        return await self._service.call(self._service.replicas[0], method, deadline_s=60, rank=process)
+        return await self._service.replicas[0].call(method, deadline_s=60, rank=process)
 
     async def reserve(
         self, version: int, dtype: torch.dtype = torch.bfloat16, base: Manifest | None = None, unchanged: Any = ()

@@ -32,14 +32,14 @@ def test_a_version_is_published_on_one_host_and_read_on_another(tmp_path: Path, 
 
             async def publish(version: int, unchanged: tuple[str, ...] = ()) -> Manifest:
                 async with store.publishing(version, specs(unchanged), torch.bfloat16, host="a") as publication:
-                    reports = await service.call(
-                        writer, "write", store.transport("a"), publication.draft, range(RANKS), deadline_s=LONG_S
+                    reports = await writer.call(
+                        "write", store.transport("a"), publication.draft, range(RANKS), deadline_s=LONG_S
                     )
                     return await publication.commit(reports)
 
             async def read() -> dict[str, torch.Tensor]:
                 async with store.lease() as manifest:
-                    return await service.call(reader, "read", store.transport("b"), manifest, deadline_s=LONG_S)
+                    return await reader.call("read", store.transport("b"), manifest, deadline_s=LONG_S)
 
             def segments() -> dict[str, int]:
                 """Files in each host's folder, its lock aside."""

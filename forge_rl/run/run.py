@@ -92,7 +92,7 @@ class Run(Generic[C]):
         """
         decodes = name in ("rollout", "evaluate")
         if decodes and not self.config.schedule.decodes_while_training:
-            self.generator.take_busy_s()  # requests that were paused are no work
+            self.generator.drain_busy_s()  # requests that were paused are no work
         with self._clock.phase(name), self._faults.deadline(name, self.config.phase_deadline_s):
             yield
         if decodes:
@@ -221,7 +221,7 @@ class Run(Generic[C]):
     def _count_busy(self, phase: str) -> None:
         """Count what the engines did since this was last asked, for the step and for the phase."""
         paused = phase == "" and not self.config.schedule.decodes_while_training
-        for index, seconds in enumerate(self.generator.take_busy_s()):
+        for index, seconds in enumerate(self.generator.drain_busy_s()):
             if not paused:
                 self._clock.busy(f"generator/{index}", seconds)
             if phase:

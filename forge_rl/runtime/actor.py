@@ -1,7 +1,8 @@
-"""The base of every service's actor."""
+"""Base of every service's actor."""
 
 from __future__ import annotations
 
+import functools
 import os
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -11,33 +12,37 @@ from forge_rl.runtime.processes import process_space
 
 
 class ServiceActor(Actor):
-    """Base of every service's actor. All endpoints are concurrent: Monarch cannot mix them with plain ones.
+    """Base of every service's actor: endpoints are for `Replica.call`, plain methods for `ask`, `stream` and `route`.
 
-    Endpoints are for `Service.call`; plain methods and async generators for `ask`, `stream` and `route`.
+        class Adder(ServiceActor):
+            async def add(self, a: int, b: int) -> int:
+                return a + b
+
+        total = await service.route("add", 1, 2, deadline_s=5)
+
+    All endpoints are concurrent: Monarch cannot mix them with plain ones.
     """
 
     @concurrent_endpoint
     async def process_id(self) -> int:
-        """Of the process that the actor lives in."""
+        """Number of the process that the actor lives in."""
         return os.getpid()
 
     @concurrent_endpoint
     async def process_space(self) -> str:
-        """Where that number means this process."""
+        """Name of the space in which that number means this process."""
         return process_space()
 
     @concurrent_endpoint
     async def link_post(self, messages: bytes) -> None:
         """See LinkEnd.post."""
-        self._link_end().post(messages)
+        self._link_end.post(messages)
 
     @concurrent_endpoint
     async def link_collect(self, wait_s: float) -> bytes:
         """See LinkEnd.collect."""
-        return await self._link_end().collect(wait_s)
+        return await self._link_end.collect(wait_s)
 
+    @functools.cached_property  # subclasses have constructors of their own
     def _link_end(self) -> LinkEnd:
-        end: LinkEnd | None = vars(self).get("_link")
-        if end is None:
-            end = self._link = LinkEnd(self)
-        return end
+        return LinkEnd(self)

@@ -1,132 +1,211 @@
-"""Processes of this machine: which belong together, which are stopped, and their end."""
+"""Processes of this machine: trees that are watched and killed whole, and how a process ended."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
 import os
 import select
 import signal
+import struct
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 _CLEAN_UP_S = 2.0
-"""So long what cleans up after killed processes may take."""
+"""How long a process that cleans up after killed ones may take."""
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h
+_PIDFD_INFO_EXIT = 1 << 3
+_EXIT_CODE_OFFSET = 60
 
 
-def process_space() -> str:
-    """The machine's boot, and the namespace of processes on it: where a process's number means that process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+class ProcessTree:
+    """Processes of this user and all that they start: watched for their end, looked at, and killed whole.
 
+        tree = ProcessTree("MY_SERVICE", "worker-0")  # they were started with MY_SERVICE=worker-0
+        tree.watch(pid, lambda status: print(describe_exit(status)))
+        tree.kill(wait_s=5.0)
 
-def state_of(pid: int) -> tuple[str, int] | None:
-    """A process's state, such as "S" for asleep or "T" for stopped, and its start in ticks; None if there is none.
-
-    Number and start together name a process for ever.
+    Args:
+        variable: name of an environment variable that all of them have.
+        value: its value.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return fields[0].decode(), int(fields[19])
+
+    def __init__(self, variable: str, value: str) -> None:
+        self._variable = variable
+        self._value = value
+        self.roots: dict[int, psutil.Process] = {}
+        """Processes that were given to `watch`, by number."""
+        self.members: dict[int, psutil.Process] = {}
+        """The roots and their descendants at the last look, by number."""
+        self._pidfds: dict[int, int] = {}
+
+    def watch(self, pid: int, on_end: Callable[[int | None], None]) -> None:
+        """Add a root; as soon as it ends, `on_end` is called in this event loop with its exit status.
+
+        Raises:
+            psutil.NoSuchProcess, ProcessLookupError: it has ended already.
+        """
+        self.roots[pid] = self.members[pid] = psutil.Process(pid)
+        fd = self._pidfds[pid] = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(fd, self._on_end, pid, on_end)
+
+    def unwatch(self) -> None:
+        """Call nobody any more."""
+        for pid in list(self._pidfds):
+            self._unwatch(pid)
+
+    def has_stopped(self, *, most: int) -> bool:
+        """Look at the roots and their descendants, at most so many, the nearest first; whether one is stopped."""
+        found: dict[int, psutil.Process] = {}
+        stopped = False
+        queue = deque(self.roots)
+        while queue and len(found) < most:
+            pid = queue.popleft()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended
+                process = self.members.get(pid) or psutil.Process(pid)
+                stopped |= process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+                found[pid] = process
+                queue.extend(_children_of(pid))
+        self.members = found
+        return stopped
+
+    def kill_roots(self) -> None:
+        """Send SIGKILL to the roots; their `on_end` is still called."""
+        for process in self.roots.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def kill(self, *, wait_s: float) -> list[int]:
+        """Kill all: members, and whoever has the environment variable; then wait for their end.
+
+        Python's own tracker of semaphores and the like gets a moment to clean up, as it ends by itself after the
+        processes that it serves.
+
+        Returns:
+            Numbers of those that have not ended within `wait_s` seconds.
+        """
+        seen: set[psutil.Process] = set()
+        cleaners: set[psutil.Process] = set()
+        # Again until there are no more: one may just have forked.
+        while fresh := {process for process in (*self.members.values(), *self._marked()) if _runs(process)} - seen:
+            seen |= fresh
+            for process in fresh:
+                with contextlib.suppress(psutil.Error):  # it ended
+                    if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+                        cleaners.add(process)
+                    else:
+                        process.kill()
+        _wait(cleaners, _CLEAN_UP_S)
+        for process in cleaners:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return _wait(seen, wait_s)
+
+    def _marked(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it ended, or is somebody else's
+                if process.environ().get(self._variable) == self._value:
+                    yield process
+
+    def _on_end(self, pid: int, on_end: Callable[[int | None], None]) -> None:
+        status = exit_status(pid, self._pidfds[pid])
+        self._unwatch(pid)
+        on_end(status)
+
+    def _unwatch(self, pid: int) -> None:
+        fd = self._pidfds.pop(pid)
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
 
 
-def children_of(pid: int) -> Iterator[int]:
-    """Processes that a process started and that it has not waited for."""
+def _children_of(pid: int) -> Iterator[int]:
+    """Numbers of the processes that a process started; psutil would read the whole machine's table for them."""
     with contextlib.suppress(OSError):  # it ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 yield from map(int, file.read().split())
 
 
-def family_of(pids: Mapping[int, int], *, most: int) -> dict[int, tuple[str, int]]:
-    """State and start of processes and their descendants, the nearest first, until there are `most`."""
-    found: dict[int, tuple[str, int]] = {}
-    queue = deque(pids)
-    while queue and len(found) < most:
-        pid = queue.popleft()
-        state = state_of(pid)
-        if state is not None and state[1] == pids.get(pid, state[1]):
-            found[pid] = state
-            queue.extend(children_of(pid))
-    return found
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
-def kill(known: Mapping[int, int], mark: str, *, wait_s: float) -> list[int]:
-    """Kill processes of this user and wait for their end.
+def _wait(processes: Iterable[psutil.Process], wait_s: float) -> list[int]:
+    """Wait for ends without reaping, which is Monarch's; psutil would reap. Returns the numbers of those that live."""
+    poll = select.poll()
+    pids: dict[int, int] = {}
+    with contextlib.ExitStack() as stack:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                fd = os.pidfd_open(process.pid)
+                stack.callback(os.close, fd)
+                if _runs(process):  # else the number may be another's by now
+                    pids[fd] = process.pid
+                    poll.register(fd, select.POLLIN)
+        until = time.monotonic() + wait_s
+        while pids and (left_s := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(left_s * 1000):
+                poll.unregister(fd)
+                del pids[fd]
+    return list(pids.values())
+
+
+def process_space() -> str:
+    """Name the machine's boot and its namespace of processes, within which a number means one process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def when_process_ends(pid: int, action: Callable[[], None]) -> None:
+    """Run an action in a thread as soon as a process of this user ends; at once if it has ended already."""
+
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            select.select([fd], [], [])
+            os.close(fd)
+        action()
+
+    threading.Thread(target=watch, name=f"watch-{pid}", daemon=True).start()
+
+
+def exit_status(pid: int, pidfd: int) -> int | None:
+    """Read how a process ended without reaping it; a negative status is a signal, None is not known.
+
+    Until its parent has reaped it, /proc has the status; afterwards Linux 6.15 and later still tell it by the pidfd.
+    """
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+    info = bytearray(64)
+    struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
+            return os.waitstatus_to_exitcode(struct.unpack_from("i", info, _EXIT_CODE_OFFSET)[0])
+    return None
+
+
+def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None) -> str:
+    """Say how a process ended.
 
     Args:
-        known: by number, with the start of each.
-        mark: "NAME=value"; whoever has this in its environment is killed too.
-        wait_s: how long to wait.
-
-    Returns:
-        Those that have not ended.
+        status: of its exit; a negative one is a signal, None is not known.
+        meanings: sentences for the statuses that a service's own processes end with.
     """
-
-    def ours(pid: int) -> bool:
-        state = state_of(pid)
-        if state is None or state[0] in "ZX":
-            return False
-        return known.get(pid) == state[1] or _has_mark(pid, mark)
-
-    fds: dict[int, int] = {}
-    cleaners: dict[int, int] = {}
-    with contextlib.ExitStack() as stack:
-        seen: set[int] = set()
-        # Again until there are no more: one may just have forked.
-        while fresh := {pid for pid in {*known, *_all_pids()} - seen if ours(pid)}:
-            seen |= fresh
-            for pid in fresh:
-                with contextlib.suppress(ProcessLookupError):  # it ended
-                    fd = os.pidfd_open(pid)
-                    stack.callback(os.close, fd)
-                    if not ours(pid):  # the number is another's by now
-                        continue
-                    if _cleans_up(pid):
-                        cleaners[fd] = pid
-                    else:
-                        signal.pidfd_send_signal(fd, signal.SIGKILL)
-                        fds[fd] = pid
-        _wait(cleaners, _CLEAN_UP_S)
-        for fd in cleaners:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-        return _wait(fds | cleaners, wait_s)
-
-
-def _cleans_up(pid: int) -> bool:
-    """Whether it is Python's own tracker of semaphores and the like, which ends when those that it serves have."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"multiprocessing.resource_tracker" in file.read()
-    except OSError:
-        return False
-
-
-def _all_pids() -> set[int]:
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
-
-
-def _has_mark(pid: int, mark: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark.encode() in file.read().split(b"\0")
-    except OSError:  # it ended, or is somebody else's
-        return False
-
-
-def _wait(fds: dict[int, int], wait_s: float) -> list[int]:
-    """Wait for the ends behind pidfds; returns the numbers of those that live."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    until = time.monotonic() + wait_s
-    while fds and (left_s := until - time.monotonic()) > 0:
-        for fd, _ in poll.poll(left_s * 1000):
-            poll.unregister(fd)
-            del fds[fd]
-    return list(fds.values())
+    if status is None:
+        return "its process ended"
+    if status == -9:
+        return "its process was killed by SIGKILL (by hand, or by the kernel for want of memory)"
+    if status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    return (meanings or {}).get(status, f"its process exited with status {status}")

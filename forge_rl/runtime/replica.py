@@ -1,63 +1,106 @@
-"""One replica of a service, as the controller knows it."""
+"""One replica of a service: where it stands, and its calls, with deadlines and named errors."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_rl.runtime.cluster import THIS_HOST
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.link import Link
+from forge_rl.runtime.processes import ProcessTree
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
 
 class State(enum.Enum):
-    """Where a replica stands; only one that serves is routed to."""
+    """Lifecycle of a replica; only a serving one is routed to."""
 
     STARTING = "starting"
     SERVING = "serving"
     QUARANTINED = "quarantined"
     """It died, and will be replaced."""
-    GIVEN_UP = "given up"
+    ABANDONED = "abandoned"
     """It died, and will not be replaced."""
 
 
-@dataclass(kw_only=True)
 class Replica:
-    """What is routed to, restarted and replaced as one; the one that replaces it is another Replica."""
+    """Processes with one actor each that are routed to, restarted and replaced as one.
 
-    index: int
-    incarnation: int
-    """How many replicas of this index came before."""
-    ranks: int
-    mesh_name: str
-    mesh: ProcMesh
-    actor: Any  # Monarch's actor mesh has no useful type; typed handles stand before it
-    link: Link
-    log: Path
-    host: str = THIS_HOST
-    state: State = State.STARTING
-    serving_since: float = 0.0
-    in_flight: int = 0
-    held: int = 0
-    """What else it works for or keeps, such as worlds between two steps; counts for routing as a request does."""
-    busy_s: float = 0.0
-    busy_since: float = 0.0
-    began: float = 0.0
-    """When it last began to be busy."""
-    death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done, with the cause, as soon as one of its processes has ended or hangs."""
-    watched: list[int] = field(default_factory=list)
-    """File descriptors of its processes that run."""
-    roots: dict[int, int] = field(default_factory=dict)
-    """Its processes on this machine: by number, with the start of each."""
-    family: dict[int, int] = field(default_factory=dict)
-    """Those and their descendants, when they were last looked at."""
-    stopped_polls: int = 0
+        pid = await replica.call("process_id", deadline_s=10)
+        score = await replica.ask("score", task, text, deadline_s=60)
+
+    The one that takes its place after its death is another Replica of the same index.
+
+    Args:
+        service: name of the service, in errors.
+        index: its place in the service.
+        incarnation: number of replicas of this index before it.
+        ranks: number of its processes.
+        mesh: Monarch's mesh of the processes.
+        mesh_name: name of the mesh.
+        actor: Monarch's mesh of the actors.
+        host: name of the host.
+        log: file that its processes print to.
+        tree: its processes, where they are on this machine.
+        faults: where calls in flight are noted.
+        clock: monotonic seconds.
+        busy_s: seconds of work that are counted already, of its predecessor.
+        on_lost: told of a death that a call met, with Monarch's text.
+    """
+
+    def __init__(
+        self,
+        *,
+        service: str,
+        index: int,
+        incarnation: int,
+        ranks: int,
+        mesh: ProcMesh,
+        mesh_name: str,
+        actor: Any,  # Monarch's actor mesh has no useful type; typed handles stand before it
+        host: str,
+        log: Path,
+        tree: ProcessTree,
+        faults: Faults,
+        clock: Callable[[], float],
+        busy_s: float,
+        on_lost: Callable[[Replica, str], None],
+    ) -> None:
+        self.index = index
+        self.incarnation = incarnation
+        self.ranks = ranks
+        self.mesh = mesh
+        self.mesh_name = mesh_name
+        self.actor = actor
+        self.host = host
+        self.log = log
+        self.tree = tree
+        self.state = State.STARTING
+        self.serving_since = 0.0
+        self.in_flight = 0
+        self.held = 0
+        """Other load than calls, such as environments between two steps; routing counts each as one call."""
+        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done, with the cause, as soon as one of its processes has ended or hangs."""
+        self.stopped_polls = 0
+        """Number of the watchdog's last looks in a row that saw one of its processes stopped."""
+        self._service = service
+        self._faults = faults
+        self._clock = clock
+        self._busy_s = busy_s
+        self._busy_since = 0.0
+        self._span_began = 0.0
+        self._on_lost = on_lost
+        first = actor.slice(ranks=0) if ranks > 1 else actor
+        self.link = Link(first, error=self._error, lost=lambda error: on_lost(self, str(error)))
 
     @property
     def alive(self) -> bool:
@@ -71,5 +114,152 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """What routing looks at."""
+        """Number of calls in flight and of what else it holds, for routing."""
         return self.in_flight + self.held
+
+    def fail(self, cause: str) -> None:
+        """Count it as dead: calls in flight and later ones raise ReplicaError."""
+        self.death.set_result(cause)
+        self.link.fail(cause, died=True)
+
+    async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None) -> Any:
+        """Call an endpoint of one process: its only one, or the given rank. For control; `ask` is cheaper.
+
+        Raises:
+            ForgeError: the actor raised it.
+            DeadlineError: no answer in time.
+            ReplicaError: the replica died or hung.
+            ServiceError: the actor raised something else; see the replica's log.
+        """
+        actor = self.actor if rank is None else self.actor.slice(ranks=rank)
+        if not self.alive:
+            raise self._error(ReplicaError, method, self.death.result())
+        try:
+            with self._in_flight(method), self._timed(method, rank):
+                answer = asyncio.ensure_future(_await(getattr(actor, method).call_one(*args)))
+                try:
+                    done, _ = await asyncio.wait(
+                        (answer, self.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    answer.cancel()
+            if answer in done:
+                return answer.result()
+            if self.death in done:
+                raise self._error(ReplicaError, method, self.death.result())
+            raise self._error(DeadlineError, method, f"no answer within {deadline_s:g} s")
+        except ForgeError:
+            raise
+        except SupervisionError as error:
+            self._on_lost(self, str(error))
+            raise self._error(ReplicaError, method, self.death.result()) from error
+        except Exception as error:
+            raised = getattr(error, "exception", error)  # Monarch wraps what an endpoint raises
+            if isinstance(raised, ForgeError):
+                raise raised from error
+            raise self._error(ServiceError, method, f"{type(raised).__name__}: {raised}") from error
+
+    async def call_ranks(
+        self, method: str, args_of_rank: Callable[[int], Sequence[object]], *, deadline_s: float
+    ) -> list[Any]:
+        """Call every rank side by side; the results are in the order of ranks.
+
+        The first failure ends the wait, as the other ranks may then hang in a collective forever.
+
+        Raises:
+            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
+        """
+        calls = [
+            asyncio.ensure_future(self.call(method, *args_of_rank(rank), deadline_s=deadline_s, rank=rank))
+            for rank in range(self.ranks)
+        ]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def ask(self, method: str, *args: object, deadline_s: float) -> Any:
+        """Await a method of the actor over the link; of rank 0, if there are several.
+
+        If this is cancelled, so is the method.
+
+        Raises:
+            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
+        """
+        key = self._begin(method)  # no `with`: that costs as much as all else here
+        try:
+            return await self.link.ask(method, args, deadline_s)
+        finally:
+            self._end(key)
+
+    async def stream(self, method: str, *args: object, deadline_s: float) -> AsyncGenerator[Any, None]:
+        """Iterate over an async generator of the actor, over the link; items before an error are yielded first.
+
+        `aclose` it when you leave early: that ends the generator in the replica, which does not wait for its consumer.
+
+        Args:
+            method: name of the generator; of rank 0, if there are several.
+            args: its arguments.
+            deadline_s: for each item, counted from the one before it, or from when the first is asked for.
+
+        Raises:
+            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
+        """
+        with self._in_flight(method):
+            async with contextlib.aclosing(self.link.stream(method, args, deadline_s)) as items:
+                async for item in items:
+                    yield item
+
+    def drain_busy_s(self) -> float:
+        """Seconds in which a call was in flight since this was last called."""
+        now = self._clock()
+        seconds = self._busy_s + (now - self._busy_since if self.in_flight else 0.0)
+        self._busy_s, self._busy_since = 0.0, now
+        return seconds
+
+    @contextlib.contextmanager
+    def _in_flight(self, method: str) -> Iterator[None]:
+        key = self._begin(method)
+        try:
+            yield
+        finally:
+            self._end(key)
+
+    def _begin(self, method: str) -> int:
+        """Count a call as in flight until `_end` is given the key."""
+        if self.in_flight == 0:
+            self._busy_since = self._span_began = self._clock()
+        self.in_flight += 1
+        return self._faults.begin(self._service, self.index, method)
+
+    def _end(self, key: int) -> None:
+        self._faults.end(key)
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            now = self._clock()
+            self._busy_s += now - self._busy_since
+            self._trace("busy", self._span_began, now, False)
+
+    @contextlib.contextmanager
+    def _timed(self, method: str, rank: int | None) -> Iterator[None]:
+        """Trace a call when it is over; of calls to all ranks side by side, the first rank's."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if not rank:
+                self._trace(method, began, self._clock(), True)
+
+    def _trace(self, name: str, began: float, ended: float, overlapping: bool) -> None:
+        if self._faults.on_span is not None:
+            self._faults.on_span(f"{self._service}/{self.index}", name, began, ended, overlapping)
+
+    def _error(self, kind: type[ServiceError], method: str, message: str) -> ServiceError:
+        return kind(message, service=self._service, replica=self.index, call=method, hint=f"see {self.log}")
+
+
+async def _await(future: Any) -> Any:
+    """Wrap Monarch's future, which is awaitable, as the coroutine that asyncio.wait wants."""
+    return await future

@@ -1,15 +1,13 @@
-"""Which replica takes the next request."""
+"""Routing: which replica takes the next request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol, TypeVar
-
-from forge_rl.errors import ServiceError
 
 
 class Load(Protocol):
-    """What routing looks at."""
+    """State of a replica that routing looks at."""
 
     @property
     def index(self) -> int: ...
@@ -24,13 +22,10 @@ class Load(Protocol):
 R = TypeVar("R", bound=Load)
 
 
-def least_loaded(service: str, replicas: Sequence[R]) -> R:
-    """The serving replica with the least load; the lowest index among equals.
+def least_loaded(replicas: Iterable[R]) -> R | None:
+    """Return the serving replica with the least load, the lowest index among equals; None if none serves.
 
-    Raises:
-        ServiceError: none serves. A dead one has no load either, so it is left out before loads are compared.
+    A dead one has no load either, so it is left out before loads are compared.
     """
-    serving = [replica for replica in replicas if replica.serving]
-    if not serving:
-        raise ServiceError("no replica is alive", service=service, hint="see the replicas' logs in the run folder")
-    return min(serving, key=lambda replica: (replica.load, replica.index))
+    serving = (replica for replica in replicas if replica.serving)
+    return min(serving, key=lambda replica: (replica.load, replica.index), default=None)

@@ -1,43 +1,47 @@
-"""A named set of replicas, each an actor on its own process mesh, called with deadlines and named errors."""
+"""A named set of replicas: spawned, watched, routed to, brought back and stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import os
-import signal
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]
+
 from forge_rl.errors import ReplicaError, ServiceError
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
-from forge_rl.runtime.faults import Faults, cause_of, describe_exit, exit_status
-from forge_rl.runtime.link import Link
-from forge_rl.runtime.processes import kill, process_space, state_of
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.processes import ProcessTree, describe_exit, process_space
 from forge_rl.runtime.replica import Replica, State
 from forge_rl.runtime.router import least_loaded
-from forge_rl.runtime.rpc import ReplicaCaller
 from forge_rl.runtime.supervision import Restart, Supervisor
-from forge_rl.runtime.watchdog import Watchdog
+from forge_rl.runtime.watchdog import watch_for_hangs
 
 __all__ = ["Replica", "Service", "ServiceActor", "stopped_on_error"]
 
 _KILL_S = 5.0
 """How long processes may take to end once they are killed."""
 _ATTEMPTS = 3
-"""A routed call is tried so often at least: what kills each replica that it meets must end."""
+"""Fewest replicas that a routed call is tried on: one that kills each replica it meets must end."""
 _MARK = "FORGE_RL_REPLICA"
-"""In the environment of a replica's processes, and so of all that they start."""
+"""Name of a variable in the environment of a replica's processes, and so of all that they start."""
 
 T = TypeVar("T")
 
 
-class Service(ReplicaCaller):
-    """Spawns replicas, calls them, and brings them back if they die.
+class Service:
+    """Spawns replicas, routes calls to them, and brings them back if they die.
+
+        service = Service("reward", cluster, faults)
+        await service.watch(service.spawn(RewardActor, env={"OMP_NUM_THREADS": "1"}), deadline_s=60)
+        score = await service.route("score", task, text, deadline_s=5)
+        await service.stop()
 
     Args:
         name: of the service, in errors and logs.
@@ -46,6 +50,7 @@ class Service(ReplicaCaller):
         clock: monotonic seconds.
         descendants: a replica hangs also when a process that it started is stopped. Not where such processes run what
             a model wrote, which may stop itself.
+        exit_meanings: sentences for the exit statuses that its processes end with on purpose.
     """
 
     def __init__(
@@ -56,20 +61,26 @@ class Service(ReplicaCaller):
         *,
         clock: Callable[[], float] = time.monotonic,
         descendants: bool = True,
+        exit_meanings: Mapping[int, str] | None = None,
     ) -> None:
-        super().__init__(name, faults, clock)
+        self.name = name
+        self.replicas: list[Replica] = []
+        """Last incarnation of each replica, by index."""
         self.listeners: list[Callable[[], None]] = []
         """Called after every change of the set of serving replicas."""
-        self._cluster = cluster
-        self._id = uuid.uuid4().hex[:12]
-        self._supervisor: Supervisor | None = None
-        self._watchdog = Watchdog(self.replicas, descendants=descendants, mark_failed=self.mark_failed)
-        self._watching: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()
-        """Set while a replica serves, and when none will again."""
-        self._stopping = False
         self.recoverable = False
         """Whether the owner brings a dead replica back itself, so that a death is not fatal without `supervise` too."""
+        self._cluster = cluster
+        self._faults = faults
+        self._clock = clock
+        self._descendants = descendants
+        self._exit_meanings = exit_meanings or {}
+        self._id = uuid.uuid4().hex[:12]
+        self._supervisor: Supervisor | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        """Set for a moment after every change of a state, to wake who waits for one that serves."""
+        self._stopping = False
 
     def spawn(
         self,
@@ -86,10 +97,10 @@ class Service(ReplicaCaller):
         Args:
             actor: a ServiceActor class, importable in the children.
             args: of its constructor, which should only keep them: Monarch calls it lazily.
-            ranks: processes of the replica.
+            ranks: number of processes.
             env: added to their environment.
             imports: modules that they import first; see Cluster.spawn.
-            host: where they run.
+            host: name of the host that they run on.
             index: of the dead replica that it replaces; the next one by default.
 
         Raises:
@@ -99,39 +110,29 @@ class Service(ReplicaCaller):
         assert dead is None or not dead.alive, f"replica {index} of {self.name} lives"
         number = len(self.replicas) if index is None else index
         incarnation = 0 if dead is None else dead.incarnation + 1
-        suffix = f".{incarnation}" if incarnation else ""
-        mesh_name = f"{self.name}-{number}{suffix}"
-        name, _, value = self._mark_of(mesh_name).partition("=")
-        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env={**(env or {}), name: value}, imports=imports, host=host)
+        mesh_name = f"{self.name}-{number}" + f".{incarnation}" * bool(incarnation)
+        mark = f"{self._id}/{mesh_name}"
+        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env={**(env or {}), _MARK: mark}, imports=imports, host=host)
         # Monarch tells of a failure late, by this name: it must be no other's by then.
         actor_name = f"{self.name}_{number}_{incarnation}_{self._id}"
-        handle = mesh.spawn(actor_name, actor, *args)
-        log = self._cluster.log_file(mesh_name)
-
-        def error(kind: type[ServiceError], method: str, message: str) -> ServiceError:
-            return self._error(kind, replica, method, message)
-
-        def lost(error: Exception) -> None:
-            self._on_death(replica, cause_of(str(error)))
-
         replica = Replica(
+            service=self.name,
             index=number,
             incarnation=incarnation,
             ranks=ranks,
-            mesh_name=mesh_name,
             mesh=mesh,
-            actor=handle,
-            link=Link(handle.slice(ranks=0) if ranks > 1 else handle, error=error, lost=lost),
-            log=log,
+            mesh_name=mesh_name,
+            actor=mesh.spawn(actor_name, actor, *args),
             host=host,
+            log=self._cluster.log_file(mesh_name),
+            tree=ProcessTree(_MARK, mark),
+            faults=self._faults,
+            clock=self._clock,
+            busy_s=0.0 if dead is None else dead.drain_busy_s(),
+            on_lost=self._on_lost,
         )
-        self._faults.on_failure(actor_name, functools.partial(self._on_death, replica))
-        if dead is None:
-            self.replicas.append(replica)
-        else:
-            replica.busy_s = dead.busy_s
-            self.replicas[number] = replica
-        self._settle()
+        self._faults.on_failure(actor_name, lambda text: self._on_lost(replica, text))
+        self.replicas[number : number + 1] = [replica]
         return replica
 
     async def watch(self, replica: Replica, *, deadline_s: float) -> None:
@@ -141,28 +142,24 @@ class Service(ReplicaCaller):
         """
         # On another machine the same number is a stranger's process. A death there is told by Monarch's supervision,
         # after seconds, as it is told to the calls that are in flight.
-        near = replica.host == THIS_HOST or process_space() == await self.call(
-            replica, "process_space", deadline_s=deadline_s, rank=0
+        near = replica.host == THIS_HOST or process_space() == await replica.call(
+            "process_space", deadline_s=deadline_s, rank=0
         )
         for rank in range(replica.ranks):
-            pid = await self.call(replica, "process_id", deadline_s=deadline_s, rank=rank)
+            pid = await replica.call("process_id", deadline_s=deadline_s, rank=rank)
             if not near:
                 continue
-            state = state_of(pid)
             try:
-                fd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._on_death(replica, describe_exit(None))
+                replica.tree.watch(pid, functools.partial(self._on_process_end, replica, rank))
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                self._on_process_end(replica, rank, None)
                 return
-            if state is not None:
-                replica.roots[pid] = replica.family[pid] = state[1]
-            replica.watched.append(fd)
-            asyncio.get_running_loop().add_reader(fd, self._on_process_end, replica, rank, fd)
         if self._watching is None:
-            self._watching = asyncio.get_running_loop().create_task(self._watchdog.run())
+            hangs = watch_for_hangs(self.replicas, descendants=self._descendants, mark_failed=self.mark_failed)
+            self._watching = asyncio.get_running_loop().create_task(hangs)
             self._watching.add_done_callback(self._on_watchdog_end)
         if replica.incarnation == 0 or self._supervisor is None:
-            self.serve(replica)
+            self._start_serving(replica)
 
     def supervise(
         self,
@@ -171,7 +168,7 @@ class Service(ReplicaCaller):
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """From now on a replica that dies is brought back.
+        """Bring back every replica that dies from now on.
 
         Args:
             respawn: spawns a new incarnation for an index (`spawn` with `index`, and `watch`) and makes it ready to
@@ -179,14 +176,25 @@ class Service(ReplicaCaller):
             config: how often and when.
             sleep: waits for so many seconds between restarts.
         """
-        self._supervisor = Supervisor(self, respawn, config, faults=self._faults, clock=self._clock, sleep=sleep)
+        self._supervisor = Supervisor(
+            lambda index: self._restart(index, respawn),
+            clean_up=lambda index: self.clean_up(self.replicas[index]),
+            abandon=self._abandon,
+            on_error=lambda index, error: self._faults.record(self.name, index, f"it cannot be restarted: {error!r}"),
+            config=config,
+            clock=self._clock,
+            sleep=sleep,
+        )
 
     async def route(self, method: str, *args: object, deadline_s: float) -> Any:
-        """Ask the serving replica with the least load, and another one if that one dies; raises as `ask` and `try_on`.
+        """Ask the serving replica with the least load, and another one if that one dies.
 
         While none serves it waits for one. That ends, as restarts do; `deadline_s` is for the method.
+
+        Raises:
+            ForgeError, DeadlineError, ReplicaError, ServiceError: as `Replica.ask` and `try_on`.
         """
-        return await self.try_on(lambda replica: self.ask(replica, method, *args, deadline_s=deadline_s))
+        return await self.try_on(lambda replica: replica.ask(method, *args, deadline_s=deadline_s))
 
     async def try_on(self, attempt: Callable[[Replica], Awaitable[T]]) -> T:
         """Do something on the serving replica with the least load, and again on another one if that one dies.
@@ -197,8 +205,7 @@ class Service(ReplicaCaller):
         """
         attempts = max(_ATTEMPTS, len(self.replicas) + 1)  # they may all have died at once, unseen until it is tried
         while True:
-            await self.available()
-            replica = least_loaded(self.name, self.replicas)
+            replica = await self.available()
             attempts -= 1
             try:
                 return await attempt(replica)
@@ -206,54 +213,49 @@ class Service(ReplicaCaller):
                 if replica.alive or not attempts:
                     raise
 
-    async def available(self) -> None:
-        """Wait until a replica serves.
+    async def available(self) -> Replica:
+        """Return the serving replica with the least load; while none serves, wait for one.
 
         Raises:
-            ServiceError: none will; names the causes.
+            ServiceError: none will serve; names the causes.
         """
-        while not any(replica.serving for replica in self.replicas):
-            if self._stopping or all(replica.state is State.GIVEN_UP for replica in self.replicas):
-                raise ServiceError(self.causes, service=self.name, hint="see the replicas' logs in the run folder")
-            with self._faults.calling(self.name, None, "available"):
-                await self._settled.wait()
+        if (replica := least_loaded(self.replicas)) is not None:
+            return replica
+        with self._faults.calling(self.name, None, "available"):
+            while (replica := least_loaded(self.replicas)) is None:
+                if self._stopping or self._all_abandoned:
+                    raise ServiceError(
+                        self._causes(), service=self.name, hint="see the replicas' logs in the run folder"
+                    )
+                await self._changed.wait()
+        return replica
 
-    @property
-    def causes(self) -> str:
-        """Why no replica is left."""
-        if self._stopping or not self.replicas:
-            return "the service has been stopped" if self._stopping else "no replica is alive"
-        died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
-        return f"no replica is left; {'; '.join(died)}"
+    def drain_busy_s(self) -> list[float]:
+        """Seconds in which each replica had a call in flight since this was last called, by index."""
+        return [replica.drain_busy_s() for replica in self.replicas]
 
     def mark_failed(self, replica: Replica, cause: str) -> None:
-        """Count a replica as dead, and kill it: it hangs, or what it answers is garbage."""
-        for fd in replica.watched:
-            with contextlib.suppress(ProcessLookupError):  # it just ended
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        """Count a replica as dead and kill it: it hangs, or its answers are garbage."""
+        replica.tree.kill_roots()
         self._on_death(replica, cause)
 
-    async def end(self, replica: Replica) -> None:
-        """End what is left of a dead replica: its tasks here, and all processes that it or they started."""
-        for fd in list(replica.watched):
-            self._unwatch(replica, fd)
+    def abandon(self, replica: Replica) -> None:
+        """Never bring a dead replica back."""
+        self._set_state(replica, State.ABANDONED)
+
+    async def clean_up(self, replica: Replica) -> None:
+        """End what is left of a replica: its tasks here, and all processes that it or they started."""
+        replica.tree.unwatch()
         await replica.link.close()
-        await asyncio.to_thread(kill, replica.family, self._mark_of(replica.mesh_name), wait_s=_KILL_S)
+        if replica.alive:  # Monarch ends it in peace; a dead one may hang, and is killed first
+            await self._cluster.stop(replica.mesh_name)
+        await asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S)  # also what Monarch does not know of
         await self._cluster.stop(replica.mesh_name)
 
-    def serve(self, replica: Replica) -> None:
-        """Route to a replica from now on."""
-        replica.serving_since = self._clock()
-        self._set_state(replica, State.SERVING)
-
-    def give_up(self, replica: Replica) -> None:
-        """Never bring a dead replica back."""
-        self._set_state(replica, State.GIVEN_UP)
-
     async def stop(self) -> None:
-        """End all replicas' processes. What is in flight fails."""
+        """End all replicas' processes. Calls in flight fail."""
         self._stopping = True
-        self._settle()
+        self._notify()
         if self._supervisor is not None:
             await self._supervisor.close()
         if self._watching is not None:
@@ -261,68 +263,97 @@ class Service(ReplicaCaller):
             await asyncio.wait([self._watching])
         async with asyncio.TaskGroup() as group:
             for replica in self.replicas:
-                group.create_task(self._stop(replica))
+                group.create_task(self.clean_up(replica))
         self.replicas.clear()
 
-    async def _stop(self, replica: Replica) -> None:
-        for fd in list(replica.watched):
-            self._unwatch(replica, fd)
-        await replica.link.close()
-        await self._cluster.stop(replica.mesh_name)
-        # What did not end, as it hangs or Monarch does not know of it.
-        await asyncio.to_thread(kill, replica.family, self._mark_of(replica.mesh_name), wait_s=_KILL_S)
+    async def _restart(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> bool:
+        """Replace a dead replica; returns whether the new one serves."""
+        dead, failure = self.replicas[index], ""
+        try:
+            await respawn(index)
+        except (Exception, asyncio.CancelledError) as error:  # whatever it is, the replica does not serve
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            failure = f"it did not start again: {type(error).__name__}: {error}".splitlines()[0]
+        replica = self.replicas[index]
+        if replica is dead:
+            self._faults.record(self.name, index, failure, fatal=False)
+        elif failure:
+            self.mark_failed(replica, failure)
+        if replica.alive:
+            self._start_serving(replica)
+            self._faults.recovered(self.name, index)
+        return replica.alive
 
-    def _mark_of(self, mesh_name: str) -> str:
-        return f"{_MARK}={self._id}/{mesh_name}"
+    def _abandon(self, index: int) -> None:
+        self.abandon(self.replicas[index])
+        if self._all_abandoned:
+            self._faults.record(self.name, None, self._causes())
 
-    def _on_process_end(self, replica: Replica, rank: int, fd: int) -> None:
-        cause = describe_exit(exit_status(fd))
-        self._unwatch(replica, fd)
+    @property
+    def _all_abandoned(self) -> bool:
+        return all(replica.state is State.ABANDONED for replica in self.replicas)
+
+    def _causes(self) -> str:
+        """Say why no replica is left."""
+        if self._stopping or not self.replicas:
+            return "the service has been stopped" if self._stopping else "no replica is alive"
+        died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
+        return f"no replica is left; {'; '.join(died)}"
+
+    def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
+        cause = describe_exit(status, self._exit_meanings)
         self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)
 
+    def _on_lost(self, replica: Replica, text: str) -> None:
+        self._on_death(replica, cause_of(text, self._exit_meanings))
+
     def _on_death(self, replica: Replica, cause: str) -> None:
-        if replica.death.done():
+        if not replica.alive:
             return
-        replica.death.set_result(cause)
-        replica.link.fail(cause, died=True)
+        replica.fail(cause)
         if self._stopping:
             return
         supervisor = None if self._faults.closing else self._supervisor
         fatal = supervisor is None and not self.recoverable
-        fault = self._faults.record(self.name, replica.index, cause, fatal=fatal)
-        self._set_state(replica, State.GIVEN_UP if fatal else State.QUARANTINED)
+        self._faults.record(self.name, replica.index, cause, fatal=fatal)
+        self._set_state(replica, State.ABANDONED if fatal else State.QUARANTINED)
         if supervisor is not None:
-            supervisor.on_death(replica, fault)
+            supervisor.on_death(replica.index, replica.serving_since)
 
     def _on_watchdog_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._faults.record(self.name, None, f"nobody notices any more when it hangs: {error!r}")
 
+    def _start_serving(self, replica: Replica) -> None:
+        replica.serving_since = self._clock()
+        self._set_state(replica, State.SERVING)
+
     def _set_state(self, replica: Replica, state: State) -> None:
         served, replica.state = replica.serving, state
-        self._settle()
+        self._notify()
         if served != replica.serving:
             for listener in list(self.listeners):
                 listener()
 
-    def _settle(self) -> None:
-        """Wake who waits for a replica that serves, if one does or none will."""
-        given_up = all(replica.state is State.GIVEN_UP for replica in self.replicas)
-        if given_up or self._stopping or any(replica.serving for replica in self.replicas):
-            self._settled.set()
-        else:
-            self._settled.clear()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed.clear()
 
-    def _unwatch(self, replica: Replica, fd: int) -> None:
-        if fd in replica.watched:
-            replica.watched.remove(fd)
-            asyncio.get_running_loop().remove_reader(fd)
-            os.close(fd)
+
+def cause_of(text: str, exit_meanings: Mapping[int, str] | None = None) -> str:
+    """Return one line of cause from Monarch's text about a failure."""
+    if found := re.search(r"Killed\(sig=(\d+)\)", text):
+        return describe_exit(-int(found[1]))
+    if found := re.search(r"exited with non-zero code (\d+)", text):
+        return describe_exit(int(found[1]), exit_meanings)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "unknown"
 
 
 @contextlib.asynccontextmanager
 async def stopped_on_error(service: Service) -> AsyncIterator[None]:
-    """Stop a service whose start failed, as its handle, which would, is never seen."""
+    """Stop a service if the body, its start, fails; its handle, which would stop it, is then never seen."""
     try:
         yield
     except BaseException:

@@ -96,7 +96,7 @@ class EnginePool:
 
         async def one(replica: Replica) -> list[Any]:
             try:
-                return [await self._service.call(replica, method, *args_of(replica), deadline_s=deadline_s)]
+                return [await replica.call(method, *args_of(replica), deadline_s=deadline_s)]
             except ReplicaError:
                 return []
             except ServiceError as error:
@@ -115,7 +115,7 @@ class EnginePool:
 
     async def _make_ready(self, replica: Replica) -> None:
         await self._service.watch(replica, deadline_s=self._start_deadline_s)
-        await self._service.call(replica, "setup", deadline_s=self._start_deadline_s)
+        await replica.call("setup", deadline_s=self._start_deadline_s)
         now = DesiredState()
         while now != (wish := self._wish):  # it may change meanwhile
             if wish.paused != now.paused:
@@ -132,11 +132,11 @@ class EnginePool:
             await self._control(replica, "serve_model")
             return
         async with store.lease(version) as manifest:
-            report: LoadReport = await self._service.call(
-                replica, "load", manifest, store.transport(replica.host), deadline_s=LOAD_DEADLINE_S
+            report: LoadReport = await replica.call(
+                "load", manifest, store.transport(replica.host), deadline_s=LOAD_DEADLINE_S
             )
         if report.version != version:
             raise WeightsError(f"version {version} was to be loaded, and the engine read {report.version}")
 
     async def _control(self, replica: Replica, method: str) -> None:
-        await self._service.call(replica, method, deadline_s=CONTROL_DEADLINE_S)
+        await replica.call(method, deadline_s=CONTROL_DEADLINE_S)

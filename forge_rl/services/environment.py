@@ -80,7 +80,7 @@ class Environment:
 
     async def _open(self, replica: Replica, task: Task) -> tuple[EnvSession, Observation]:
         self._opened += 1
-        world = EnvSession(self, self._service, replica, self._opened, self._config.deadline_s)
+        world = EnvSession(self, replica, self._opened, self._config.deadline_s)
         observation: Observation = await world._ask("reset", task)
         return world, observation
 
@@ -108,11 +108,8 @@ class Environment:
 class EnvSession:
     """One episode's world, in the replica that holds its state."""
 
-    def __init__(
-        self, environment: Environment, service: Service, replica: Replica, key: int, deadline_s: float
-    ) -> None:
+    def __init__(self, environment: Environment, replica: Replica, key: int, deadline_s: float) -> None:
         self._environment = environment
-        self._service = service
         self._replica = replica
         self._deadline_s = deadline_s
         self._over = False
@@ -137,11 +134,11 @@ class EnvSession:
         if not self._over:
             self._end()
             with contextlib.suppress(ReplicaError):  # it is gone
-                await self._service.ask(self._replica, "close", self.key, deadline_s=self._deadline_s)
+                await self._replica.ask("close", self.key, deadline_s=self._deadline_s)
 
     async def _ask(self, method: str, argument: object) -> Any:
         try:
-            return await self._service.ask(self._replica, method, self.key, argument, deadline_s=self._deadline_s)
+            return await self._replica.ask(method, self.key, argument, deadline_s=self._deadline_s)
         except BaseException:
             self.abandon()
             raise

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.engines import ENGINE_DIED
 from forge_rl.engines.platform import Dtype, resolve_dtype
 from forge_rl.errors import (
     ConfigError,
@@ -22,7 +23,6 @@ from forge_rl.errors import (
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.router import least_loaded
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services.completion import ResumableCompletion, validate_chunk
@@ -130,7 +130,7 @@ class Generator:
             actor: what an engine is.
             name: of the service, in errors and logs.
         """
-        service = Service(name, cluster, faults)
+        service = Service(name, cluster, faults, exit_meanings={ENGINE_DIED: "its vLLM engine process died"})
 
         def spawn(index: int, again: bool) -> Replica:
             return service.spawn(
@@ -190,9 +190,7 @@ class Generator:
         self._check(prompt_ids, chosen)
         replica = await self._choose(engine)
         first, drawn = self._complete, 0
-        answer = self._service.stream(
-            replica, "stream", tuple(prompt_ids), chosen, deadline_s=self.config.request_deadline_s
-        )
+        answer = replica.stream("stream", tuple(prompt_ids), chosen, deadline_s=self.config.request_deadline_s)
         try:
             async with contextlib.aclosing(answer) as chunks:
                 async for chunk in chunks:
@@ -315,9 +313,9 @@ class Generator:
         """Go on after `sleep`; engines that are also paused stay so."""
         await self._pool.switch("wake", lambda wish: replace(wish, asleep=False))
 
-    def take_busy_s(self) -> list[float]:
+    def drain_busy_s(self) -> list[float]:
         """Seconds in which each engine had work, since this was last asked."""
-        return self._service.take_busy_s()
+        return self._service.drain_busy_s()
 
     async def stop(self) -> None:
         """End the engines: first vLLM's own processes, then ours."""
@@ -325,7 +323,7 @@ class Generator:
         for replica in self._service.replicas:
             if replica.alive:
                 with contextlib.suppress(ForgeError):  # what does not close in time is killed by Service.stop
-                    await self._service.call(replica, "close", deadline_s=5.0)
+                    await replica.call("close", deadline_s=5.0)
         await self._service.stop()
 
     async def _answer(self, answer: ResumableCompletion, engine: int | None) -> AsyncGenerator[Chunk, None]:
@@ -343,8 +341,7 @@ class Generator:
 
     async def _choose(self, engine: int | None) -> Replica:
         if engine is None:
-            await self._service.available()
-            return least_loaded(self._service.name, self._service.replicas)
+            return await self._service.available()
         for replica in self._service.replicas:
             if replica.index == engine and replica.serving:
                 return replica

@@ -15,7 +15,7 @@ from monarch.actor import concurrent_endpoint
 
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import REWARD_STUCK, Faults
+from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor, stopped_on_error
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
@@ -23,6 +23,9 @@ from forge_rl.types import Task
 
 RewardFunction = Callable[[Task, str], float | Awaitable[float]]
 """From a task and the model's last answer to a score; plain or async. It must pickle."""
+
+REWARD_STUCK = 72
+"""Exit status of a process that ended because its reward function did not come back."""
 
 
 class Reward:
@@ -56,7 +59,13 @@ class Reward:
         cls, config: Config, cluster: Cluster, faults: Faults, *, function: RewardFunction, deadline_s: float
     ) -> Reward:
         """Spawn the service with a reward function."""
-        service = Service("reward", cluster, faults, descendants=False)
+        service = Service(
+            "reward",
+            cluster,
+            faults,
+            descendants=False,
+            exit_meanings={REWARD_STUCK: "its reward function did not come back within its deadline"},
+        )
         reward = cls(config, service, function)
 
         async def start_one(index: int | None = None) -> None:
@@ -65,7 +74,7 @@ class Reward:
             given = None
             while given is not reward._function:  # replaced meanwhile
                 given = reward._function
-                await service.call(replica, "replace", given, deadline_s=config.deadline_s)
+                await replica.call("replace", given, deadline_s=config.deadline_s)
 
         async with stopped_on_error(service), task_group() as group:
             for _ in range(config.replicas):
@@ -96,7 +105,7 @@ class Reward:
             for replica in list(self._service.replicas):
                 if replica.serving:  # one that starts takes the function before it serves
                     with contextlib.suppress(ReplicaError):
-                        await self._service.call(replica, "replace", function, deadline_s=self._config.deadline_s)
+                        await replica.call("replace", function, deadline_s=self._config.deadline_s)
         except BaseException:
             self._function = previous
             raise

@@ -173,14 +173,12 @@ class Trainer:
         self.restarts += 1
         self._down = "it is being restarted"
         try:
-            await self._service.end(dead)
+            await self._service.clean_up(dead)
             await self._open(resume, index=0)
         except BaseException as error:
             self._down = f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             raise
-        for fault in self._faults.seen:
-            if fault.service == self._service.name and fault.recovered_s is None:
-                self._faults.recovered(fault)
+        self._faults.recovered(self._service.name, dead.index)
 
     @property
     def alive(self) -> bool:
@@ -252,7 +250,7 @@ class Trainer:
         import torch
 
         if self._specs is None:
-            self._specs = await self._service.call(self._replica, "specs", deadline_s=self._deadline_s, rank=0)
+            self._specs = await self._replica.call("specs", deadline_s=self._deadline_s, rank=0)
         async with store.publishing(self.version, self._specs, getattr(torch, dtype)) as publication:
             parts = await self._all("publish", store.transport(), publication.draft)
             self.busy_s += max(seconds for _, seconds in parts)
@@ -323,7 +321,7 @@ class Trainer:
         if not self.restarts_left:
             replica.death.add_done_callback(self._on_last_death)
         await service.watch(replica, deadline_s=deadline_s)
-        address, port = await service.call(replica, "meeting_point", deadline_s=deadline_s, rank=0)
+        address, port = await replica.call("meeting_point", deadline_s=deadline_s, rank=0)
         started = await self._call_ranks(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
         self.version, self.parameters = started[0]
         self._down = ""
@@ -337,7 +335,7 @@ class Trainer:
     def _on_last_death(self, death: asyncio.Future[str]) -> None:
         """The run ends, also when nobody is calling."""
         if self._service.recoverable:
-            self._service.give_up(self._service.replicas[0])
+            self._service.abandon(self._service.replicas[0])
             self._faults.record(self._service.name, None, self._spent(death.result()))
 
     def _spent(self, cause: str) -> str:
@@ -358,7 +356,7 @@ class Trainer:
             ReplicaError: a rank died or hung; also when another one, which met that in a collective, said so first.
         """
         try:
-            return await self._service.call_ranks(replica, method, args_of_rank, deadline_s=deadline_s)
+            return await replica.call_ranks(method, args_of_rank, deadline_s=deadline_s)
         except (ReplicaError, DeadlineError):
             raise
         except ForgeError as error:

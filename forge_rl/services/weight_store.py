@@ -101,7 +101,7 @@ class WeightStore:
         volumes = {host: replica.actor for host, replica in zip(hosts, service.replicas, strict=True)}
         store = cls(config, service, {host: SharedMemoryTransport(host, volumes) for host in hosts}, choice)
         for replica in service.replicas:
-            folder, reclaimed = await service.call(replica, "open_volume", volumes, deadline_s=deadline_s)
+            folder, reclaimed = await replica.call("open_volume", volumes, deadline_s=deadline_s)
             store._folders.append(folder)
             if reclaimed:
                 store.choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
@@ -190,7 +190,7 @@ class WeightStore:
         for replica in self._service.replicas:
             if replica.alive:
                 with contextlib.suppress(ForgeError):
-                    await self._service.call(replica, "close", deadline_s=10.0)
+                    await replica.call("close", deadline_s=10.0)
         await self._service.stop()
         if any(folder.exists() for folder in self._folders):  # of a process that was killed
             reclaim(self._folders[0].parent.parent)
@@ -199,7 +199,7 @@ class WeightStore:
         """Ask the index."""
         if not self._service.replicas:
             raise ServiceError("it has been stopped", service="weights", call=method, hint="start the run again")
-        return await self._service.call(self._service.replicas[0], method, *args, deadline_s=self._deadline_s)
+        return await self._service.replicas[0].call(method, *args, deadline_s=self._deadline_s)
 
     async def _unless_it_dies(self, method: str, work: Coroutine[Any, Any, T]) -> T:
         """Wait for a transport, which hears of a death only after seconds.
@@ -214,7 +214,7 @@ class WeightStore:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 dead = next(replica for replica in replicas if replica.death.done())
-                await self._service.call(dead, method, deadline_s=self._deadline_s)
+                await dead.call(method, deadline_s=self._deadline_s)
             return await task
         finally:
             task.cancel()

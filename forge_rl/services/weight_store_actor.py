@@ -11,7 +11,7 @@ from monarch.actor import concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
 from forge_rl.errors import WeightsError
-from forge_rl.runtime.faults import when_process_ends
+from forge_rl.runtime.processes import when_process_ends
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.leases import Holder
 from forge_rl.weights.manifest import Manifest, SegmentRef

@@ -16,12 +16,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from forge_rl.engines import ENGINE_DIED
 from forge_rl.engines.platform import device_type
 from forge_rl.engines.vllm.stream import decode
 from forge_rl.engines.vllm.transfer import BACKEND, OWNER, SegmentUpdateInfo, WorkerExtension
 from forge_rl.errors import WeightsError
 from forge_rl.metrics.phases import PhaseClock
-from forge_rl.runtime.faults import ENGINE_DIED, when_process_ends
+from forge_rl.runtime.processes import when_process_ends
 from forge_rl.types import Chunk, Sampling, Turn
 from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import LoadReport, Manifest

@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from forge_rl.engines.vllm.memory import release
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
-from forge_rl.runtime.faults import when_process_ends
+from forge_rl.runtime.processes import when_process_ends
 from forge_rl.weights.fingerprints import Move, fingerprint, move
 from forge_rl.weights.manifest import SegmentRef, TensorEntry
 from forge_rl.weights.segment import check, readable

@@ -1,0 +1,208 @@
+"""Processes: exit statuses, and trees that are watched, looked at and killed whole. Real processes, no Monarch."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from forge_rl.runtime.processes import ProcessTree, describe_exit, exit_status, when_process_ends
+from forge_rl.runtime.service import cause_of
+
+
+def ended(command: str, *, kill: int | None = None) -> tuple[subprocess.Popen[bytes], int]:
+    """A child that has ended but was not waited for, and a pidfd of it."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", command])
+    fd = os.pidfd_open(process.pid)
+    if kill is not None:
+        process.send_signal(kill)
+    os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
+    return process, fd
+
+
+@pytest.mark.parametrize(
+    ("command", "kill", "status"),
+    [
+        ("", None, 0),
+        ("raise SystemExit(3)", None, 3),
+        ("import time; time.sleep(60)", signal.SIGKILL, -9),
+        ("import time; time.sleep(60)", signal.SIGTERM, -15),
+    ],
+)
+def test_the_exit_status_of_a_child_is_read_without_waiting_for_it(command: str, kill: int | None, status: int):
+    process, fd = ended(command, kill=kill)
+    try:
+        assert exit_status(process.pid, fd) == status
+        assert process.wait() == status  # still there for whoever waits for it
+    finally:
+        os.close(fd)
+
+
+def test_a_child_that_somebody_else_waited_for_is_told_or_not_known():
+    process, fd = ended("raise SystemExit(3)")
+    process.wait()
+    try:
+        assert exit_status(process.pid, fd) in (3, None)  # Linux 6.15 and later still tell
+    finally:
+        os.close(fd)
+
+
+def test_the_exit_status_of_a_child_of_another_process_is_told():
+    # The shell becomes a program that does not wait for the child which the shell had started.
+    command = ["sh", "-c", "sleep 60 & echo $!; exec sleep 60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        fd = os.pidfd_open(pid)
+        try:
+            assert exit_status(pid, fd) is None
+            os.kill(pid, signal.SIGKILL)
+            select.select([fd], [], [])
+            assert exit_status(pid, fd) == -signal.SIGKILL
+        finally:
+            os.close(fd)
+            parent.kill()
+
+
+def test_a_child_that_runs_has_no_exit_status():
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    fd = os.pidfd_open(process.pid)
+    try:
+        assert exit_status(process.pid, fd) is None
+    finally:
+        os.close(fd)
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (None, "its process ended"),
+        (0, "its process exited with status 0"),
+        (3, "its process exited with status 3"),
+        (-9, "its process was killed by SIGKILL (by hand, or by the kernel for want of memory)"),
+        (-11, "its process was ended by SIGSEGV"),
+        (71, "its engine died"),
+    ],
+)
+def test_an_exit_status_is_described(status: int | None, said: str):
+    assert describe_exit(status, {71: "its engine died"}) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("supervision\n  event: proc Killed(sig=9) at host\nend", describe_exit(-9)),
+        ("failed: Killed(sig=15))", "its process was ended by SIGTERM"),
+        ("the process exited with non-zero code 3\nmore", "its process exited with status 3"),
+        ("the process exited with non-zero code 71\nmore", "its engine died"),
+        ("first line\n  last line  \n\n", "last line"),
+        ("  \n", "unknown"),
+    ],
+)
+def test_the_cause_is_one_line_of_what_monarch_says(text: str, said: str):
+    assert cause_of(text, {71: "its engine died"}) == said
+
+
+@contextlib.contextmanager
+def family() -> Iterator[tuple[ProcessTree, subprocess.Popen[str], psutil.Process]]:
+    """A marked shell, which is a tree's root, and its child."""
+    value = uuid.uuid4().hex
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; wait; sleep 60"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "FAMILY": value},
+    ) as root:
+        assert root.stdout is not None
+        child = psutil.Process(int(root.stdout.readline()))
+        try:
+            yield ProcessTree("FAMILY", value), root, child
+        finally:
+            for process in (root, child):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def test_a_tree_tells_at_once_how_a_root_ended():
+    async def main() -> None:
+        with family() as (tree, root, _):
+            status = asyncio.get_running_loop().create_future()
+            tree.watch(root.pid, status.set_result)
+            tree.kill_roots()
+            assert await status == -signal.SIGKILL
+            assert root.wait() == -signal.SIGKILL  # not reaped
+            with pytest.raises((psutil.NoSuchProcess, ProcessLookupError)):
+                tree.watch(root.pid, status.set_result)
+
+    asyncio.run(main())
+
+
+def test_a_tree_that_is_not_watched_any_more_tells_nothing():
+    async def main() -> None:
+        with family() as (tree, root, _):
+            tree.watch(root.pid, lambda status: pytest.fail(f"told of {status}"))
+            tree.unwatch()
+            tree.kill_roots()
+            await asyncio.to_thread(root.wait)
+
+    asyncio.run(main())
+
+
+def test_a_stopped_member_is_seen_if_it_is_near_enough():
+    async def main() -> None:
+        with family() as (tree, root, child):
+            tree.watch(root.pid, lambda status: None)
+            assert not tree.has_stopped(most=64)
+            assert sorted(tree.members) == sorted([root.pid, child.pid])
+            child.suspend()
+            while child.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert tree.has_stopped(most=64)
+            assert not tree.has_stopped(most=1)
+            child.resume()
+            assert not tree.has_stopped(most=64)
+            tree.unwatch()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_tree_is_killed_whole(watched: bool, stopped: bool):
+    async def main() -> None:
+        with family() as (tree, root, child):
+            if watched:
+                tree.watch(root.pid, lambda status: None)
+                tree.unwatch()
+            if stopped:
+                child.suspend()
+            assert await asyncio.to_thread(tree.kill, wait_s=30.0) == []
+            assert root.wait() == -signal.SIGKILL  # not reaped
+            with contextlib.suppress(psutil.NoSuchProcess):
+                assert child.status() == psutil.STATUS_ZOMBIE
+
+    asyncio.run(main())
+
+
+def test_an_action_runs_when_a_process_ends_and_at_once_if_it_has():
+    for running in (True, False):
+        process = subprocess.Popen(["sleep", "60" if running else "0"])
+        if not running:
+            process.wait()
+        told = os.pipe()
+        when_process_ends(process.pid, lambda told=told: os.close(told[1]))
+        if running:
+            assert not select.select([told[0]], [], [], 0.05)[0]
+            process.kill()
+        assert os.read(told[0], 1) == b""
+        os.close(told[0])
+        process.wait()
