@@ -22,7 +22,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A whole one."""
+    """Checkpoint that is whole."""
 
     step: int
     folder: Path
@@ -38,7 +38,7 @@ class Checkpoint:
         return self.folder / "training"
 
     def controller_state(self) -> dict[str, object]:
-        """What the controller saved.
+        """Read what the controller saved.
 
         Raises:
             CheckpointError: the file is missing or broken.
@@ -57,9 +57,14 @@ class Checkpoint:
 class Checkpoints:
     """All checkpoints of a run.
 
+        checkpoints = Checkpoints(Path("run/checkpoints"), keep=2)
+        async with checkpoints.writing(12, {"step": 12}, bytes_needed=1 << 30) as folder:
+            await trainer.save(folder, model=model)
+        checkpoints.latest().model  # a Hugging Face folder
+
     Args:
         folder: that holds them; made when the first is written.
-        keep: how many of the newest stay.
+        keep: number of the newest that stay.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -67,7 +72,7 @@ class Checkpoints:
         self._keep = keep
 
     def all(self) -> list[Checkpoint]:
-        """The whole ones, oldest first."""
+        """List the whole ones, oldest first."""
         found = []
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if match := _NAME.fullmatch(path.name):
@@ -75,7 +80,7 @@ class Checkpoints:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole one."""
+        """Return the newest whole one; None if there is none."""
         return max(self.all(), key=lambda checkpoint: checkpoint.step, default=None)
 
     @contextlib.asynccontextmanager
@@ -85,9 +90,9 @@ class Checkpoints:
         """Write a checkpoint: the body fills the yielded folder's empty `model` and `training`.
 
         Args:
-            step: optimizer steps behind it.
+            step: number of optimizer steps behind it.
             controller_state: JSON, written beside.
-            bytes_needed: about how much the body writes; checked before anything is written.
+            bytes_needed: roughly the bytes that the body writes; checked before anything is written.
 
         Raises:
             CheckpointError: no space, or the folder cannot be written.
@@ -108,16 +113,15 @@ class Checkpoints:
                 (partial / part).mkdir(parents=True)
             yield partial
             (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
-            _sync(partial)
+            for path in (partial, *partial.rglob("*")):  # so that the rename never outruns the data
+                _sync(path)
             if final.exists():
                 # Rename does not replace a full folder; between the two renames the older checkpoint still stands.
                 final.rename(self._folder / f".step-{step:06d}.replaced")
             partial.rename(final)
-            _sync_folder(self._folder)
-            for old in [*self.all()[: -self._keep]]:
-                shutil.rmtree(old.folder)
-            for leftover in self._folder.glob(".step-*"):
-                shutil.rmtree(leftover)
+            _sync(self._folder)
+            for folder in (*(old.folder for old in self.all()[: -self._keep]), *self._folder.glob(".step-*")):
+                shutil.rmtree(folder)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self._folder}: {error.strerror or error}",
@@ -125,16 +129,9 @@ class Checkpoints:
             ) from error
 
 
-def _sync(folder: Path) -> None:
-    """Bring every file below a folder to the disk, so that the rename never outruns the data."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

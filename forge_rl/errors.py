@@ -1,10 +1,12 @@
-"""What can go wrong, each with the value seen and the hint; recipes print these as one clear message."""
+"""Errors that a user can meet, each with the value seen and a hint; recipes print them as one clear message."""
 
 from __future__ import annotations
 
 
 class ForgeError(Exception):
     """Base of every error that a user can meet.
+
+        raise ConfigError(f"there are {n} replicas", hint="set --generator.replicas to 1 or more")
 
     Args:
         message: what went wrong, with the value that was seen.
@@ -24,7 +26,7 @@ class ForgeError(Exception):
 
 
 def _rebuild(kind: type[ForgeError], fields: dict[str, object]) -> ForgeError:
-    """Unpickle an error: errors cross process boundaries and must keep their class and fields."""
+    """Rebuild an unpickled error with its class and fields, which it must keep across processes."""
     error = kind.__new__(kind)
     Exception.__init__(error, fields["message"], fields["hint"])
     error.__dict__.update(fields)
@@ -52,11 +54,11 @@ class WeightsError(ForgeError):
 
 
 class AttestationError(WeightsError):
-    """The weights that an engine holds are not those that the trainer published."""
+    """Weights of an engine that are not those that the trainer published."""
 
 
 class ServiceError(ForgeError):
-    """A service that failed: says which service, replica, call and phase, and the cause.
+    """A service that failed; names the service, replica, call and phase, and the cause.
 
     Args:
         message: what happened.
@@ -86,7 +88,7 @@ class ServiceError(ForgeError):
 
 
 class ReplicaError(ServiceError):
-    """A replica that died or hung: what it was asked for can be done again elsewhere."""
+    """A replica that died or hung; its calls can be tried again on another one."""
 
 
 class DeadlineError(ServiceError):

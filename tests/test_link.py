@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 LONG_S = 120.0
 """A deadline that no test reaches: what fails must be noticed, not waited for."""
 
-TASKS_OF_OURS = ("Link.", "watch_for_hangs", "Supervisor.", "Service.")
+TASKS_OF_OURS = ("Link.", "watch_for_hangs", "Service.")
 
 
 @contextlib.asynccontextmanager

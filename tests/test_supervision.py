@@ -391,7 +391,7 @@ def test_a_service_can_stop_in_the_middle_of_a_restart(tmp_path: Path):
             with pytest.raises(ServiceError, match="the service has been stopped"):
                 await waiting
             assert len(faults.seen) == 1
-            assert not [task for task in asyncio.all_tasks() if "Supervisor" in task.get_coro().__qualname__]
+            assert not [task for task in asyncio.all_tasks() if "Service." in task.get_coro().__qualname__]
 
     asyncio.run(main())
 

@@ -1,4 +1,4 @@
-"""Deadlines of thousands of calls at a time, which nearly all end before: one timer for all that may take as long."""
+"""Deadlines of thousands of calls at a time, nearly all met: one timer for all calls of the same deadline."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Deadlines(Generic[T]):
-    """Watches what must end in time. Of those that may take as long, the first to begin is the first to be late.
+    """Watches items that must be discarded in time.
+
+    Of the items with the same deadline, the first added is the first to be late.
 
     Args:
-        late: told of each that was not discarded in time.
+        late: told of each item that was not discarded in time.
     """
 
     def __init__(self, late: Callable[[T], None]) -> None:
         self._late = late
         self._due: dict[float, dict[T, float]] = {}
-        """By how long they may take: what runs, in the order in which it began, and until when on the loop's clock."""
+        """For each deadline in seconds, the items in order of addition, with the time on the loop's clock when due."""
         self._timers: dict[float, asyncio.TimerHandle] = {}
 
     def add(self, item: T, seconds: float) -> None:
-        """From now on it may take so long."""
+        """Watch an item, which has so many seconds from now."""
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
         if seconds not in self._due:
@@ -32,13 +34,13 @@ class Deadlines(Generic[T]):
         self._due[seconds][item] = due
 
     def discard(self, item: T, seconds: float) -> None:
-        """It has ended; `seconds` as they were given to `add`."""
+        """Forget an item; `seconds` as given to `add`."""
         due = self._due.get(seconds)
         if due is not None:
             due.pop(item, None)
 
     def clear(self) -> None:
-        """All have ended."""
+        """Forget all items."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

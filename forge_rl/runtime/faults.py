@@ -8,14 +8,14 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forge_rl.errors import DeadlineError, ServiceError
 from forge_rl.runtime.tasks import interrupted_by
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A remote call in flight."""
+class Call(NamedTuple):
+    """Remote call in flight."""
 
     service: str
     replica: int | None
@@ -57,7 +57,7 @@ class Faults:
     def __init__(self, clock: Callable[[], float] = time.monotonic, phase: Callable[[], str] = lambda: "") -> None:
         self._clock = clock
         self._phase = phase
-        self._calls: dict[int, tuple[str, int | None, str, float]] = {}
+        self._calls: dict[int, Call] = {}
         self._next = 0
         self._actions: dict[str, Callable[[str], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,7 +95,7 @@ class Faults:
     def begin(self, service: str, replica: int | None, method: str) -> int:
         """Note a call as in flight until `end` is given what this returns."""
         key, self._next = self._next, self._next + 1
-        self._calls[key] = service, replica, method, self._clock()
+        self._calls[key] = Call(service, replica, method, self._clock())
         return key
 
     def end(self, key: int) -> None:
@@ -106,8 +106,7 @@ class Faults:
         """Return the oldest call in flight and the number of those in flight; None if there is none."""
         if not self._calls:
             return None
-        service, replica, method, since = next(iter(self._calls.values()))
-        return Call(service=service, replica=replica, method=method, since=since), len(self._calls)
+        return next(iter(self._calls.values())), len(self._calls)
 
     @contextlib.contextmanager
     def deadline(self, phase: str, seconds: float) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Fewer searches for garbage, in a process that holds thousands of episodes."""
+"""Rarer garbage collection in a process that holds thousands of episodes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NEW_OBJECTS = 100_000
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """While the body runs, look for garbage in cycles once in 100,000 new objects instead of 700.
+    """Collect cyclic garbage once in 100,000 new objects, instead of 700, while the body runs.
 
-    What thousands of episodes hold lives longer than that: Python would look at all of it again and again, for as long
-    as all else takes. What is in no cycle is freed at once in any case.
+    Objects of thousands of episodes live longer than that: Python would look at all of them again and again, which
+    takes as long as all else. Objects in no cycle are freed at once in any case.
     """
     _, *older = before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *older)

@@ -1,4 +1,4 @@
-"""The link to a replica: many calls and streams at a time in few messages, as each message costs a millisecond.
+"""Link to a replica: many calls and streams at a time in few messages, as each message costs a millisecond.
 
 The controller posts the calls that gathered while the last post was under way, and a long poll brings back the replies
 that are ready; not too many at a time, so that both ends have work. Each call and each reply is pickled on its own, so
@@ -23,23 +23,23 @@ from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceErro
 from forge_rl.runtime.deadlines import Deadlines
 
 POLL_S = 5.0
-"""How long a poll stays open when there is nothing to tell."""
+"""Seconds that a poll stays open when there is nothing to tell."""
 _MOST = 256
-"""Calls or replies in a message. With thousands in flight the two ends would else wait for each other in turn, and an
-event loop would do nothing else for seconds."""
+"""Most calls or replies in a message. With thousands in flight the two ends would otherwise wait for each other in
+turn, and an event loop would do nothing else for seconds."""
 
 Message: TypeAlias = tuple[int, str, bytes, bool]
-"""To a replica: number of the call, method, its pickled arguments, and whether it streams. An empty method cancels."""
+"""Message to a replica: number of the call, method, its pickled arguments, whether it streams. "" as method cancels."""
 
 Reply: TypeAlias = tuple[int, int, bytes]
-"""From a replica: number of the call, one of the kinds below, and what is pickled with it."""
+"""Reply of a replica: number of the call, one of the kinds below, and the pickled value or error."""
 
 _VALUE, _ITEM, _END, _ERROR = range(4)
 _DIED, _STOPPED, _LATE = range(4, 7)  # said by the controller itself, with the cause as text
 
 
 class Link:
-    """The controller's end. It starts with the first call.
+    """Controller's end of a link. It starts with the first call.
 
     Args:
         actor: Monarch's handle of one process with a ServiceActor.
@@ -65,7 +65,7 @@ class Link:
         self._broken: tuple[int, bytes] | None = None
         self._task: asyncio.Task[None] | None = None
         self.silent_polls = 0
-        """Counted up by the watchdog, and set back whenever the replica answers."""
+        """Number of the watchdog's looks since the replica last answered a poll."""
 
     @property
     def open(self) -> bool:
@@ -73,7 +73,7 @@ class Link:
         return self._task is not None and self._broken is None
 
     async def ask(self, method: str, args: tuple[object, ...], deadline_s: float) -> Any:
-        """Await a method of the actor; see Service.ask."""
+        """Await a method of the actor; see Replica.ask."""
         call = _Call(next(self._numbers), deadline_s)
         self._send(call, method, args)
         try:
@@ -83,7 +83,7 @@ class Link:
         return self._value(method, kind, payload)
 
     async def stream(self, method: str, args: tuple[object, ...], deadline_s: float) -> AsyncGenerator[Any, None]:
-        """Iterate over an async generator of the actor; see Service.stream."""
+        """Iterate over an async generator of the actor; see Replica.stream."""
         call = _Stream(next(self._numbers), deadline_s)
         self._send(call, method, args)
         try:
@@ -131,7 +131,7 @@ class Link:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _end(self, call: _Call) -> None:
-        """Forget a call; the replica too, if it still works on it."""
+        """Forget a call, and cancel it in the replica if it is still in flight."""
         self._deadlines.discard(call, call.deadline_s)
         if self._calls.pop(call.number, None) is not None:
             self._put((call.number, "", b"", False))
@@ -180,7 +180,7 @@ class Link:
 
 
 class _Call:
-    """A call in flight, and what comes of it."""
+    """Call in flight, with its reply."""
 
     __slots__ = ("deadline_s", "number", "reply")
 
@@ -200,7 +200,7 @@ class _Call:
 
 
 class _Stream(_Call):
-    """A stream in flight: what has come of it and was not taken yet."""
+    """Stream in flight, with the replies that were not consumed yet."""
 
     __slots__ = ("_replies",)
 
@@ -222,7 +222,7 @@ class _Stream(_Call):
 
 
 class LinkEnd:
-    """The replica's end: runs the methods of an actor that the controller calls."""
+    """Replica's end of a link: runs the methods of an actor that the controller calls."""
 
     def __init__(self, actor: object) -> None:
         self._actor = actor
@@ -231,7 +231,7 @@ class LinkEnd:
         self._ready = asyncio.Event()
 
     def post(self, messages: bytes) -> None:
-        """Start what is called and cancel what is given up."""
+        """Start methods that are called and cancel those that are given up."""
         for number, method, payload, streams in pickle.loads(messages):
             if method:
                 task = asyncio.get_running_loop().create_task(self._answer(number, method, payload, streams))
@@ -241,7 +241,7 @@ class LinkEnd:
                 self._tasks[number].cancel()
 
     async def collect(self, wait_s: float) -> bytes:
-        """Replies that are ready, as soon as there is one; none after `wait_s`."""
+        """Return pickled replies, as soon as there is one; an empty list after `wait_s` seconds."""
         if not self._replies:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -277,7 +277,7 @@ class LinkEnd:
 
 
 def _dumps(value: object) -> bytes:
-    """Pickle a value; plain pickle is ten times as fast as what can pickle lambdas and a script's own classes too."""
+    """Pickle a value: with plain pickle if it will do, as cloudpickle takes ten times as long."""
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -289,7 +289,7 @@ def _dumps(value: object) -> bytes:
 
 
 def _pack(error: BaseException) -> bytes:
-    """An error as text, and itself if the caller can have it. What is nobody's message goes to the log in full."""
+    """Pickle an error's text, and a ForgeError itself; any other is printed to the log in full."""
     pickled = b""
     if isinstance(error, ForgeError):
         with contextlib.suppress(Exception):  # the text must do

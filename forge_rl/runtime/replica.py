@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import enum
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ class State(enum.Enum):
     """It died, and will not be replaced."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Replica:
     """Processes with one actor each that are routed to, restarted and replaced as one.
 
@@ -38,69 +40,44 @@ class Replica:
         score = await replica.ask("score", task, text, deadline_s=60)
 
     The one that takes its place after its death is another Replica of the same index.
-
-    Args:
-        service: name of the service, in errors.
-        index: its place in the service.
-        incarnation: number of replicas of this index before it.
-        ranks: number of its processes.
-        mesh: Monarch's mesh of the processes.
-        mesh_name: name of the mesh.
-        actor: Monarch's mesh of the actors.
-        host: name of the host.
-        log: file that its processes print to.
-        tree: its processes, where they are on this machine.
-        faults: where calls in flight are noted.
-        clock: monotonic seconds.
-        busy_s: seconds of work that are counted already, of its predecessor.
-        on_lost: told of a death that a call met, with Monarch's text.
     """
 
-    def __init__(
-        self,
-        *,
-        service: str,
-        index: int,
-        incarnation: int,
-        ranks: int,
-        mesh: ProcMesh,
-        mesh_name: str,
-        actor: Any,  # Monarch's actor mesh has no useful type; typed handles stand before it
-        host: str,
-        log: Path,
-        tree: ProcessTree,
-        faults: Faults,
-        clock: Callable[[], float],
-        busy_s: float,
-        on_lost: Callable[[Replica, str], None],
-    ) -> None:
-        self.index = index
-        self.incarnation = incarnation
-        self.ranks = ranks
-        self.mesh = mesh
-        self.mesh_name = mesh_name
-        self.actor = actor
-        self.host = host
-        self.log = log
-        self.tree = tree
-        self.state = State.STARTING
-        self.serving_since = 0.0
-        self.in_flight = 0
-        self.held = 0
-        """Other load than calls, such as environments between two steps; routing counts each as one call."""
-        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done, with the cause, as soon as one of its processes has ended or hangs."""
-        self.stopped_polls = 0
-        """Number of the watchdog's last looks in a row that saw one of its processes stopped."""
-        self._service = service
-        self._faults = faults
-        self._clock = clock
-        self._busy_s = busy_s
-        self._busy_since = 0.0
-        self._span_began = 0.0
-        self._on_lost = on_lost
-        first = actor.slice(ranks=0) if ranks > 1 else actor
-        self.link = Link(first, error=self._error, lost=lambda error: on_lost(self, str(error)))
+    service: str
+    """Name of the service, in errors."""
+    index: int
+    incarnation: int
+    """Number of replicas of this index before it."""
+    ranks: int
+    """Number of its processes."""
+    mesh: ProcMesh
+    mesh_name: str
+    actor: Any  # Monarch's actor mesh has no useful type; typed handles stand before it
+    host: str
+    log: Path
+    """File that its processes print to."""
+    tree: ProcessTree
+    """Its processes, where they are on this machine."""
+    faults: Faults
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    on_lost: Callable[[Replica, str], None]
+    """Told of a death that a call met, with Monarch's text."""
+    busy_s: float = 0.0
+    """Seconds of work that are not drained yet; those of its predecessor to begin with."""
+    state: State = State.STARTING
+    serving_since: float = 0.0
+    in_flight: int = 0
+    held: int = 0
+    """Other load than calls, such as environments between two steps; routing counts each as one call."""
+    stopped_polls: int = 0
+    """Number of the watchdog's last looks in a row that saw one of its processes stopped."""
+    death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done, with the cause, as soon as one of its processes has ended or hangs."""
+
+    def __post_init__(self) -> None:
+        self.busy_since = self._span_began = 0.0
+        first = self.actor.slice(ranks=0) if self.ranks > 1 else self.actor
+        self.link = Link(first, error=self._error, lost=lambda error: self.on_lost(self, str(error)))
 
     @property
     def alive(self) -> bool:
@@ -135,7 +112,7 @@ class Replica:
         if not self.alive:
             raise self._error(ReplicaError, method, self.death.result())
         try:
-            with self._in_flight(method), self._timed(method, rank):
+            with self._in_flight(method, rank):
                 answer = asyncio.ensure_future(_await(getattr(actor, method).call_one(*args)))
                 try:
                     done, _ = await asyncio.wait(
@@ -151,7 +128,7 @@ class Replica:
         except ForgeError:
             raise
         except SupervisionError as error:
-            self._on_lost(self, str(error))
+            self.on_lost(self, str(error))
             raise self._error(ReplicaError, method, self.death.result()) from error
         except Exception as error:
             raised = getattr(error, "exception", error)  # Monarch wraps what an endpoint raises
@@ -207,57 +184,53 @@ class Replica:
         Raises:
             ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
         """
-        with self._in_flight(method):
+        key = self._begin(method)
+        try:
             async with contextlib.aclosing(self.link.stream(method, args, deadline_s)) as items:
                 async for item in items:
                     yield item
+        finally:
+            self._end(key)
 
     def drain_busy_s(self) -> float:
         """Seconds in which a call was in flight since this was last called."""
-        now = self._clock()
-        seconds = self._busy_s + (now - self._busy_since if self.in_flight else 0.0)
-        self._busy_s, self._busy_since = 0.0, now
+        now = self.clock()
+        seconds = self.busy_s + (now - self.busy_since if self.in_flight else 0.0)
+        self.busy_s, self.busy_since = 0.0, now
         return seconds
 
     @contextlib.contextmanager
-    def _in_flight(self, method: str) -> Iterator[None]:
-        key = self._begin(method)
+    def _in_flight(self, method: str, rank: int | None) -> Iterator[None]:
+        """Count a call as in flight and trace it when it is over; of calls to all ranks side by side, the first."""
+        key, began = self._begin(method), self.clock()
         try:
             yield
         finally:
             self._end(key)
+            if not rank:
+                self._trace(method, began, self.clock(), True)
 
     def _begin(self, method: str) -> int:
         """Count a call as in flight until `_end` is given the key."""
         if self.in_flight == 0:
-            self._busy_since = self._span_began = self._clock()
+            self.busy_since = self._span_began = self.clock()
         self.in_flight += 1
-        return self._faults.begin(self._service, self.index, method)
+        return self.faults.begin(self.service, self.index, method)
 
     def _end(self, key: int) -> None:
-        self._faults.end(key)
+        self.faults.end(key)
         self.in_flight -= 1
         if self.in_flight == 0:
-            now = self._clock()
-            self._busy_s += now - self._busy_since
+            now = self.clock()
+            self.busy_s += now - self.busy_since
             self._trace("busy", self._span_began, now, False)
 
-    @contextlib.contextmanager
-    def _timed(self, method: str, rank: int | None) -> Iterator[None]:
-        """Trace a call when it is over; of calls to all ranks side by side, the first rank's."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            if not rank:
-                self._trace(method, began, self._clock(), True)
-
     def _trace(self, name: str, began: float, ended: float, overlapping: bool) -> None:
-        if self._faults.on_span is not None:
-            self._faults.on_span(f"{self._service}/{self.index}", name, began, ended, overlapping)
+        if self.faults.on_span is not None:
+            self.faults.on_span(f"{self.service}/{self.index}", name, began, ended, overlapping)
 
     def _error(self, kind: type[ServiceError], method: str, message: str) -> ServiceError:
-        return kind(message, service=self._service, replica=self.index, call=method, hint=f"see {self.log}")
+        return kind(message, service=self.service, replica=self.index, call=method, hint=f"see {self.log}")
 
 
 async def _await(future: Any) -> Any:

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+
+from forge_rl.runtime.replica import Replica
 
 
-class Load(Protocol):
-    """State of a replica that routing looks at."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def load(self) -> int: ...
-
-    @property
-    def serving(self) -> bool: ...
-
-
-R = TypeVar("R", bound=Load)
-
-
-def least_loaded(replicas: Iterable[R]) -> R | None:
+def least_loaded(replicas: Iterable[Replica]) -> Replica | None:
     """Return the serving replica with the least load, the lowest index among equals; None if none serves.
 
     A dead one has no load either, so it is left out before loads are compared.

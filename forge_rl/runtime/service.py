@@ -8,7 +8,8 @@ import functools
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
@@ -20,7 +21,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import ProcessTree, describe_exit, process_space
 from forge_rl.runtime.replica import Replica, State
 from forge_rl.runtime.router import least_loaded
-from forge_rl.runtime.supervision import Restart, Supervisor
+from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.watchdog import watch_for_hangs
 
 __all__ = ["Replica", "Service", "ServiceActor", "stopped_on_error"]
@@ -76,7 +77,12 @@ class Service:
         self._descendants = descendants
         self._exit_meanings = exit_meanings or {}
         self._id = uuid.uuid4().hex[:12]
-        self._supervisor: Supervisor | None = None
+        self._respawn: Callable[[int], Awaitable[None]] | None = None
+        self._restart = Restart()
+        self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self._deaths: dict[int, int] = defaultdict(int)
+        """Number of deaths in a row, by index."""
+        self._recovering: dict[int, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         """Set for a moment after every change of a state, to wake who waits for one that serves."""
@@ -156,9 +162,8 @@ class Service:
                 return
         if self._watching is None:
             hangs = watch_for_hangs(self.replicas, descendants=self._descendants, mark_failed=self.mark_failed)
-            self._watching = asyncio.get_running_loop().create_task(hangs)
-            self._watching.add_done_callback(self._on_watchdog_end)
-        if replica.incarnation == 0 or self._supervisor is None:
+            self._watching = self._in_background(hangs, None, "nobody notices any more when it hangs")
+        if replica.incarnation == 0 or self._respawn is None:
             self._start_serving(replica)
 
     def supervise(
@@ -176,15 +181,7 @@ class Service:
             config: how often and when.
             sleep: waits for so many seconds between restarts.
         """
-        self._supervisor = Supervisor(
-            lambda index: self._restart(index, respawn),
-            clean_up=lambda index: self.clean_up(self.replicas[index]),
-            abandon=self._abandon,
-            on_error=lambda index, error: self._faults.record(self.name, index, f"it cannot be restarted: {error!r}"),
-            config=config,
-            clock=self._clock,
-            sleep=sleep,
-        )
+        self._respawn, self._restart, self._sleep = respawn, config, sleep
 
     async def route(self, method: str, *args: object, deadline_s: float) -> Any:
         """Ask the serving replica with the least load, and another one if that one dies.
@@ -256,18 +253,35 @@ class Service:
         """End all replicas' processes. Calls in flight fail."""
         self._stopping = True
         self._notify()
-        if self._supervisor is not None:
-            await self._supervisor.close()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        background = [*self._recovering.values(), *([self._watching] if self._watching else [])]
+        for task in background:
+            task.cancel()
+        if background:
+            await asyncio.wait(background)
         async with asyncio.TaskGroup() as group:
             for replica in self.replicas:
                 group.create_task(self.clean_up(replica))
         self.replicas.clear()
 
-    async def _restart(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> bool:
-        """Replace a dead replica; returns whether the new one serves."""
+    async def _recover(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:
+        """Replace the dead replica of an index until the new one serves, or it is abandoned."""
+        try:
+            while True:
+                await self.clean_up(self.replicas[index])
+                self._deaths[index] += 1
+                if self._deaths[index] > self._restart.max_restarts:
+                    self.abandon(self.replicas[index])
+                    if self._all_abandoned:
+                        self._faults.record(self.name, None, self._causes())
+                    return
+                await self._sleep(self._restart.delay_s(self._deaths[index]))
+                if await self._replace(index, respawn):
+                    return
+        finally:
+            del self._recovering[index]  # at once: from here on a death starts another
+
+    async def _replace(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> bool:
+        """Replace the dead replica of an index; returns whether the new one serves."""
         dead, failure = self.replicas[index], ""
         try:
             await respawn(index)
@@ -284,11 +298,6 @@ class Service:
             self._start_serving(replica)
             self._faults.recovered(self.name, index)
         return replica.alive
-
-    def _abandon(self, index: int) -> None:
-        self.abandon(self.replicas[index])
-        if self._all_abandoned:
-            self._faults.record(self.name, None, self._causes())
 
     @property
     def _all_abandoned(self) -> bool:
@@ -314,16 +323,27 @@ class Service:
         replica.fail(cause)
         if self._stopping:
             return
-        supervisor = None if self._faults.closing else self._supervisor
-        fatal = supervisor is None and not self.recoverable
+        respawn = None if self._faults.closing else self._respawn
+        fatal = respawn is None and not self.recoverable
         self._faults.record(self.name, replica.index, cause, fatal=fatal)
         self._set_state(replica, State.ABANDONED if fatal else State.QUARANTINED)
-        if supervisor is not None:
-            supervisor.on_death(replica.index, replica.serving_since)
+        if respawn is not None and replica.index not in self._recovering:  # else it died while it started
+            if self._clock() - replica.serving_since >= self._restart.healthy_s:
+                self._deaths[replica.index] = 0
+            self._recovering[replica.index] = self._in_background(
+                self._recover(replica.index, respawn), replica.index, "it cannot be restarted"
+            )
 
-    def _on_watchdog_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._faults.record(self.name, None, f"nobody notices any more when it hangs: {error!r}")
+    def _in_background(self, work: Coroutine[Any, Any, None], index: int | None, trouble: str) -> asyncio.Task[None]:
+        """Start a task whose failure, which is a bug, is a fatal fault."""
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._faults.record(self.name, index, f"{trouble}: {error!r}")
+
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(on_end)
+        return task
 
     def _start_serving(self, replica: Replica) -> None:
         replica.serving_since = self._clock()
