@@ -71,7 +71,7 @@ class FakeActor(ServiceActor):
         await child.wait()
 
     async def answer(self, value: object) -> tuple[str, object]:
-        """As echo, over the link."""
+        """Echo, over the link."""
         return self._name, value
 
     async def hold(self) -> str:
@@ -103,11 +103,11 @@ class FakeActor(ServiceActor):
             yield number
 
     async def ended(self) -> list[str]:
-        """What was cancelled."""
+        """Names of the methods that were cancelled."""
         return self._ended
 
     async def run(self, function: Callable[[], object]) -> object:
-        """What a function returns, or raises."""
+        """Return what a function returns, or raise what it raises."""
         return function()
 
     async def rank(self) -> int:

@@ -318,7 +318,7 @@ def test_a_process_on_another_machine_is_not_taken_for_one_of_this(tmp_path: Pat
 
 
 class Hosts:
-    """As a Monarch job gives them."""
+    """Hosts as a Monarch job gives them."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -24,7 +24,7 @@ LONG_S = 120.0
 
 
 class Naps:
-    """What the supervisor waited for between restarts, without waiting."""
+    """Sleep that only records the seconds between restarts."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -71,7 +71,7 @@ async def until(service: Service, condition: Callable[[], bool]) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one whose end was not waited for does not."""
+    """True while a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -35,12 +35,12 @@ class ServiceActor(Actor):
 
     @concurrent_endpoint
     async def link_post(self, messages: bytes) -> None:
-        """See LinkEnd.post."""
+        """Start and cancel methods; see LinkEnd.post."""
         self._link_end.post(messages)
 
     @concurrent_endpoint
     async def link_collect(self, wait_s: float) -> bytes:
-        """See LinkEnd.collect."""
+        """Return replies; see LinkEnd.collect."""
         return await self._link_end.collect(wait_s)
 
     @functools.cached_property  # subclasses have constructors of their own

@@ -36,7 +36,7 @@ class Fault:
     at_s: float = 0.0
     """Time of the failure, on the monotonic clock."""
     fatal: bool = True
-    """Whether the run cannot go on."""
+    """True if the run cannot go on."""
     recovered_s: float | None = None
     """Seconds until the replica served again; None while it does not."""
 

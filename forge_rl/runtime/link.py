@@ -69,7 +69,7 @@ class Link:
 
     @property
     def open(self) -> bool:
-        """Whether the replica owes answers to polls."""
+        """True while the replica owes replies to polls."""
         return self._task is not None and self._broken is None
 
     async def ask(self, method: str, args: tuple[object, ...], deadline_s: float) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 _CLEAN_UP_S = 2.0
-"""How long a process that cleans up after killed ones may take."""
+"""Seconds that a process which cleans up after killed ones may take."""
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60

@@ -27,9 +27,9 @@ class State(enum.Enum):
     STARTING = "starting"
     SERVING = "serving"
     QUARANTINED = "quarantined"
-    """It died, and will be replaced."""
+    """Dead, and to be replaced."""
     ABANDONED = "abandoned"
-    """It died, and will not be replaced."""
+    """Dead, and not to be replaced."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class Replica:
     clock: Callable[[], float]
     """Monotonic seconds."""
     on_lost: Callable[[Replica, str], None]
-    """Told of a death that a call met, with Monarch's text."""
+    """Called with the replica and Monarch's text when a call meets its death."""
     busy_s: float = 0.0
     """Seconds of work that are not drained yet; those of its predecessor to begin with."""
     state: State = State.STARTING
@@ -81,12 +81,12 @@ class Replica:
 
     @property
     def alive(self) -> bool:
-        """Whether all its processes run, as far as is known."""
+        """True while all its processes run, as far as is known."""
         return not self.death.done()
 
     @property
     def serving(self) -> bool:
-        """Whether it is routed to."""
+        """True while it is routed to."""
         return self.state is State.SERVING
 
     @property

@@ -27,7 +27,7 @@ from forge_rl.runtime.watchdog import watch_for_hangs
 __all__ = ["Replica", "Service", "ServiceActor", "stopped_on_error"]
 
 _KILL_S = 5.0
-"""How long processes may take to end once they are killed."""
+"""Seconds that processes may take to end once they are killed."""
 _ATTEMPTS = 3
 """Fewest replicas that a routed call is tried on: one that kills each replica it meets must end."""
 _MARK = "FORGE_RL_REPLICA"
@@ -70,7 +70,7 @@ class Service:
         self.listeners: list[Callable[[], None]] = []
         """Called after every change of the set of serving replicas."""
         self.recoverable = False
-        """Whether the owner brings a dead replica back itself, so that a death is not fatal without `supervise` too."""
+        """True if the owner replaces a dead replica itself: a death is then not fatal, also without `supervise`."""
         self._cluster = cluster
         self._faults = faults
         self._clock = clock
