@@ -47,7 +47,9 @@ class FakeActor(ServiceActor):
 
     @concurrent_endpoint
     async def release(self) -> None:
+        """Let go on what waits now."""
         self._gate.set()
+        self._gate = asyncio.Event()
 
     @concurrent_endpoint
     async def exit(self, status: int) -> None:
@@ -103,8 +105,9 @@ class FakeActor(ServiceActor):
             yield number
 
     async def ended(self) -> list[str]:
-        """Names of the methods that were cancelled."""
-        return self._ended
+        """Names of the methods that were cancelled since this was last asked."""
+        ended, self._ended = self._ended, []
+        return ended
 
     async def run(self, function: Callable[[], object]) -> object:
         """Return what a function returns, or raise what it raises."""
