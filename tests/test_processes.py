@@ -139,7 +139,7 @@ def test_a_tree_tells_at_once_how_a_root_ended():
             tree.watch(root.pid, status.set_result)
             tree.kill_roots()
             assert await status == -signal.SIGKILL
-            assert root.wait() == -signal.SIGKILL  # not reaped
+            assert root.wait(timeout=60) == -signal.SIGKILL  # not reaped
             with pytest.raises((psutil.NoSuchProcess, ProcessLookupError)):
                 tree.watch(root.pid, status.set_result)
 
@@ -186,7 +186,7 @@ def test_a_tree_is_killed_whole(watched: bool, stopped: bool):
             if stopped:
                 child.suspend()
             assert await asyncio.to_thread(tree.kill, wait_s=30.0) == []
-            assert root.wait() == -signal.SIGKILL  # not reaped
+            assert root.wait(timeout=60) == -signal.SIGKILL  # not reaped
             with contextlib.suppress(psutil.NoSuchProcess):
                 assert child.status() == psutil.STATUS_ZOMBIE
 
