@@ -112,7 +112,7 @@ class Stories:
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
         """An attempt, as rollouts want it."""
-        story = _Story(self._tokens(client.plan), random.Random("/".join(map(str, client.plan.place))))
+        story = _Story(self._tokens(client.episode), random.Random("/".join(map(str, client.episode.place))))
         attempts = EpisodeRunner(self._tokenizer, story, None)  # type: ignore[arg-type]  # the world scores
         return await attempts(task, functools.partial(story.decode, client))
 

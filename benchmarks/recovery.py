@@ -91,7 +91,7 @@ class _Bench:
         self._delivered: Counter[tuple[str, int]] = Counter()
         low, high = config.tokens
         self._stories = Stories(
-            served.tokenizer, lambda plan: low + (37 * plan.group.order + 101 * plan.index) % (high - low + 1)
+            served.tokenizer, lambda episode: low + (37 * episode.group.order + 101 * episode.index) % (high - low + 1)
         )
         self._rollouts = RolloutExecutor(
             mixture=Mixture({"stories": StagedSource(Kind(name="stories", share=1.0, least_s=1.0, most_s=1.0))}),
@@ -99,7 +99,7 @@ class _Bench:
             schedule=ScheduleConfig(max_episodes=config.requests),
             tokenizer=served.tokenizer,
             generator=self._watched,
-            attempt=self._attempt,
+            run_episode=self._run_episode,
             devices=DeviceHandover(served.generator),
             seed=0,
             version=lambda: served.version,
@@ -157,9 +157,9 @@ class _Bench:
             "batches_meanwhile": self._number - boundary,
         }
 
-    async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
+    async def _run_episode(self, task: Task, client: PolicyClient) -> Episode:
         episode = await self._stories(task, client)
-        self._made[id(episode)] = ((task.id, client.plan.index), episode)
+        self._made[id(episode)] = ((task.id, client.episode.index), episode)
         return episode
 
     def _in_the_middle(self, victim: int) -> bool:

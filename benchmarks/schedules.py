@@ -131,7 +131,7 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
         tokenizer=tokenizer,
         generator=generator,
         devices=DeviceHandover(generator, clock=loop.time),
-        attempt=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the worlds score
+        run_episode=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the worlds score
         seed=config.seed,
         version=lambda: trained,
         warn=print,
@@ -142,14 +142,14 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     for number in range(config.warm_up + config.batches):
         if number == config.warm_up:
             began, decoded = loop.time(), generator.decoded_s
-            rollouts.take_busy()
+            rollouts.pop_busy()
         batch = await rollouts.next_batch()
         await asyncio.sleep(train_s)
         trained += 1
         generator.load(trained)
         if number >= config.warm_up:
             batches.append(batch)
-    busy, offered = rollouts.take_busy()
+    busy, offered = rollouts.pop_busy()
     wall, decoded = loop.time() - began, generator.decoded_s - decoded
     await rollouts.close()
     lags = Counter(

@@ -91,9 +91,9 @@ async def _ten_batches(
     train_s: float,
     seed: int,
 ) -> dict[str, float]:
-    def tokens(plan: InflightEpisode) -> int:
-        place = "/".join(map(str, (seed, *plan.place[1:])))
-        return _tokens(random.Random(f"{plan.place[0] - first}/{place}"), plan.group.task.source, config)
+    def tokens(episode: InflightEpisode) -> int:
+        place = "/".join(map(str, (seed, *episode.place[1:])))
+        return _tokens(random.Random(f"{episode.place[0] - first}/{place}"), episode.group.task.source, config)
 
     first = served.version
     rollouts = RolloutExecutor(
@@ -104,7 +104,7 @@ async def _ten_batches(
         schedule=policy,
         tokenizer=served.tokenizer,
         generator=served.generator,
-        attempt=Stories(served.tokenizer, tokens),
+        run_episode=Stories(served.tokenizer, tokens),
         devices=devices,
         seed=seed,
         version=lambda: served.version,
@@ -116,7 +116,7 @@ async def _ten_batches(
         began = 0.0
         for number in range(_WARM_UP + _BATCHES):
             if number == _WARM_UP:
-                rollouts.take_busy()
+                rollouts.pop_busy()
                 began = time.monotonic()
             batch = await rollouts.next_batch()
             await asyncio.sleep(train_s)
@@ -124,10 +124,10 @@ async def _ten_batches(
             if number >= _WARM_UP:
                 batches.append(batch)
         seconds = time.monotonic() - began
-        busy, offered = rollouts.take_busy()
+        busy, offered = rollouts.pop_busy()
     finally:
         await rollouts.close()
-    await devices.to_engines()  # the next schedule begins like the first one
+    await devices.hand_to_engines()  # the next schedule begins like the first one
     lags = [
         batch.version - version
         for batch in batches

@@ -98,7 +98,7 @@ class StagedGenerator:
     def engines(self) -> dict[int, int]:
         return self._budgets
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> AsyncGenerator[Chunk, None]:
         seconds = prompt_ids[0] / 1000

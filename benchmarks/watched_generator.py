@@ -70,7 +70,7 @@ class Watched:
     def engines(self) -> dict[int, int]:
         return self._generator.engines()
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> AsyncGenerator[Chunk, None]:
         assert sampling is not None, "rollouts say how"
@@ -81,7 +81,7 @@ class Watched:
         self.running.append(request)
         self.asked.append(request)
         try:
-            async with contextlib.aclosing(self._generator.stream(prompt_ids, sampling, engine=engine)) as chunks:
+            async with contextlib.aclosing(self._generator.stream_once(prompt_ids, sampling, engine=engine)) as chunks:
                 async for chunk in chunks:
                     if chunk.versions and min(chunk.versions) < request.least_version:
                         raise BenchmarkError(f"engine {engine} serves version {min(chunk.versions)} after {version}")

@@ -215,10 +215,10 @@ class Unpickable:
 GARBAGE: dict[str, tuple[Any, str]] = {
     "no chunk": ({"token_ids": [1]}, "a chunk is of type dict"),
     "unpickable": (Unpickable(), "its answer cannot be unpickled"),
-    "negative id": ({"token_ids": (-1,)}, "token -1 is none of 49152"),
-    "large id": ({"token_ids": (49152,)}, "token 49152 is none of 49152"),
-    "no id": ({"token_ids": (None,)}, "does not belong there"),
-    "no ids": ({"token_ids": None}, "does not belong there"),
+    "negative id": ({"token_ids": (-1,)}, "token -1 is not one of 49152"),
+    "large id": ({"token_ids": (49152,)}, "token 49152 is not one of 49152"),
+    "no id": ({"token_ids": (None,)}, "values of a wrong type"),
+    "no ids": ({"token_ids": None}, "values of a wrong type"),
     "nan": ({"logprobs": (float("nan"),)}, "a logprob is nan"),
     "infinite": ({"logprobs": (-float("inf"),)}, "a logprob is -inf"),
     "positive": ({"logprobs": (0.01,)}, r"a logprob is 0\.01"),
@@ -227,9 +227,9 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "unknown version": ({"versions": (99,)}, "a token is of version 99"),
     "too many tokens": (
         {"token_ids": (5,) * 99, "logprobs": (-1.0,) * 99, "versions": (1,) * 99},
-        "tokens came where",
+        "tokens came, and",
     ),
-    "wrong end": ({"finish": "abort"}, "an answer ends with 'abort'"),
+    "wrong end": ({"finish": "abort"}, "a chunk has the finish 'abort'"),
     "no text": ({"text": None}, "and the text None"),
 }
 """By name: the fields that make a chunk garbage, or what comes instead of one; and what is said of it."""

@@ -84,7 +84,7 @@ class StagedGenerator:
     async def wake(self) -> None:
         self.told.append("wake")
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
     ) -> AsyncGenerator[Chunk, None]:
         self.seen.append((tuple(prompt_ids), sampling))
@@ -161,9 +161,9 @@ def rollouts(**changes: object) -> RolloutExecutor:
         "warn": lambda text: None,
     }
     parts |= changes
-    attempt = EpisodeRunner(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
+    runner = EpisodeRunner(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
     devices = DeviceHandover(parts["generator"])  # type: ignore[arg-type]
-    return RolloutExecutor(attempt=attempt, devices=devices, **parts)  # type: ignore[arg-type]
+    return RolloutExecutor(run_episode=runner, devices=devices, **parts)  # type: ignore[arg-type]
 
 
 class MortalGenerator(StagedGenerator):
@@ -189,7 +189,7 @@ class MortalGenerator(StagedGenerator):
         for listener in self.listeners:
             listener()
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
     ) -> AsyncGenerator[Chunk, None]:
         self.seen.append((tuple(prompt_ids), sampling))

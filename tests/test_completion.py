@@ -45,13 +45,13 @@ def test_an_answer_of_one_engine_is_what_the_engine_said(tokenizer: Tokenizer) -
 
 def test_an_answer_is_given_up_when_three_engines_in_a_row_die_without_a_token(tokenizer: Tokenizer) -> None:
     answer = ResumableCompletion((1, 2), SAMPLING, tokenizer)
-    answer.move(DIED)
-    answer.move(DIED)
+    answer.fail_over(DIED)
+    answer.fail_over(DIED)
     answer.add(chunk((5,)))
-    answer.move(DIED)
-    answer.move(DIED)
+    answer.fail_over(DIED)
+    answer.fail_over(DIED)
     with pytest.raises(ReplicaError, match="gone"):
-        answer.move(DIED)
+        answer.fail_over(DIED)
 
 
 @pytest.mark.parametrize("place", range(1, 8))
@@ -62,7 +62,7 @@ def test_a_character_that_two_engines_decoded_is_whole(tokenizer: Tokenizer, pla
     begun = tokenizer.text_stream((1,))
     answer = ResumableCompletion((1,), Sampling(max_tokens=64, seed=3), tokenizer)
     pieces = [answer.add(chunk((token,), begun.add(token))).text for token in ids[:place]]
-    answer.move(DIED)
+    answer.fail_over(DIED)
     assert answer.shown == (1, *ids[:place])
     assert answer.rest.max_tokens == 64 - place
     assert answer.rest.seed != 3
@@ -80,7 +80,7 @@ def test_a_stop_text_that_two_engines_decoded_ends_the_answer(tokenizer: Tokeniz
     answer = ResumableCompletion((1,), Sampling(max_tokens=64, stop=("D|>", "<|END|>", "two")), tokenizer)
     # The engine holds back what may be a part of a stop text, as vLLM does.
     answer.add(chunk(ids[: 4 + place - 1], "one<|END|>"[: max(0, 4 + place - 1 - 6)]))
-    answer.move(DIED)
+    answer.fail_over(DIED)
     assert answer.rest.stop == ()
     assert answer.add(chunk(ids[4 + place - 1 : -1], "garbled")).finish == "stop"
     assert answer.turn().text == "one"
@@ -92,7 +92,7 @@ def test_what_may_become_a_stop_text_is_held_back(tokenizer: Tokenizer) -> None:
     ids = [token for letter in "ab<|c" for token in tokenizer.encode(letter)]
     answer = ResumableCompletion((1,), Sampling(max_tokens=64, stop=("<|>",)), tokenizer)
     answer.add(chunk(ids[:1], ""))
-    answer.move(DIED)
+    answer.fail_over(DIED)
     texts = [answer.add(chunk((token,))).text for token in ids[1:-1]]
     texts.append(answer.add(chunk(ids[-1:], finish="stop")).text)
     assert texts == ["", "a", "b", "<|c"]
@@ -110,7 +110,7 @@ def test_a_good_chunk_has_no_flaw() -> None:
     wanted = replace(SAMPLING, top_logprobs=1)
     assert of(replace(GOOD, top=(((3, -0.1),),)), wanted) == ""
     assert "alternatives for 0" in of(GOOD, wanted)
-    assert of(GOOD, drawn=8) == "9 tokens came where 8 were asked for"
+    assert of(GOOD, drawn=8) == "9 tokens came, and 8 were requested"
     assert of(replace(GOOD, versions=(3,))) == "a token is of version 3, where the engine serves 1 or 2"
 
 

@@ -51,7 +51,7 @@ def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had(
         coming = asyncio.create_task(made.next_batch())
         await settle()
         assert len(generator.seen) == 12
-        on_first = [plan for plan in made._running if plan.engine == 0]
+        on_first = [episode for episode in made._running if episode.engine == 0]
         generator.kill(0)
         await settle()
         rest = generator.seen[12:]
@@ -71,7 +71,7 @@ def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had(
                 (again,) = [each for each in generator.seen if each[0] == turn.prompt_ids + turn.token_ids[:3]]
                 assert again[1].max_tokens == 9
         assert lost == len(on_first)
-        assert made._schedule.count("decoding") == 0
+        assert made._scheduler.count("decoding") == 0
 
     asyncio.run(main())
 
@@ -106,7 +106,7 @@ def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goes_firs
         generator.kill(0)
         generator.kill(1)
         await settle()
-        assert made._schedule.count("waiting") == 12
+        assert made._scheduler.count("waiting") == 12
         assert "12 wait for an engine" in made.waiting_for()
         generator.serving = {2: 16}
         generator.gates[2].set_result(None)
@@ -122,7 +122,7 @@ def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches
     async def main() -> None:
         generator = MortalGenerator()
         made = rollouts(generator=generator, reward=StagedReward(lambda task, text: 1.0))
-        made._schedule.pause()
+        made._scheduler.capacity.pause()
         task = asyncio.create_task(made.evaluate([CountingSource().draw()]))
         await settle()
         generator.kill(0)
@@ -136,13 +136,13 @@ def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches
 def test_an_answer_at_which_engines_die_again_and_again_costs_its_episode_and_not_all_engines() -> None:
     async def main() -> None:
         class Poisonous(StagedGenerator):
-            async def stream(
+            async def stream_once(
                 self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
             ) -> AsyncGenerator[Chunk, None]:
                 self.seen.append((tuple(prompt_ids), sampling))
                 if prompt_ids == (ord("1"),):
                     raise ReplicaError("gone", service="generator", replica=engine)
-                async for chunk in super().stream(prompt_ids, sampling, engine=engine):
+                async for chunk in super().stream_once(prompt_ids, sampling, engine=engine):
                     yield chunk
 
         environment = StagedEnvironment(SingleTurn)

@@ -111,7 +111,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_there_are(tmp_path: Pa
             for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "was stopped")):
                 before = len(on.orders.notes("stream"))
                 sampling = Sampling(max_tokens=20, seed=7)
-                async with contextlib.aclosing(on.generator.answer(PROMPT, sampling, engine=0)) as chunks:
+                async with contextlib.aclosing(on.generator.stream(PROMPT, sampling, engine=0)) as chunks:
                     ids = await take(chunks, 3)
                     os.kill(await on.pid(0), ending)
                     rest = [chunk async for chunk in chunks]
@@ -126,7 +126,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_there_are(tmp_path: Pa
                 assert on.faults.seen[-1].recovered_s is not None
                 assert await on.state(0) == (1, [])
 
-            async with contextlib.aclosing(on.generator.stream(PROMPT, sampling, engine=0)) as chunks:
+            async with contextlib.aclosing(on.generator.stream_once(PROMPT, sampling, engine=0)) as chunks:
                 await take(chunks, 3)
                 os.kill(await on.pid(0), signal.SIGKILL)
                 with pytest.raises(ReplicaError, match="killed by SIGKILL"):
@@ -137,7 +137,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_there_are(tmp_path: Pa
 
 def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothing_left: None) -> None:
     kinds = {kind: GARBAGE[kind][1] for kind in ("large id", "nan", "unpickable", "no chunk")}
-    kinds |= {"raise": "it failed: RuntimeError: the engine has a bug", "end": "it ended without a reason"}
+    kinds |= {"raise": "it failed: RuntimeError: the engine has a bug", "end": "its stream ended without a finish"}
 
     async def check() -> None:
         async with stage(tmp_path) as on:
@@ -211,7 +211,7 @@ def test_when_all_engines_die_their_answers_wait_for_new_ones(tmp_path: Path, no
             async with contextlib.AsyncExitStack() as stack:
                 answers = [
                     await stack.enter_async_context(
-                        contextlib.aclosing(on.generator.answer(prompt, Sampling(max_tokens=20)))
+                        contextlib.aclosing(on.generator.stream(prompt, Sampling(max_tokens=20)))
                     )
                     for prompt in prompts
                 ]
@@ -296,7 +296,7 @@ def test_an_engine_that_is_brought_back_during_a_load_serves_what_the_others_do(
             assert await on.load(2) == 2, "those that serve do not wait for it"
             assert list(on.generator.engines()) == [1]
             with pytest.raises(ReplicaError, match="does not serve"):
-                await anext(on.generator.stream(PROMPT, engine=0))
+                await anext(on.generator.stream_once(PROMPT, engine=0))
             await on.generator.pause()
             on.orders.tell(0)
             await on.until_serving(0, 1)
@@ -340,7 +340,7 @@ def test_engines_that_come_back_are_paused_and_asleep_like_the_others(tmp_path: 
             await on.generator.serve_model()
             assert on.generator.version == 0
             on.orders.tell(0, stream="hold", after=3)
-            async with contextlib.aclosing(on.generator.answer(PROMPT, Sampling(max_tokens=20), engine=0)) as chunks:
+            async with contextlib.aclosing(on.generator.stream(PROMPT, Sampling(max_tokens=20), engine=0)) as chunks:
                 await take(chunks, 3)
                 await on.generator.pause()
                 await on.generator.pause()
@@ -370,7 +370,7 @@ def test_an_answer_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_left:
             await on.load(1)
             assert on.generator.engines() == {0: 64, 1: 64}
             on.orders.tell(1, stream="hold", after=3)
-            for answer in (on.generator.answer(PROMPT, engine=1), on.generator.stream(PROMPT, engine=1)):
+            for answer in (on.generator.stream(PROMPT, engine=1), on.generator.stream_once(PROMPT, engine=1)):
                 before = len(on.orders.notes("closed"))
                 async with contextlib.aclosing(answer) as chunks:
                     await take(chunks, 3)

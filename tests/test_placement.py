@@ -63,21 +63,21 @@ def apart() -> tuple[Told, DeviceHandover]:
 def test_shared_devices_are_left_before_the_other_takes_them() -> None:
     async def main() -> None:
         told, devices = shared()
-        await devices.to_engines()
+        await devices.hand_to_engines()
         assert told.take() == ["offload"], "engines are awake when they have started"
-        await devices.to_engines()
+        await devices.hand_to_engines()
         assert told.take() == []
-        await devices.to_trainer(idle=True)
+        await devices.hand_to_trainer(idle=True)
         assert told.take() == ["sleep", "onload"]
-        await devices.to_engines()
+        await devices.hand_to_engines()
         assert told.take() == ["offload", "wake"]
-        assert devices.take() == {
+        assert devices.pop_metrics() == {
             "transition/offload_s": 2,
             "transition/sleep_s": 1,
             "transition/onload_s": 1,
             "transition/wake_s": 1,
         }
-        assert devices.take() == {}
+        assert devices.pop_metrics() == {}
 
     asyncio.run(main())
 
@@ -85,15 +85,15 @@ def test_shared_devices_are_left_before_the_other_takes_them() -> None:
 def test_engines_with_devices_of_their_own_only_pause_and_not_when_idle() -> None:
     async def main() -> None:
         told, devices = apart()
-        await devices.to_engines()
-        await devices.to_trainer(idle=True)
-        await devices.to_engines()
+        await devices.hand_to_engines()
+        await devices.hand_to_trainer(idle=True)
+        await devices.hand_to_engines()
         assert told.take() == []
-        await devices.to_trainer()
-        await devices.to_trainer()
-        await devices.to_engines()
+        await devices.hand_to_trainer()
+        await devices.hand_to_trainer()
+        await devices.hand_to_engines()
         assert told.take() == ["pause", "resume"]
-        assert devices.take() == {"transition/pause_s": 1, "transition/resume_s": 1}
+        assert devices.pop_metrics() == {"transition/pause_s": 1, "transition/resume_s": 1}
 
     asyncio.run(main())
 
@@ -101,13 +101,13 @@ def test_engines_with_devices_of_their_own_only_pause_and_not_when_idle() -> Non
 def test_a_guest_has_the_engines_and_gives_them_back_unless_rollouts_want_them_meanwhile() -> None:
     async def main() -> None:
         told, devices = shared()
-        await devices.to_trainer()
+        await devices.hand_to_trainer()
         told.take()
-        async with devices.lent(), devices.lent():
+        async with devices.lend(), devices.lend():
             assert told.take() == ["offload", "wake"]
         assert told.take() == ["sleep", "onload"]
-        async with devices.lent():
-            await devices.to_engines()
+        async with devices.lend():
+            await devices.hand_to_engines()
             told.take()
         assert told.take() == []
 
@@ -117,16 +117,16 @@ def test_a_guest_has_the_engines_and_gives_them_back_unless_rollouts_want_them_m
 def test_guests_and_rollouts_at_the_same_time_end_where_the_last_word_says() -> None:
     async def main() -> None:
         told, devices = shared()
-        await devices.to_trainer()
+        await devices.hand_to_trainer()
 
         async def guest() -> None:
-            async with devices.lent():
+            async with devices.lend():
                 await asyncio.sleep(0)
 
         told.take()
-        await asyncio.gather(guest(), devices.to_engines(), guest())
+        await asyncio.gather(guest(), devices.hand_to_engines(), guest())
         assert told.take() == ["offload", "wake"]
-        await asyncio.gather(devices.to_trainer(), guest())
+        await asyncio.gather(devices.hand_to_trainer(), guest())
         assert told.take()[-2:] == ["sleep", "onload"]
 
     asyncio.run(main())
@@ -136,14 +136,14 @@ def test_guests_and_rollouts_at_the_same_time_end_where_the_last_word_says() -> 
 def test_after_a_transition_that_failed_the_next_one_is_whole(fails: str) -> None:
     async def main() -> None:
         told, devices = shared()
-        await devices.to_trainer()
+        await devices.hand_to_trainer()
         if fails in ("sleep", "onload"):
-            await devices.to_engines()
+            await devices.hand_to_engines()
         told.fails = fails
         with pytest.raises(ReplicaError):
-            await (devices.to_engines() if fails in ("offload", "wake") else devices.to_trainer())
+            await (devices.hand_to_engines() if fails in ("offload", "wake") else devices.hand_to_trainer())
         told.take()
-        await devices.to_engines()
+        await devices.hand_to_engines()
         assert told.take() == ["offload", "wake"]
 
     asyncio.run(main())
@@ -152,15 +152,15 @@ def test_after_a_transition_that_failed_the_next_one_is_whole(fails: str) -> Non
 def test_room_is_made_for_a_trainer_that_starts_again_and_it_is_offloaded_afterwards() -> None:
     async def main() -> None:
         told, devices = shared()
-        await devices.to_engines()
+        await devices.hand_to_engines()
         told.take()
-        await devices.clear()
+        await devices.free_devices()
         assert told.take() == ["sleep"]
-        await devices.to_engines()
+        await devices.hand_to_engines()
         assert told.take() == ["offload", "wake"]
         told, devices = apart()
-        await devices.to_engines()
-        await devices.clear()
+        await devices.hand_to_engines()
+        await devices.free_devices()
         assert told.take() == []
 
     asyncio.run(main())

@@ -51,5 +51,5 @@ class GeneratorBackend:
     def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
     ) -> AsyncGenerator[Chunk, None]:
-        """See Backend.stream and Generator.answer."""
-        return self._generator.answer(prompt_ids, sampling)
+        """See Backend.stream and Generator.stream."""
+        return self._generator.stream(prompt_ids, sampling)
