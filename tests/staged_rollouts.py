@@ -17,7 +17,7 @@ from forge_rl.types import Chunk, Message, Sampling, Task
 
 
 class CountingSource:
-    """Tasks 0, 1, 2, …"""
+    """Tasks 1, 2, 3, …"""
 
     name = "counting"
 
@@ -57,7 +57,7 @@ class LetterStream:
 
 
 class StagedGenerator:
-    """Answers with its seed, so that every episode differs."""
+    """Decodes its seed, so that every episode differs."""
 
     sampling = Sampling(max_tokens=4)
 
@@ -100,7 +100,7 @@ class StagedGenerator:
 
 
 class TwoTurns:
-    """Asks twice, and rewards by itself."""
+    """An environment of two turns that scores the episode itself."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -167,7 +167,7 @@ def rollouts(**changes: object) -> RolloutExecutor:
 
 
 class MortalGenerator(StagedGenerator):
-    """Engines that answer letter by letter, and stop after some until it is said how they go on."""
+    """Engines that decode letter by letter, and wait after three until a gate opens or breaks."""
 
     sampling = Sampling(max_tokens=12)
 
@@ -175,7 +175,7 @@ class MortalGenerator(StagedGenerator):
         super().__init__()
         self.serving = {0: 8, 1: 8}
         self.gates = {engine: asyncio.get_running_loop().create_future() for engine in range(4)}
-        """By engine: its requests stand after three letters until this is done, or are lost with it."""
+        """Gate of each engine: its requests wait after three letters until it is done, and fail with its error."""
 
     def engines(self) -> dict[int, int]:
         return dict(self.serving)
@@ -201,6 +201,7 @@ class MortalGenerator(StagedGenerator):
             yield Chunk(token_ids=(ord(letter),), logprobs=(-1.0,), versions=(engine,), text=letter, finish=finish)
 
 
-async def settle() -> None:
+async def run_until_idle() -> None:
+    """Let all other tasks run until they wait."""
     for _ in range(1000):
         await asyncio.sleep(0)

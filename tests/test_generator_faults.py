@@ -1,4 +1,4 @@
-"""What a Generator does when engines die, hang, fail and lie: with engines that do so when told, on real processes."""
+"""A Generator whose engines die, hang, fail and lie: fake engines that do so on orders, on real processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = bundled_model(default_cache())
 
 @dataclass
 class Stage:
-    """A generator of fake engines, and what they are told."""
+    """A generator of fake engines, and their orders."""
 
     generator: Generator
     orders: Orders
@@ -60,7 +60,7 @@ class Stage:
         return await service.call(service.replicas[engine], method, deadline_s=60)
 
     def only_once(self, engine: int, **orders: object) -> None:
-        """These orders until the engine's first fault."""
+        """Give an engine these orders until its first fault."""
         self.orders.tell(engine, **orders)
         self.faults.listeners.append(lambda fault: self.orders.tell(engine) if fault.replica == engine else None)
 
@@ -91,19 +91,19 @@ async def stage(tmp_path: Path, engines: int = 2, *, max_restarts: int = 100) ->
 
 
 def right(turn: Turn, count: int = 20, prompt: tuple[int, ...] = PROMPT) -> bool:
-    """Whether an answer is what one undisturbed engine would have given."""
+    """Check that a turn is what one undisturbed engine would have decoded."""
     return turn.prompt_ids == prompt and turn.token_ids == draw(prompt, count) and len(turn.versions) == count
 
 
-async def take(chunks: AsyncIterator[Chunk], count: int) -> list[int]:
-    """The next tokens of an answer."""
+async def read(chunks: AsyncIterator[Chunk], count: int) -> list[int]:
+    """Read the next tokens of a completion."""
     ids: list[int] = []
     while len(ids) < count:
         ids += (await anext(chunks)).token_ids
     return ids
 
 
-def test_an_answer_goes_on_elsewhere_from_the_tokens_that_there_are(tmp_path: Path, nothing_left: None) -> None:
+def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(tmp_path: Path, nothing_left: None) -> None:
     async def check() -> None:
         async with stage(tmp_path) as on:
             assert await on.load(1) == 1
@@ -112,7 +112,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_there_are(tmp_path: Pa
                 before = len(on.orders.notes("stream"))
                 sampling = Sampling(max_tokens=20, seed=7)
                 async with contextlib.aclosing(on.generator.stream(PROMPT, sampling, engine=0)) as chunks:
-                    ids = await take(chunks, 3)
+                    ids = await read(chunks, 3)
                     os.kill(await on.pid(0), ending)
                     rest = [chunk async for chunk in chunks]
                 assert [*ids, *(token for chunk in rest for token in chunk.token_ids)] == list(draw(PROMPT, 20))
@@ -127,7 +127,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_there_are(tmp_path: Pa
                 assert await on.state(0) == (1, [])
 
             async with contextlib.aclosing(on.generator.stream_once(PROMPT, sampling, engine=0)) as chunks:
-                await take(chunks, 3)
+                await read(chunks, 3)
                 os.kill(await on.pid(0), signal.SIGKILL)
                 with pytest.raises(ReplicaError, match="killed by SIGKILL"):
                     await anext(chunks)
@@ -161,7 +161,7 @@ def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothi
     asyncio.run(check())
 
 
-def test_an_answer_that_kills_every_engine_is_given_up_before_they_are(tmp_path: Path, nothing_left: None) -> None:
+def test_a_completion_that_kills_every_engine_is_given_up_before_they_are(tmp_path: Path, nothing_left: None) -> None:
     async def check() -> None:
         async with stage(tmp_path) as on:
             await on.load(1)
@@ -201,7 +201,7 @@ def test_text_is_right_where_engines_took_turns(tmp_path: Path, nothing_left: No
     asyncio.run(check())
 
 
-def test_when_all_engines_die_their_answers_wait_for_new_ones(tmp_path: Path, nothing_left: None) -> None:
+def test_when_all_engines_die_their_completions_wait_for_new_ones(tmp_path: Path, nothing_left: None) -> None:
     async def check() -> None:
         async with stage(tmp_path) as on:
             await on.load(1)
@@ -215,12 +215,12 @@ def test_when_all_engines_die_their_answers_wait_for_new_ones(tmp_path: Path, no
                     )
                     for prompt in prompts
                 ]
-                begun = [await take(chunks, 3) for chunks in answers]
+                begun = [await read(chunks, 3) for chunks in answers]
                 pids = [await on.pid(engine) for engine in (0, 1)]
                 for engine, pid in enumerate(pids):
                     on.orders.tell(engine)
                     os.kill(pid, signal.SIGKILL)
-                ended = await asyncio.gather(*[take(chunks, 17) for chunks in answers])
+                ended = await asyncio.gather(*[read(chunks, 17) for chunks in answers])
             for prompt, first, rest in zip(prompts, begun, ended, strict=True):
                 assert (*first, *rest) == draw(prompt, 20)
             await on.until_serving(0, 1)
@@ -341,7 +341,7 @@ def test_engines_that_come_back_are_paused_and_asleep_like_the_others(tmp_path: 
             assert on.generator.version == 0
             on.orders.tell(0, stream="hold", after=3)
             async with contextlib.aclosing(on.generator.stream(PROMPT, Sampling(max_tokens=20), engine=0)) as chunks:
-                await take(chunks, 3)
+                await read(chunks, 3)
                 await on.generator.pause()
                 await on.generator.pause()
                 await on.generator.sleep()
@@ -351,7 +351,7 @@ def test_engines_that_come_back_are_paused_and_asleep_like_the_others(tmp_path: 
                 await on.until_serving(0, 1)
                 assert await on.state(0) == await on.state(1) == (0, ["asleep", "paused"])
 
-                rest = asyncio.create_task(take(chunks, 17))
+                rest = asyncio.create_task(read(chunks, 17))
                 await on.generator.resume()
                 assert await on.state(0) == await on.state(1) == (0, ["asleep"])
                 assert await on.load(1) == 1
@@ -364,7 +364,7 @@ def test_engines_that_come_back_are_paused_and_asleep_like_the_others(tmp_path: 
     asyncio.run(check())
 
 
-def test_an_answer_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_left: None) -> None:
+def test_a_completion_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_left: None) -> None:
     async def check() -> None:
         async with stage(tmp_path) as on:
             await on.load(1)
@@ -373,7 +373,7 @@ def test_an_answer_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_left:
             for answer in (on.generator.stream(PROMPT, engine=1), on.generator.stream_once(PROMPT, engine=1)):
                 before = len(on.orders.notes("closed"))
                 async with contextlib.aclosing(answer) as chunks:
-                    await take(chunks, 3)
+                    await read(chunks, 3)
                 await on.until(lambda before=before: len(on.orders.notes("closed")) > before)
                 assert on.orders.notes("closed")[-1] == {"what": "closed", "engine": 1, "tokens": 3}
             assert not on.faults.seen

@@ -1,4 +1,4 @@
-"""The schedule: bounds that hold in any order of events, exact mixtures, engines' budgets, and what comes first."""
+"""Scheduler and batch planner: bounds in any order of events, exact mixtures, capacity, and the order of starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def schedule(*, groups: int = 3, episodes: int = 2, tasks: Drawn | None = None, 
 
 
 def begin(scheduler: Scheduler) -> list[InflightEpisode]:
-    """Begin what may begin, and let it decode."""
+    """Start the episodes that may start, and let them decode."""
     started = scheduler.pop_starts()
     for episode in started:
         scheduler.request_decode(episode)
@@ -131,9 +131,8 @@ def test_asynchronous_takes_what_ends_first_but_waits_for_what_would_be_too_old(
     fresh = begin(scheduler)
     for episode in fresh:
         end(scheduler, episode)
-    assert (
-        scheduler.planner.pop_batch() is None
-    )  # the first three groups were begun under version 0, and would be two steps behind later
+    # The first three groups started under version 0, and would be two steps behind later.
+    assert scheduler.planner.pop_batch() is None
     for episode in episodes[:6]:
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a1", "a2", "b1"]

@@ -63,7 +63,7 @@ class EnginePool:
         await self._make_ready(self._spawn(index, True))
 
     @contextlib.asynccontextmanager
-    async def becoming(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
+    async def serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
         """Set the desired version while the body makes the living engines serve it; new ones load it by themselves.
 
         If all die meanwhile, this waits for one that was brought back.

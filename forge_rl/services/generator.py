@@ -227,7 +227,7 @@ class Generator:
             WeightsError: the version cannot be read, or the engines read different ones.
             ServiceError: no engine is left.
         """
-        async with self._loading, store.lease(version) as manifest, self._becoming(manifest.version, store):
+        async with self._loading, store.lease(version) as manifest, self._serving_next(manifest.version, store):
             reports: list[LoadReport] = await self._pool.each(
                 "load",
                 lambda replica: (manifest, store.transport(replica.host)),
@@ -250,7 +250,7 @@ class Generator:
         """
         if self._loaded:
             raise WeightsError(f"the engines have loaded version {self._loaded[-1]}", hint="start a new generator")
-        async with self._loading, self._becoming(0, None):
+        async with self._loading, self._serving_next(0, None):
             await self._pool.each("serve_model", deadline_s=CONTROL_DEADLINE_S)
 
     async def pause(self) -> None:
@@ -317,11 +317,11 @@ class Generator:
             )
 
     @contextlib.asynccontextmanager
-    async def _becoming(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
+    async def _serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
         """Accept tokens of the old and of the new version while the body loads it; afterwards of the new one."""
         self._loaded.append(version)
         try:
-            async with self._pool.becoming(version, store):
+            async with self._pool.serving_next(version, store):
                 yield
         except BaseException:
             self.version = None

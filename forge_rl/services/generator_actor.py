@@ -1,4 +1,4 @@
-"""The actor of a Generator's replica: one vLLM engine."""
+"""The actor of a Generator's replica: one decoding engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GeneratorActor(ServiceActor):
-    """One engine."""
+    """One engine in a process of its own."""
 
     def __init__(self, config: GeneratorConfig, model: Path, seed: int, name: str) -> None:
         self._name = name
@@ -73,27 +73,27 @@ class GeneratorActor(ServiceActor):
 
     @concurrent_endpoint
     async def serve_model(self) -> None:
-        """See Generator.serve_model."""
+        """Serve the weights of the model's folder; see Generator.serve_model."""
         await self.engine.serve_model()
 
     @concurrent_endpoint
     async def pause(self) -> None:
-        """See Generator.pause."""
+        """Stop decoding; see Generator.pause."""
         await self.engine.pause()
 
     @concurrent_endpoint
     async def resume(self) -> None:
-        """See Generator.resume."""
+        """Decode again; see Generator.resume."""
         await self.engine.resume()
 
     @concurrent_endpoint
     async def sleep(self) -> None:
-        """See Generator.sleep."""
+        """Free memory; see Generator.sleep."""
         await self.engine.sleep()
 
     @concurrent_endpoint
     async def wake(self) -> None:
-        """See Generator.wake."""
+        """Decode again; see Generator.wake."""
         await self.engine.wake()
 
     @property
@@ -104,7 +104,7 @@ class GeneratorActor(ServiceActor):
 
 
 def environment(config: GeneratorConfig, place: int) -> dict[str, str]:
-    """Of an engine's process; on CUDA the GPU is the one at this place, in turn.
+    """Return the environment of an engine's process; on CUDA its GPU is the one at this place, in turn.
 
     In one process with its worker, an engine starts sooner and needs no inner messages.
     """
