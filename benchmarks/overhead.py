@@ -23,7 +23,7 @@ from benchmarks.staged_services import Kind, StagedGenerator, StagedSource
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.cluster import Cluster
@@ -176,7 +176,8 @@ async def _turns(config: Config, services: Services, in_flight: int) -> float:
     rollouts = RolloutExecutor(
         mixture=mixture,
         # Half of what is in flight, so that with the batches ahead there is always enough to begin.
-        shape=Shape(groups=in_flight // (2 * _GROUP_SIZE), episodes=_GROUP_SIZE),
+        groups=in_flight // (2 * _GROUP_SIZE),
+        episodes=_GROUP_SIZE,
         schedule=ScheduleConfig(max_lag=16, max_episodes=in_flight),
         tokenizer=tokenizer,
         generator=generator,

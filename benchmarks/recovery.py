@@ -25,7 +25,7 @@ from benchmarks.staged_services import Kind, StagedSource
 from benchmarks.watched_generator import Request, Watched
 from forge_rl.data.mixture import Mixture
 from forge_rl.rollout.dispatcher import PolicyClient
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.faults import Fault
@@ -95,7 +95,8 @@ class _Bench:
         )
         self._rollouts = RolloutExecutor(
             mixture=Mixture({"stories": StagedSource(Kind(name="stories", share=1.0, least_s=1.0, most_s=1.0))}),
-            shape=Shape(groups=config.groups, episodes=config.group_size),
+            groups=config.groups,
+            episodes=config.group_size,
             schedule=ScheduleConfig(max_episodes=config.requests),
             tokenizer=served.tokenizer,
             generator=self._watched,

@@ -33,7 +33,7 @@ from benchmarks.staged_services import (
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.types import Batch
@@ -126,7 +126,8 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     trained = 0
     rollouts = RolloutExecutor(
         mixture=mixture,
-        shape=Shape(groups=groups, episodes=config.group_size),
+        groups=groups,
+        episodes=config.group_size,
         schedule=policy,
         tokenizer=tokenizer,
         generator=generator,

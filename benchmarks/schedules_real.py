@@ -19,7 +19,7 @@ from benchmarks.real_engines import Engines, Stories, engines
 from benchmarks.report import Report
 from benchmarks.staged_services import HEAVY_TAILED, StagedSource
 from forge_rl.data.mixture import Mixture
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.runtime.tasks import task_group
@@ -100,7 +100,8 @@ async def _ten_batches(
         mixture=Mixture(
             {kind.name: StagedSource(kind) for kind in HEAVY_TAILED}, {kind.name: kind.share for kind in HEAVY_TAILED}
         ),
-        shape=Shape(groups=groups, episodes=_GROUP_SIZE),
+        groups=groups,
+        episodes=_GROUP_SIZE,
         schedule=policy,
         tokenizer=served.tokenizer,
         generator=served.generator,

@@ -10,7 +10,7 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.types import Chunk, Message, Sampling, Task
@@ -150,7 +150,8 @@ class StagedReward:
 def rollouts(**changes: object) -> RolloutExecutor:
     parts: dict[str, object] = {
         "mixture": Mixture({"counting": CountingSource()}),
-        "shape": Shape(groups=3, episodes=4),
+        "groups": 3,
+        "episodes": 4,
         "schedule": ScheduleConfig(max_lag=0),
         "tokenizer": Letters(),
         "generator": StagedGenerator(),

@@ -9,7 +9,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from forge_rl.data.mixture import Mixture
@@ -25,16 +25,6 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The size of a batch."""
-
-    groups: int
-    """P."""
-    episodes: int
-    """G."""
-
-
 class RunEpisode(Protocol):
     """Runs one episode of a task, such as an EpisodeRunner; the policy answers at `client`."""
 
@@ -48,7 +38,8 @@ class RolloutExecutor:
 
     Args:
         mixture: source of the tasks.
-        shape: size of a batch.
+        groups: P.
+        episodes: G.
         schedule: settings of the schedule.
         tokenizer: of the policy.
         generator: decodes.
@@ -64,7 +55,8 @@ class RolloutExecutor:
         self,
         *,
         mixture: Mixture,
-        shape: Shape,
+        groups: int,
+        episodes: int,
         schedule: ScheduleConfig,
         tokenizer: Tokenizer,
         generator: Decoder,
@@ -79,7 +71,7 @@ class RolloutExecutor:
         self.last: Batch | None = None
         """The batch that was delivered last."""
         self._tasks = ResumableTaskStream(mixture)
-        self._shape = shape
+        self._groups, self._episodes = groups, episodes
         self._tokenizer = tokenizer
         self._generator = generator
         self._run_episode = run_episode
@@ -230,8 +222,8 @@ class RolloutExecutor:
     def _schedule_from(self, batch: int) -> tuple[Scheduler, Dispatcher]:
         scheduler = Scheduler(
             self.config,
-            groups=self._shape.groups,
-            episodes=self._shape.episodes,
+            groups=self._groups,
+            episodes=self._episodes,
             tasks=self._tasks,
             clock=self._clock,
             first=batch,

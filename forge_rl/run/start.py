@@ -33,7 +33,7 @@ from forge_rl.metrics import (
     WandbSink,
 )
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.executor import RolloutExecutor, RunEpisode, Shape
+from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.placement import DeviceHandover, shares_devices
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
@@ -165,7 +165,8 @@ async def _start(
             run_episode = await front.enter_async_context(serving)
         run.rollouts = RolloutExecutor(
             mixture=mixture,
-            shape=Shape(groups=config.groups_per_batch, episodes=config.group_size),
+            groups=config.groups_per_batch,
+            episodes=config.group_size,
             schedule=config.schedule,
             tokenizer=run.tokenizer,
             generator=run.generator,
