@@ -46,6 +46,14 @@ class EnginePool:
         self._service = service
         self._spawn = spawn
         self._start_deadline_s = start_deadline_s
+        self.version: int | None = None
+        """Version that all engines serve; None before the first load, and after one that failed."""
+        self.refusal = "nothing was loaded yet"
+        """Reason why there is no version."""
+        self.versions: list[int] = []
+        """Versions in the order of their loads."""
+        self.current = 0
+        """Index of the current version in `versions`."""
         self._desired = DesiredState()
         self._ready: dict[int, Replica] = {}
         """Engines in the desired state, by index. They serve, or are about to."""
@@ -64,20 +72,23 @@ class EnginePool:
 
     @contextlib.asynccontextmanager
     async def serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
-        """Set the desired version while the body makes the living engines serve it; new ones load it by themselves.
+        """Set the version to serve while the body loads it into the living engines; new ones load it by themselves.
 
-        If all die meanwhile, this waits for one that was brought back.
+        Tokens may be of the old or of the new version meanwhile. If all engines die, this waits for a new one.
 
         Raises:
             ServiceError: no engine is left.
         """
+        self.versions.append(version)
         self._desired = replace(self._desired, version=version, store=store)
         try:
             yield
             await self._service.available()
         except BaseException:
             self._desired = replace(self._desired, version=None, store=None)
+            self.version, self.refusal = None, f"loading version {version} failed"
             raise
+        self.current, self.version = len(self.versions) - 1, version
 
     async def switch(self, method: str, change: Callable[[DesiredState], DesiredState]) -> None:
         """Change the desired state, and call the method that brings all living engines to it."""

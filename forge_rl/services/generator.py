@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -56,13 +56,6 @@ class Generator:
         self._lend = lend
         self._stopping = False
         self._loading = asyncio.Lock()
-        self._loaded: list[int] = []
-        """Versions in the order of their loads."""
-        self._current = 0
-        """Index of the current version in `_loaded`."""
-        self.version: int | None = None
-        """Version that all engines serve; None before the first load, and after one that failed."""
-        self._refusal = "nothing was loaded yet"
         self.attested_in_place = 0.0
         """Share of the weights that the last load attested over the live parameters."""
         self.load_seconds: dict[str, float] = {}
@@ -116,6 +109,11 @@ class Generator:
         return cls(config, service, pool, Tokenizer(model), lend)
 
     @property
+    def version(self) -> int | None:
+        """Version that all engines serve; None before the first load, and after one that failed."""
+        return self._pool.version
+
+    @property
     def sampling(self) -> Sampling:
         """Sampling settings of training episodes."""
         return Sampling(max_tokens=self.config.max_new_tokens, temperature=self.config.temperature)
@@ -156,7 +154,7 @@ class Generator:
         chosen = sampling or self.sampling
         self._check(prompt_ids, chosen)
         replica = await self._choose(engine)
-        first, drawn = self._current, 0
+        first, drawn = self._pool.current, 0
         stream = self._service.stream(
             replica, "stream", tuple(prompt_ids), chosen, deadline_s=self.config.request_deadline_s
         )
@@ -168,7 +166,7 @@ class Generator:
                         chosen,
                         drawn=drawn,
                         vocab_size=self._tokenizer.vocab_size,
-                        versions=self._loaded[first:],
+                        versions=self._pool.versions[first:],
                     ):
                         raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
                     drawn += len(chunk.token_ids)
@@ -227,7 +225,7 @@ class Generator:
             WeightsError: the version cannot be read, or the engines read different ones.
             ServiceError: no engine is left.
         """
-        async with self._loading, store.lease(version) as manifest, self._serving_next(manifest.version, store):
+        async with self._loading, store.lease(version) as manifest, self._pool.serving_next(manifest.version, store):
             reports: list[LoadReport] = await self._pool.each(
                 "load",
                 lambda replica: (manifest, store.transport(replica.host)),
@@ -248,9 +246,11 @@ class Generator:
             WeightsError: versions were loaded over them.
             ServiceError: no engine is left.
         """
-        if self._loaded:
-            raise WeightsError(f"the engines have loaded version {self._loaded[-1]}", hint="start a new generator")
-        async with self._loading, self._serving_next(0, None):
+        if self._pool.versions:
+            raise WeightsError(
+                f"the engines have loaded version {self._pool.versions[-1]}", hint="start a new generator"
+            )
+        async with self._loading, self._pool.serving_next(0, None):
             await self._pool.each("serve_model", deadline_s=CONTROL_DEADLINE_S)
 
     async def pause(self) -> None:
@@ -308,27 +308,13 @@ class Generator:
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Raise, as `stream_once` does, if the request cannot be served."""
         if self.version is None:
-            raise WeightsError(f"the engines hold no weights: {self._refusal}", hint="load a version first")
+            raise WeightsError(f"the engines hold no weights: {self._pool.refusal}", hint="load a version first")
         if len(prompt_ids) + sampling.max_tokens > self.config.max_model_tokens:
             raise ConfigError(
                 f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed "
                 f"{self.config.max_model_tokens}",
                 hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
             )
-
-    @contextlib.asynccontextmanager
-    async def _serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
-        """Accept tokens of the old and of the new version while the body loads it; afterwards of the new one."""
-        self._loaded.append(version)
-        try:
-            async with self._pool.serving_next(version, store):
-                yield
-        except BaseException:
-            self.version = None
-            self._refusal = f"loading version {version} failed"
-            raise
-        self._current = len(self._loaded) - 1
-        self.version = version
 
     def __repr__(self) -> str:
         loads = ", ".join(f"{replica.index}: {replica.in_flight}" for replica in self._service.replicas)
