@@ -1,10 +1,10 @@
-"""What a turn costs beside its decoding: schedule, router, environment and reward, with engines that answer at once.
+"""Cost of a turn beside its decoding: scheduler, router, environment and reward, with engines that answer at once.
 
 python -m benchmarks.overhead --json out.json
 
 Rollouts, Environment and Reward are the real ones, with a process each; the engines, the tokenizer and the trainer are
-staged in the controller. An episode is a few turns in its world, then a score. Few and many episodes in flight are
-measured in turns, and so is the limit below: bare calls of Monarch to the same process, as if each turn made one.
+staged in the controller. An episode is a few turns in its environment, then a score. Few and many episodes in flight
+are measured in turns, and so is the limit below: bare calls of Monarch to the same process, as if each turn made one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _ENGINES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure turns a second, and what a turn costs with few and with many episodes in flight."""
+    """Measure turns a second, and the cost of a turn with few and with many episodes in flight."""
 
     many: int = 10_000
     """Episodes in flight at a time."""
     few: int = 100
     """The same, to compare with."""
     turns: int = 4
-    """Mean of an episode; a score follows the last."""
+    """Mean number of turns of an episode; a score follows the last."""
     least_turns: int = 10_000
     """A round has as many turns as the episodes in flight, and at least so many."""
     repeats: int = 5
@@ -69,7 +69,7 @@ class Config(BenchmarkConfig):
 
 
 class ManyTurns:
-    """A world that says something after each answer but the last."""
+    """An environment that responds to each turn but the last."""
 
     def __init__(self, turns: int) -> None:
         self._left = turns
@@ -85,10 +85,10 @@ class ManyTurns:
 
 
 class ManyTurnsFactory:
-    """Makes worlds of different lengths, so that episodes do not march in step.
+    """Makes environments of different lengths, so that episodes do not march in step.
 
     Args:
-        turns: mean of an episode.
+        turns: mean number of turns of an episode.
     """
 
     def __init__(self, turns: int) -> None:
@@ -134,14 +134,14 @@ class PromptTokenizer:
 
 @dataclass(frozen=True)
 class Services:
-    """What has processes."""
+    """The services that have processes."""
 
     environment: Environment
     reward: Reward
 
 
 def measure(config: Config, report: Report) -> None:
-    """All rounds."""
+    """Run all rounds."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
     asyncio.run(_measure(config, report))

@@ -1,6 +1,6 @@
 """The schedules on real engines: vLLM on this machine, heavy-tailed answers, weights from a store. See schedules.py.
 
-An episode has the simulator's lengths, in tokens instead of seconds, and no tools. Training is a pause that is equal
+Episodes have the simulator's lengths, in tokens instead of seconds, and no tools. Training is a pause that is equal
 for all schedules, on a device of its own: those that decode meanwhile gain it. Each version is really published and
 loaded, also while requests are in flight: what was computed with older weights is then computed again.
 """
@@ -35,26 +35,26 @@ _KINDS = {kind.name: kind for kind in HEAVY_TAILED}
 
 @dataclass(frozen=True, kw_only=True)
 class Real:
-    """What runs on real engines."""
+    """Settings of the run on real engines."""
 
     model: str = "smollm2-135m"
     """Name of the bundled model, a folder, or a hub id."""
     engines: int = 2
-    """vLLM engines, on the CPU with its cores divided between them."""
+    """Number of vLLM engines, on the CPU with its cores divided between them."""
     budget: int = 4
-    """Requests that each decodes at a time."""
+    """Most requests that each decodes at a time."""
     most_tokens: int = 60
-    """Of an episode: of the simulator's longest."""
+    """Tokens of the simulator's longest episode."""
 
 
 def measure_real(config: Real, policies: Mapping[str, ScheduleConfig], report: Report, *, seed: int) -> None:
-    """Ten batches by each schedule, one after the other on the same engines.
+    """Run ten batches by each schedule, one after the other on the same engines.
 
     Args:
-        config: what runs.
+        config: settings of the run.
         policies: schedules by name.
         report: gets `real_<result>_<name>`.
-        seed: of the episodes' lengths.
+        seed: seed of the episodes' lengths.
     """
     asyncio.run(_measure(config, policies, report, seed))
 
@@ -146,7 +146,7 @@ async def _ten_batches(
 
 
 async def _full_rate(served: Engines, config: Real) -> float:
-    """Tokens a second of engines that are full; before it, they warm up."""
+    """Measure the tokens a second of engines that are full, after a warm-up."""
     prompt = served.tokenizer.render([{"role": "user", "content": "Tell me a very long story."}])
     rate = 0.0
     for tokens in (8, 64):
@@ -164,7 +164,7 @@ async def _full_rate(served: Engines, config: Real) -> float:
 
 
 def _kind_at(share: float) -> str:
-    """The kind of the episode at this place among all, by share."""
+    """Return the kind of the episode at this place among all, by share."""
     for kind in HEAVY_TAILED:
         share -= kind.share
         if share < 0:
@@ -173,7 +173,7 @@ def _kind_at(share: float) -> str:
 
 
 def _tokens(drawn: random.Random, source: str, config: Real) -> int:
-    """Length of an episode."""
+    """Draw the length of an episode."""
     kind, longest_s = _KINDS[source], max(kind.most_s for kind in HEAVY_TAILED)
     seconds = math.exp(drawn.uniform(math.log(kind.least_s), math.log(kind.most_s)))
     return max(1, round(seconds / longest_s * config.most_tokens))
