@@ -108,6 +108,7 @@ def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goes_firs
         await run_until_idle()
         assert executor._scheduler.count("waiting") == 12
         assert "12 wait for an engine" in executor.waiting_for()
+        assert all(episode.interrupted for episode in executor._running)
         generator.serving = {2: 16}
         generator.gates[2].set_result(None)
         generator.tell()
