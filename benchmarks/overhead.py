@@ -1,10 +1,10 @@
-"""What a turn costs beside its decoding: schedule, router, environment and reward, with engines that answer at once.
+"""Cost of a turn beside its decoding: scheduler, router, environment and reward, with engines that answer at once.
 
 python -m benchmarks.overhead --json out.json
 
 Rollouts, Environment and Reward are the real ones, with a process each; the engines, the tokenizer and the trainer are
-staged in the controller. An episode is a few turns in its world, then a score. Few and many episodes under way are
-measured in turns, and so is the limit below: bare calls of Monarch to the same process, as if each turn made one.
+staged in the controller. An episode is a few turns in its environment, then a score. Few and many episodes in flight
+are measured in turns, and so is the limit below: bare calls of Monarch to the same process, as if each turn made one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.staged_services import Kind, StagedGenerator, StagedSource
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.cluster import Cluster
@@ -40,16 +40,16 @@ _ENGINES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure turns a second, and what a turn costs with few and with many episodes under way."""
+    """Measure turns a second, and the cost of a turn with few and with many episodes in flight."""
 
     many: int = 10_000
-    """Episodes under way at a time."""
+    """Episodes in flight at a time."""
     few: int = 100
     """The same, to compare with."""
     turns: int = 4
-    """Mean of an episode; a score follows the last."""
+    """Mean number of turns of an episode; a score follows the last."""
     least_turns: int = 10_000
-    """A round has as many turns as the episodes under way, and at least so many."""
+    """A round has as many turns as the episodes in flight, and at least so many."""
     repeats: int = 5
     """Rounds of each."""
     warm_up: int = 1
@@ -69,7 +69,7 @@ class Config(BenchmarkConfig):
 
 
 class ManyTurns:
-    """A world that says something after each answer but the last."""
+    """An environment that responds to each turn but the last."""
 
     def __init__(self, turns: int) -> None:
         self._left = turns
@@ -85,10 +85,10 @@ class ManyTurns:
 
 
 class ManyTurnsFactory:
-    """Makes worlds of different lengths, so that episodes do not march in step.
+    """Makes environments of different lengths, so that episodes do not march in step.
 
     Args:
-        turns: mean of an episode.
+        turns: mean number of turns of an episode.
     """
 
     def __init__(self, turns: int) -> None:
@@ -112,7 +112,7 @@ class PromptEngines(StagedGenerator):
         super().__init__(engines=engines, budget=budget)
         self.answered = 0
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> AsyncGenerator[Chunk, None]:
         self.answered += 1
@@ -134,14 +134,14 @@ class PromptTokenizer:
 
 @dataclass(frozen=True)
 class Services:
-    """What has processes."""
+    """The services that have processes."""
 
     environment: Environment
     reward: Reward
 
 
 def measure(config: Config, report: Report) -> None:
-    """All rounds."""
+    """Run all rounds."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
     asyncio.run(_measure(config, report))
@@ -168,19 +168,20 @@ async def _measure(config: Config, report: Report) -> None:
     report.results[f"cost_{config.many}_over_{config.few}"] = median(rates["few"]) / median(rates["many"])
 
 
-async def _turns(config: Config, services: Services, under_way: int) -> float:
-    """Turns a second while so many episodes are under way."""
-    generator = PromptEngines(engines=_ENGINES, budget=under_way)
+async def _turns(config: Config, services: Services, in_flight: int) -> float:
+    """Turns a second while so many episodes are in flight."""
+    generator = PromptEngines(engines=_ENGINES, budget=in_flight)
     mixture = Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))})
     tokenizer: Any = PromptTokenizer()
     rollouts = RolloutExecutor(
         mixture=mixture,
-        # Half of what is under way, so that with the batches ahead there is always enough to begin.
-        shape=Shape(groups=under_way // (2 * _GROUP_SIZE), episodes=_GROUP_SIZE),
-        schedule=ScheduleConfig(max_lag=16, max_episodes=under_way),
+        # Half of what is in flight, so that with the batches ahead there is always enough to begin.
+        groups=in_flight // (2 * _GROUP_SIZE),
+        episodes=_GROUP_SIZE,
+        schedule=ScheduleConfig(max_lag=16, max_episodes=in_flight),
         tokenizer=tokenizer,
         generator=generator,
-        attempt=EpisodeRunner(tokenizer, services.environment, services.reward),
+        run_episode=EpisodeRunner(tokenizer, services.environment, services.reward),
         devices=DeviceHandover(generator),
         seed=0,
         version=lambda: generator.version,
@@ -194,13 +195,13 @@ async def _turns(config: Config, services: Services, under_way: int) -> float:
             generator.load(generator.version + 1)
             found = {name: value for name, value in rollouts.metrics().items() if value}
             ended = {name for name in found if name.startswith("outcomes/")}
-            if found["rollouts/under_way"] != under_way or ended - {"outcomes/completed"}:
-                raise BenchmarkError(f"of {under_way} episodes that were to be under way: {found}")
+            if found["rollouts/in_flight"] != in_flight or ended - {"outcomes/completed"}:
+                raise BenchmarkError(f"of {in_flight} episodes that were to be in flight: {found}")
 
     try:
-        await deliver(config.turns * under_way)  # until they are no more all at the same turn
+        await deliver(config.turns * in_flight)  # until they are no more all at the same turn
         began, before = time.perf_counter(), generator.answered
-        await deliver(max(config.turns * under_way, 0 if config.smoke else config.least_turns))
+        await deliver(max(config.turns * in_flight, 0 if config.smoke else config.least_turns))
         return (generator.answered - before) / (time.perf_counter() - began)
     finally:
         await rollouts.close()

@@ -38,10 +38,10 @@ class Engines:
     """A generator, and what stands for its trainer: the model's own weights, published again and again.
 
     Args:
-        generator: started, without weights.
-        store: empty.
-        faults: of both.
-        folder: of the model.
+        generator: a started generator without weights.
+        store: an empty store.
+        faults: faults of both.
+        folder: folder of the model.
     """
 
     def __init__(self, generator: Generator, store: WeightStore, faults: Faults, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Engines:
         self.faults = faults
         self.tokenizer = Tokenizer(folder)
         self.version = -1
-        """That was published last."""
+        """Version that was published last."""
         self._store = store
         self._dtype = resolve_dtype(generator.config.dtype)
         self._weights = {name: part for path in folder.glob("*.safetensors") for name, part in load_file(path).items()}
@@ -70,10 +70,10 @@ class Engines:
 
 @contextlib.asynccontextmanager
 async def engines(config: Generator.Config, model: str) -> AsyncIterator[Engines]:
-    """Start them, with version 0 loaded; in the end all processes end.
+    """Start engines, load version 0, and end all processes after the body.
 
     Args:
-        config: of the generator.
+        config: settings of the generator.
         model: name of a bundled model, a folder, or a hub id.
     """
     folder = resolve_model(model, default_cache())
@@ -99,11 +99,11 @@ async def engines(config: Generator.Config, model: str) -> AsyncIterator[Engines
 
 
 class Stories:
-    """Episodes of so many tokens: where the model ends its answer early, the world asks it to go on.
+    """Runs episodes of given lengths: where the model ends a turn early, the environment asks it to go on.
 
     Args:
-        tokenizer: of the model.
-        tokens: of an episode.
+        tokenizer: tokenizer of the model.
+        tokens: returns the length of an episode in tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: Callable[[InflightEpisode], int]) -> None:
@@ -111,14 +111,14 @@ class Stories:
         self._tokens = tokens
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
-        """An attempt, as rollouts want it."""
-        story = _Story(self._tokens(client.plan), random.Random("/".join(map(str, client.plan.place))))
-        attempts = EpisodeRunner(self._tokenizer, story, None)  # type: ignore[arg-type]  # the world scores
-        return await attempts(task, functools.partial(story.decode, client))
+        """Run one episode, as a RunEpisode does."""
+        story = _Story(self._tokens(client.episode), random.Random("/".join(map(str, client.episode.place))))
+        runner = EpisodeRunner(self._tokenizer, story, None)  # type: ignore[arg-type]  # the environment scores
+        return await runner(task, functools.partial(story.decode, client))
 
 
 class _Story:
-    """The world of one episode, and the place to open it."""
+    """The session of one episode, and the service that opens it."""
 
     def __init__(self, tokens: int, drawn: random.Random) -> None:
         self._left = tokens
@@ -129,7 +129,7 @@ class _Story:
         return self, Observation(messages=({"role": "user", "content": text},))
 
     async def decode(self, client: PolicyClient, prompt_ids: tuple[int, ...]) -> Turn:
-        """One answer, of no more tokens than are left."""
+        """Decode one turn, of no more tokens than are left."""
         turn = await replace(client, sampling=replace(client.sampling, max_tokens=self._left))(prompt_ids)
         self._left -= len(turn.token_ids)
         return turn

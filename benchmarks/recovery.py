@@ -25,7 +25,7 @@ from benchmarks.staged_services import Kind, StagedSource
 from benchmarks.watched_generator import Request, Watched
 from forge_rl.data.mixture import Mixture
 from forge_rl.rollout.dispatcher import PolicyClient
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.faults import Fault
@@ -91,15 +91,16 @@ class _Bench:
         self._delivered: Counter[tuple[str, int]] = Counter()
         low, high = config.tokens
         self._stories = Stories(
-            served.tokenizer, lambda plan: low + (37 * plan.group.order + 101 * plan.index) % (high - low + 1)
+            served.tokenizer, lambda episode: low + (37 * episode.group.order + 101 * episode.index) % (high - low + 1)
         )
         self._rollouts = RolloutExecutor(
             mixture=Mixture({"stories": StagedSource(Kind(name="stories", share=1.0, least_s=1.0, most_s=1.0))}),
-            shape=Shape(groups=config.groups, episodes=config.group_size),
+            groups=config.groups,
+            episodes=config.group_size,
             schedule=ScheduleConfig(max_episodes=config.requests),
             tokenizer=served.tokenizer,
             generator=self._watched,
-            attempt=self._attempt,
+            run_episode=self._run_episode,
             devices=DeviceHandover(served.generator),
             seed=0,
             version=lambda: served.version,
@@ -157,9 +158,9 @@ class _Bench:
             "batches_meanwhile": self._number - boundary,
         }
 
-    async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
+    async def _run_episode(self, task: Task, client: PolicyClient) -> Episode:
         episode = await self._stories(task, client)
-        self._made[id(episode)] = ((task.id, client.plan.index), episode)
+        self._made[id(episode)] = ((task.id, client.episode.index), episode)
         return episode
 
     def _in_the_middle(self, victim: int) -> bool:

@@ -1,13 +1,13 @@
-"""What each schedule makes of heavy-tailed episodes: engines' busy share, tokens an hour, lag, and the mixture.
+"""Schedules on heavy-tailed episodes: the engines' busy share, tokens an hour, lag, and the mixture.
 
 python -m benchmarks.schedules --json out.json
 python -m benchmarks.schedules --real --json out.json
 
-The schedule and the rollouts are the real ones; engines, worlds and the trainer are staged, on virtual time. 40% of the
-episodes decode for less than 30 s, 10% for 10 to 30 minutes, with tools between turns; a batch is four episodes for
-each request that the engines take at a time. Schedules that decode while training have a part of the cluster for each,
-divided so that neither waits for the other on average; the others use all of it for both, one after the other. The
-second command runs real engines on this machine instead: see schedules_real.py.
+The scheduler and the rollouts are the real ones; engines, environments and the trainer are staged, on virtual time. 40%
+of the episodes decode for less than 30 s, 10% for 10 to 30 minutes, with tools between turns; a batch is four episodes
+for each request that the engines take at a time. Schedules that decode while training have a part of the cluster for
+each, divided so that neither waits for the other on average; the others use all of it for both, one after the other.
+The second command runs real engines on this machine instead: see schedules_real.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.staged_services import (
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.types import Batch
@@ -48,19 +48,19 @@ class Config(BenchmarkConfig):
     """Compare the schedules on a virtual clock."""
 
     engines: tuple[int, ...] = (1024, 8)
-    """Sizes of the cluster; results of the first have no suffix."""
+    """Numbers of engines in the cluster; results of the first have no suffix."""
     budget: int = 4
-    """Requests that an engine decodes at a time."""
+    """Most requests that an engine decodes at a time."""
     group_size: int = 8
     """G."""
     batches: int = 8
-    """Batches that count."""
+    """Number of batches that count."""
     warm_up: int = 3
-    """Batches that come first and do not count."""
+    """Number of batches that come first and do not count."""
     max_lag: int = 2
-    """Of the pipelined schedule."""
+    """Bound on the lag of the pipelined schedule."""
     asynchronous_lag: int = 8
-    """Of the asynchronous one: enough that its engines never wait."""
+    """Bound on the lag of the asynchronous schedule: enough that its engines never wait."""
     train_share: float = 0.2
     """Share of the cluster's work that is training."""
     turn_s: float = 60.0
@@ -68,11 +68,11 @@ class Config(BenchmarkConfig):
     tool_s: float = 5.0
     """Mean wait for a tool."""
     seed: int = 0
-    """Of the episodes."""
+    """Seed of the episodes."""
     real: bool = False
-    """Ten batches by each schedule on real engines, and no virtual clock."""
+    """Run ten batches by each schedule on real engines, without a virtual clock."""
     on: Real = field(default_factory=Real)
-    """What --real runs."""
+    """Settings of --real."""
 
     def __post_init__(self) -> None:
         if not 0 < self.train_share < 1:
@@ -88,7 +88,7 @@ Name = Literal["synchronous", "one_step", "asynchronous", "pipelined"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one schedule did, over the batches that count."""
+    """Results of one schedule, over the batches that count."""
 
     busy_share: float
     """Requests decoded over the engines' budgets, in the rollout phases."""
@@ -126,12 +126,13 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     trained = 0
     rollouts = RolloutExecutor(
         mixture=mixture,
-        shape=Shape(groups=groups, episodes=config.group_size),
+        groups=groups,
+        episodes=config.group_size,
         schedule=policy,
         tokenizer=tokenizer,
         generator=generator,
         devices=DeviceHandover(generator, clock=loop.time),
-        attempt=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the worlds score
+        run_episode=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the environments score
         seed=config.seed,
         version=lambda: trained,
         warn=print,
@@ -142,14 +143,14 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     for number in range(config.warm_up + config.batches):
         if number == config.warm_up:
             began, decoded = loop.time(), generator.decoded_s
-            rollouts.take_busy()
+            rollouts.pop_busy()
         batch = await rollouts.next_batch()
         await asyncio.sleep(train_s)
         trained += 1
         generator.load(trained)
         if number >= config.warm_up:
             batches.append(batch)
-    busy, offered = rollouts.take_busy()
+    busy, offered = rollouts.pop_busy()
     wall, decoded = loop.time() - began, generator.decoded_s - decoded
     await rollouts.close()
     lags = Counter(

@@ -1,6 +1,6 @@
 """The schedules on real engines: vLLM on this machine, heavy-tailed answers, weights from a store. See schedules.py.
 
-An episode has the simulator's lengths, in tokens instead of seconds, and no tools. Training is a pause that is equal
+Episodes have the simulator's lengths, in tokens instead of seconds, and no tools. Training is a pause that is equal
 for all schedules, on a device of its own: those that decode meanwhile gain it. Each version is really published and
 loaded, also while requests are in flight: what was computed with older weights is then computed again.
 """
@@ -19,7 +19,7 @@ from benchmarks.real_engines import Engines, Stories, engines
 from benchmarks.report import Report
 from benchmarks.staged_services import HEAVY_TAILED, StagedSource
 from forge_rl.data.mixture import Mixture
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.runtime.tasks import task_group
@@ -35,26 +35,26 @@ _KINDS = {kind.name: kind for kind in HEAVY_TAILED}
 
 @dataclass(frozen=True, kw_only=True)
 class Real:
-    """What runs on real engines."""
+    """Settings of the run on real engines."""
 
     model: str = "smollm2-135m"
     """Name of the bundled model, a folder, or a hub id."""
     engines: int = 2
-    """vLLM engines, on the CPU with its cores divided between them."""
+    """Number of vLLM engines, on the CPU with its cores divided between them."""
     budget: int = 4
-    """Requests that each decodes at a time."""
+    """Most requests that each decodes at a time."""
     most_tokens: int = 60
-    """Of an episode: of the simulator's longest."""
+    """Tokens of the simulator's longest episode."""
 
 
 def measure_real(config: Real, policies: Mapping[str, ScheduleConfig], report: Report, *, seed: int) -> None:
-    """Ten batches by each schedule, one after the other on the same engines.
+    """Run ten batches by each schedule, one after the other on the same engines.
 
     Args:
-        config: what runs.
+        config: settings of the run.
         policies: schedules by name.
         report: gets `real_<result>_<name>`.
-        seed: of the episodes' lengths.
+        seed: seed of the episodes' lengths.
     """
     asyncio.run(_measure(config, policies, report, seed))
 
@@ -91,20 +91,21 @@ async def _ten_batches(
     train_s: float,
     seed: int,
 ) -> dict[str, float]:
-    def tokens(plan: InflightEpisode) -> int:
-        place = "/".join(map(str, (seed, *plan.place[1:])))
-        return _tokens(random.Random(f"{plan.place[0] - first}/{place}"), plan.group.task.source, config)
+    def tokens(episode: InflightEpisode) -> int:
+        place = "/".join(map(str, (seed, *episode.place[1:])))
+        return _tokens(random.Random(f"{episode.place[0] - first}/{place}"), episode.group.task.source, config)
 
     first = served.version
     rollouts = RolloutExecutor(
         mixture=Mixture(
             {kind.name: StagedSource(kind) for kind in HEAVY_TAILED}, {kind.name: kind.share for kind in HEAVY_TAILED}
         ),
-        shape=Shape(groups=groups, episodes=_GROUP_SIZE),
+        groups=groups,
+        episodes=_GROUP_SIZE,
         schedule=policy,
         tokenizer=served.tokenizer,
         generator=served.generator,
-        attempt=Stories(served.tokenizer, tokens),
+        run_episode=Stories(served.tokenizer, tokens),
         devices=devices,
         seed=seed,
         version=lambda: served.version,
@@ -116,7 +117,7 @@ async def _ten_batches(
         began = 0.0
         for number in range(_WARM_UP + _BATCHES):
             if number == _WARM_UP:
-                rollouts.take_busy()
+                rollouts.pop_busy()
                 began = time.monotonic()
             batch = await rollouts.next_batch()
             await asyncio.sleep(train_s)
@@ -124,10 +125,10 @@ async def _ten_batches(
             if number >= _WARM_UP:
                 batches.append(batch)
         seconds = time.monotonic() - began
-        busy, offered = rollouts.take_busy()
+        busy, offered = rollouts.pop_busy()
     finally:
         await rollouts.close()
-    await devices.to_engines()  # the next schedule begins like the first one
+    await devices.hand_to_engines()  # the next schedule begins like the first one
     lags = [
         batch.version - version
         for batch in batches
@@ -145,7 +146,7 @@ async def _ten_batches(
 
 
 async def _full_rate(served: Engines, config: Real) -> float:
-    """Tokens a second of engines that are full; before it, they warm up."""
+    """Measure the tokens a second of engines that are full, after a warm-up."""
     prompt = served.tokenizer.render([{"role": "user", "content": "Tell me a very long story."}])
     rate = 0.0
     for tokens in (8, 64):
@@ -163,7 +164,7 @@ async def _full_rate(served: Engines, config: Real) -> float:
 
 
 def _kind_at(share: float) -> str:
-    """The kind of the episode at this place among all, by share."""
+    """Return the kind of the episode at this place among all, by share."""
     for kind in HEAVY_TAILED:
         share -= kind.share
         if share < 0:
@@ -172,7 +173,7 @@ def _kind_at(share: float) -> str:
 
 
 def _tokens(drawn: random.Random, source: str, config: Real) -> int:
-    """Length of an episode."""
+    """Draw the length of an episode."""
     kind, longest_s = _KINDS[source], max(kind.most_s for kind in HEAVY_TAILED)
     seconds = math.exp(drawn.uniform(math.log(kind.least_s), math.log(kind.most_s)))
     return max(1, round(seconds / longest_s * config.most_tokens))

@@ -1,4 +1,4 @@
-"""Services without processes, for benchmarks of what drives them: engines that take time, worlds that use tools."""
+"""Services without processes, for benchmarks of their callers: engines that take time, environments with tools."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.types import Chunk, Message, Sampling, Task
 
 STEP_S = 10.0
-"""Of decoding behind one token that is handed on: to count single tokens of half an hour would only cost time."""
+"""Seconds of decoding that one staged token stands for: single tokens of half an hour would only cost time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Episodes of a source: seconds of decoding, spread evenly over the logarithm."""
+    """Kind of episodes: their seconds of decoding, spread evenly over the logarithm."""
 
     name: str
     share: float
@@ -35,7 +35,7 @@ HEAVY_TAILED = (
 
 
 class StagedSource:
-    """Tasks without end; what an episode of one takes is drawn from the task and the attempt."""
+    """Draws tasks without end."""
 
     def __init__(self, kind: Kind) -> None:
         self.name = kind.name
@@ -56,7 +56,7 @@ class StagedSource:
 
 
 class StagedTokenizer:
-    """Prompts of one token, which says how many milliseconds the next turn takes to decode."""
+    """Renders prompts of one token: the milliseconds of decoding of the next turn."""
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (int(messages[-1]["content"]),)
@@ -68,20 +68,20 @@ class StagedTokenizer:
 @dataclass(eq=False, slots=True)
 class _Request:
     seconds: float
-    answer: asyncio.Future[None]
+    done: asyncio.Future[None]
     began: float
     done_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
     versions: list[tuple[float, int]] = field(default_factory=list)
-    """From which second of decoding which version."""
+    """Pairs of a second of decoding and the version that decodes from then on."""
 
 
 class StagedGenerator:
-    """Engines that decode each request at the same speed, up to their budget, on the loop's clock.
+    """Staged engines that decode every request at the same speed, up to their budget, on the loop's clock.
 
     Args:
-        engines: how many.
-        budget: requests that each decodes at a time.
+        engines: number of engines.
+        budget: most requests that each decodes at a time.
     """
 
     sampling = Sampling(max_tokens=1 << 20)
@@ -89,7 +89,7 @@ class StagedGenerator:
     def __init__(self, *, engines: int, budget: int) -> None:
         self.version = 0
         self.decoded_s = 0.0
-        """Seconds of decoding, over all requests that ended."""
+        """Seconds of decoding, summed over all requests that ended."""
         self._budgets = dict.fromkeys(range(engines), budget)
         self._running: set[_Request] = set()
         self._paused = False
@@ -98,18 +98,18 @@ class StagedGenerator:
     def engines(self) -> dict[int, int]:
         return self._budgets
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> AsyncGenerator[Chunk, None]:
         seconds = prompt_ids[0] / 1000
         loop = asyncio.get_running_loop()
-        request = _Request(seconds=seconds, answer=loop.create_future(), began=loop.time())
+        request = _Request(seconds=seconds, done=loop.create_future(), began=loop.time())
         request.versions.append((0.0, self.version))
         self._running.add(request)
         if not self._paused:
             self._start(request)
         try:
-            await request.answer
+            await request.done
         finally:
             self._running.discard(request)
             if request.timer is not None:
@@ -156,22 +156,22 @@ class StagedGenerator:
     def _start(self, request: _Request) -> None:
         loop = asyncio.get_running_loop()
         request.began = loop.time()
-        request.timer = loop.call_later(request.seconds - request.done_s, _answer, request)
+        request.timer = loop.call_later(request.seconds - request.done_s, _finish, request)
 
 
-def _answer(request: _Request) -> None:
-    if not request.answer.done():
-        request.answer.set_result(None)
+def _finish(request: _Request) -> None:
+    if not request.done.done():
+        request.done.set_result(None)
 
 
 class StagedEnvironment:
-    """Worlds whose tools take a while between turns.
+    """Opens sessions whose tools take a while between turns.
 
     Args:
-        kinds: of the sources' episodes.
+        kinds: kinds of the sources' episodes.
         turn_s: most seconds of one turn.
         tool_s: mean wait for a tool.
-        seed: of all that is drawn.
+        seed: seed of lengths and tool times.
     """
 
     def __init__(self, *, kinds: Sequence[Kind], turn_s: float, tool_s: float, seed: int) -> None:
@@ -186,12 +186,12 @@ class StagedEnvironment:
         drawn = random.Random(f"{self._seed}/{self._opened}")
         kind = self._kinds[task.source]
         seconds = math.exp(drawn.uniform(math.log(kind.least_s), math.log(kind.most_s)))
-        world = StagedWorld(seconds, self._turn_s, self._tool_s, drawn)
-        return world, Observation(messages=world.next_turn())
+        session = StagedSession(seconds, self._turn_s, self._tool_s, drawn)
+        return session, Observation(messages=session.next_turn())
 
 
-class StagedWorld:
-    """Wants turns until the episode's seconds are decoded."""
+class StagedSession:
+    """Asks for turns until the episode's seconds are decoded."""
 
     def __init__(self, decode_s: float, turn_s: float, tool_s: float, drawn: random.Random) -> None:
         self._left_s = decode_s
@@ -200,7 +200,7 @@ class StagedWorld:
         self._drawn = drawn
 
     def next_turn(self) -> tuple[Message, ...]:
-        """What it shows the model: how long the next turn takes."""
+        """Return the messages of the next turn: its milliseconds of decoding."""
         seconds = min(self._left_s, self._turn_s)
         self._left_s -= seconds
         return ({"role": "tool", "content": str(max(1, round(seconds * 1000)))},)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """asyncio with a clock of its own. Only timers and tasks; whatever waits for the outside world waits for ever."""
+    """An event loop with a clock of its own, for timers and tasks only: a wait for another process never ends."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,6 +34,6 @@ class _Selector(selectors.SelectSelector):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run, on virtual time."""
+    """Run a coroutine as asyncio.run does, on virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""A generator whose requests are seen, for benchmarks: what each engine was asked, what it gave, and when."""
+"""A generator that records its requests, for benchmarks: each engine's requests, their tokens, and when they came."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling
 
 _PATIENCE_S = 180.0
-"""For whatever is measured to happen."""
+"""Longest wait for an event that is measured."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """What an engine was asked, and what it gave so far."""
+    """A request to an engine, and its tokens so far."""
 
     engine: int
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     least_version: int
-    """That the engines served when it was asked."""
+    """Version that the engines served when it was made."""
     token_ids: list[int] = field(default_factory=list)
     first_at: float | None = None
-    """When its first token came, on the monotonic clock."""
+    """Time of its first token, on the monotonic clock."""
     ended: bool = False
-    """Whether the answer came to its end."""
+    """True if the completion came to its end."""
 
     def goes_on_for(self, lost: Request) -> bool:
-        """Whether it was asked for exactly what another one lacks."""
+        """Check that it requests exactly the tokens that another one lacks."""
         return (
             self.prompt_ids == lost.prompt_ids + tuple(lost.token_ids)
             and self.sampling.max_tokens == lost.sampling.max_tokens - len(lost.token_ids)
@@ -41,18 +41,18 @@ class Request:
 
 
 class Watched:
-    """A generator whose requests are seen, as rollouts make them.
+    """Records the requests that rollouts make of a generator.
 
     Args:
-        generator: that answers them.
+        generator: decodes them.
     """
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self.running: list[Request] = []
-        """In flight."""
+        """Requests in flight."""
         self.asked: list[Request] = []
-        """All since the last signal."""
+        """All requests since the last signal."""
         self._stirred = asyncio.Event()
 
     @property
@@ -70,7 +70,7 @@ class Watched:
     def engines(self) -> dict[int, int]:
         return self._generator.engines()
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> AsyncGenerator[Chunk, None]:
         assert sampling is not None, "rollouts say how"
@@ -81,7 +81,7 @@ class Watched:
         self.running.append(request)
         self.asked.append(request)
         try:
-            async with contextlib.aclosing(self._generator.stream(prompt_ids, sampling, engine=engine)) as chunks:
+            async with contextlib.aclosing(self._generator.stream_once(prompt_ids, sampling, engine=engine)) as chunks:
                 async for chunk in chunks:
                     if chunk.versions and min(chunk.versions) < request.least_version:
                         raise BenchmarkError(f"engine {engine} serves version {min(chunk.versions)} after {version}")
@@ -95,7 +95,7 @@ class Watched:
             self.tell()
 
     def tell(self) -> None:
-        """Something happened."""
+        """Wake whoever waits in `until`."""
         self._stirred.set()
 
     async def until(self, holds: Callable[[], bool], what: str) -> None:

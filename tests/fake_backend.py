@@ -1,4 +1,4 @@
-"""A gateway on a backend without engines: what it answers is scripted, and what it was asked is kept."""
+"""A gateway on a backend without engines: its completions are scripted, and its requests are recorded."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def tokenizer() -> Tokenizer:
 
 
 def ids_of(text: str, *, end: bool = True) -> tuple[int, ...]:
-    """The usual tokens of a text."""
+    """Return the usual tokens of a text."""
     return tokenizer().encode(text) + ((EOS,) if end else ())
 
 
 def letters_of(text: str, *, end: bool = True) -> tuple[int, ...]:
-    """Tokens that no tokenizer would give a text: each letter on its own."""
+    """Return tokens that no tokenizer would give a text: each letter on its own."""
     return tuple(token for letter in text for token in tokenizer().encode(letter)) + ((EOS,) if end else ())
 
 
@@ -59,7 +59,7 @@ class Asked:
 
 @dataclass
 class FakeBackend:
-    """Answers with texts, token ids, or what a function makes of the request; the last one again and again."""
+    """Decodes texts, token ids, or the result of a function of the request; the last one again and again."""
 
     answers: Sequence[str | Sequence[int] | Script] = ("Hello there.",)
     model: str = "fake"
@@ -67,9 +67,9 @@ class FakeBackend:
     chunk_tokens: int = 1
     fail: Exception | None = None
     fail_after: int = 0
-    """Tokens before it fails."""
+    """Number of tokens before it fails."""
     gate: asyncio.Event | None = None
-    """Is waited for after the first token."""
+    """Event to wait for after the first token."""
     asked: list[Asked] = field(default_factory=list)
     open: int = 0
     most_open: int = 0
@@ -106,7 +106,7 @@ class FakeBackend:
             self.aborted += not finished
 
     def _chunk(self, ids: Sequence[int], begin: int, sampling: Sampling) -> Chunk:
-        """As the engine does: it ends with the token that a stop text is complete with, or with the limit."""
+        """Cut a chunk as the engine does: it ends with the token that completes a stop text, or at the limit."""
         some, finish = tuple(ids[begin : begin + self.chunk_tokens]), ""
         for place in range(1, len(some) + 1):
             upto = tuple(ids[: begin + place])
@@ -138,7 +138,7 @@ class FakeBackend:
 async def serving(
     backend: FakeBackend, *, model: Path | None = None, open_to_all: bool = True, **config: Any
 ) -> AsyncIterator[Gateway]:
-    """A gateway on a free port of this machine."""
+    """Serve a gateway on a free port of this machine."""
     tokens = tokenizer() if model is None else Tokenizer(model)
     async with Gateway(Gateway.Config(**config), backend, tokens, open_to_all=open_to_all) as gateway:
         yield gateway
@@ -156,15 +156,15 @@ async def client_of(
 
 
 class Agent:
-    """An agent that knows OpenAI's API and nothing else."""
+    """An agent that only knows OpenAI's API."""
 
     def __init__(self, client: AsyncOpenAI, session: Session) -> None:
         self.client = client
         self.session = session
 
-    async def ask(self, messages: Iterable[Any], *, stream: bool = False, **wishes: Any) -> dict[str, Any]:
-        """The assistant's message, as it came."""
-        asked: Any = {"model": "fake", "messages": list(messages), **wishes}
+    async def ask(self, messages: Iterable[Any], *, stream: bool = False, **options: Any) -> dict[str, Any]:
+        """Return the assistant's message as it came."""
+        asked: Any = {"model": "fake", "messages": list(messages), **options}
         if not stream:
             answer = await self.client.chat.completions.create(**asked)
             return answer.choices[0].message.model_dump(exclude_unset=True)
@@ -192,7 +192,7 @@ async def agent_of(
 
 
 async def until(true: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    """Wait for what another task is about to do."""
+    """Wait until another task has made a condition true."""
     async with asyncio.timeout(deadline_s):
-        while not true():  # noqa: ASYNC110  whatever it is, nobody tells
+        while not true():  # noqa: ASYNC110  no event tells
             await asyncio.sleep(0.005)

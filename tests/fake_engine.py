@@ -1,6 +1,6 @@
-"""An engine that decodes without vLLM, as it is told: a real actor with GeneratorActor's interface.
+"""An engine that decodes without vLLM, on orders: a real actor with GeneratorActor's interface.
 
-Its next token depends on all tokens before it, so an answer is the same whoever goes on with it.
+Its next token depends on all tokens before it, so a completion is the same whichever engine resumes it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from forge_rl.types import Chunk, Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
 
 FOLDER = "FORGE_RL_FAKE_ENGINES"
-"""In the environment: the folder with orders, one file for each engine, and with what engines noted."""
+"""Name in the process environment of the folder with the engines' orders, a file each, and their notes."""
 
 
 def next_token(ids: Sequence[int]) -> int:
-    """What a fake engine draws; none of the special tokens."""
+    """Return the next token of a fake engine; never a special one."""
     return 100 + zlib.crc32(repr(tuple(ids)).encode()) % 40000
 
 
 def draw(prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
-    """The answer that fake engines give, whoever of them goes on with it."""
+    """Return the completion of fake engines, whichever of them resumes it."""
     ids = list(prompt_ids)
     for _ in range(count):
         ids.append(next_token(ids))
@@ -40,13 +40,13 @@ def draw(prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 class Orders:
-    """Tells fake engines, also those that are yet to be spawned, what to do; and says what they did."""
+    """Gives orders to fake engines, also to those that are yet to be spawned, and reads their notes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def tell(self, engine: int, **orders: object) -> None:
-        """What an engine of this index does from now on; nothing special without orders.
+        """Give the engine of this index its orders from now on; without any it does nothing special.
 
         Args:
             engine: index.
@@ -60,7 +60,7 @@ class Orders:
         part.rename(self._folder / f"{engine}.json")
 
     def notes(self, what: str) -> list[dict[str, Any]]:
-        """What engines noted of this kind ("stream", "load", "closed"), in order."""
+        """Return the engines' notes of one kind ("stream", "load", "closed"), in order."""
         path = self._folder / "notes"
         lines = path.read_text().splitlines() if path.exists() else []
         return [note for note in map(json.loads, lines) if note["what"] == what]
@@ -72,13 +72,13 @@ class FakeTransport:
 
 
 class FakeStore:
-    """What Generator.load asks of a WeightStore: versions that hold nothing."""
+    """A WeightStore, as far as Generator.load uses it, whose versions hold nothing."""
 
     def __init__(self) -> None:
         self.latest = 0
         self.leased: list[int] = []
         self.gate = asyncio.Event()
-        """Set while leases are given."""
+        """Event that is set while leases are given."""
         self.gate.set()
 
     def transport(self, host: str = "") -> FakeTransport:
@@ -94,7 +94,7 @@ class FakeStore:
 
 
 class FakeEngine(ServiceActor):
-    """Does what it is told."""
+    """An engine that follows its orders."""
 
     def __init__(self, config: object, model: Path, seed: int, name: str) -> None:
         self._index = int(name.rpartition(" ")[2])
@@ -141,7 +141,7 @@ class FakeEngine(ServiceActor):
         self._hold("asleep", False)
 
     async def state(self) -> tuple[int, list[str]]:
-        """The version that it serves, and why it decodes nothing."""
+        """Return the version that it serves, and the reasons why it does not decode."""
         return self._version, sorted(self._held)
 
     async def stream(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> AsyncGenerator[Any, None]:
@@ -215,10 +215,10 @@ class Unpickable:
 GARBAGE: dict[str, tuple[Any, str]] = {
     "no chunk": ({"token_ids": [1]}, "a chunk is of type dict"),
     "unpickable": (Unpickable(), "its answer cannot be unpickled"),
-    "negative id": ({"token_ids": (-1,)}, "token -1 is none of 49152"),
-    "large id": ({"token_ids": (49152,)}, "token 49152 is none of 49152"),
-    "no id": ({"token_ids": (None,)}, "does not belong there"),
-    "no ids": ({"token_ids": None}, "does not belong there"),
+    "negative id": ({"token_ids": (-1,)}, "token -1 is not one of 49152"),
+    "large id": ({"token_ids": (49152,)}, "token 49152 is not one of 49152"),
+    "no id": ({"token_ids": (None,)}, "values of a wrong type"),
+    "no ids": ({"token_ids": None}, "values of a wrong type"),
     "nan": ({"logprobs": (float("nan"),)}, "a logprob is nan"),
     "infinite": ({"logprobs": (-float("inf"),)}, "a logprob is -inf"),
     "positive": ({"logprobs": (0.01,)}, r"a logprob is 0\.01"),
@@ -227,12 +227,12 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "unknown version": ({"versions": (99,)}, "a token is of version 99"),
     "too many tokens": (
         {"token_ids": (5,) * 99, "logprobs": (-1.0,) * 99, "versions": (1,) * 99},
-        "tokens came where",
+        "tokens came, and",
     ),
-    "wrong end": ({"finish": "abort"}, "an answer ends with 'abort'"),
+    "wrong end": ({"finish": "abort"}, "a chunk has the finish 'abort'"),
     "no text": ({"text": None}, "and the text None"),
 }
-"""By name: the fields that make a chunk garbage, or what comes instead of one; and what is said of it."""
+"""Kinds of garbage by name: the fields that make a chunk invalid, or a value in its place; and the error for it."""
 
 
 def _garbage(kind: str, chunk: Chunk) -> object:

@@ -10,14 +10,14 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.executor import RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.types import Chunk, Message, Sampling, Task
 
 
 class CountingSource:
-    """Tasks 0, 1, 2, …"""
+    """Tasks 1, 2, 3, …"""
 
     name = "counting"
 
@@ -57,7 +57,7 @@ class LetterStream:
 
 
 class StagedGenerator:
-    """Answers with its seed, so that every episode differs."""
+    """Decodes its seed, so that every episode differs."""
 
     sampling = Sampling(max_tokens=4)
 
@@ -84,7 +84,7 @@ class StagedGenerator:
     async def wake(self) -> None:
         self.told.append("wake")
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
     ) -> AsyncGenerator[Chunk, None]:
         self.seen.append((tuple(prompt_ids), sampling))
@@ -100,7 +100,7 @@ class StagedGenerator:
 
 
 class TwoTurns:
-    """Asks twice, and rewards by itself."""
+    """An environment of two turns that scores the episode itself."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -150,7 +150,8 @@ class StagedReward:
 def rollouts(**changes: object) -> RolloutExecutor:
     parts: dict[str, object] = {
         "mixture": Mixture({"counting": CountingSource()}),
-        "shape": Shape(groups=3, episodes=4),
+        "groups": 3,
+        "episodes": 4,
         "schedule": ScheduleConfig(max_lag=0),
         "tokenizer": Letters(),
         "generator": StagedGenerator(),
@@ -161,13 +162,13 @@ def rollouts(**changes: object) -> RolloutExecutor:
         "warn": lambda text: None,
     }
     parts |= changes
-    attempt = EpisodeRunner(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
+    runner = EpisodeRunner(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
     devices = DeviceHandover(parts["generator"])  # type: ignore[arg-type]
-    return RolloutExecutor(attempt=attempt, devices=devices, **parts)  # type: ignore[arg-type]
+    return RolloutExecutor(run_episode=runner, devices=devices, **parts)  # type: ignore[arg-type]
 
 
 class MortalGenerator(StagedGenerator):
-    """Engines that answer letter by letter, and stop after some until it is said how they go on."""
+    """Engines that decode letter by letter, and wait after three until a gate opens or breaks."""
 
     sampling = Sampling(max_tokens=12)
 
@@ -175,7 +176,7 @@ class MortalGenerator(StagedGenerator):
         super().__init__()
         self.serving = {0: 8, 1: 8}
         self.gates = {engine: asyncio.get_running_loop().create_future() for engine in range(4)}
-        """By engine: its requests stand after three letters until this is done, or are lost with it."""
+        """Gate of each engine: its requests wait after three letters until it is done, and fail with its error."""
 
     def engines(self) -> dict[int, int]:
         return dict(self.serving)
@@ -189,7 +190,7 @@ class MortalGenerator(StagedGenerator):
         for listener in self.listeners:
             listener()
 
-    async def stream(
+    async def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
     ) -> AsyncGenerator[Chunk, None]:
         self.seen.append((tuple(prompt_ids), sampling))
@@ -201,6 +202,7 @@ class MortalGenerator(StagedGenerator):
             yield Chunk(token_ids=(ord(letter),), logprobs=(-1.0,), versions=(engine,), text=letter, finish=finish)
 
 
-async def settle() -> None:
+async def run_until_idle() -> None:
+    """Let all other tasks run until they wait."""
     for _ in range(1000):
         await asyncio.sleep(0)

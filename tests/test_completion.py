@@ -1,4 +1,4 @@
-"""An answer that one engine begins and another one ends; and chunks that are garbage."""
+"""Completions that one engine begins and another one ends; and chunks that are garbage."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def chunk(ids: Sequence[int], text: str = "", finish: Literal["", "stop", "lengt
     )
 
 
-def test_an_answer_of_one_engine_is_what_the_engine_said(tokenizer: Tokenizer) -> None:
-    answer = ResumableCompletion((1, 2), Sampling(max_tokens=8, seed=3, stop=("c",)), tokenizer)
-    assert answer.rest.seed == 3
-    assert answer.rest.stop == ("c",)
+def test_a_completion_of_one_engine_is_what_the_engine_sent(tokenizer: Tokenizer) -> None:
+    completion = ResumableCompletion((1, 2), Sampling(max_tokens=8, seed=3, stop=("c",)), tokenizer)
+    assert completion.rest.seed == 3
+    assert completion.rest.stop == ("c",)
     parts = [chunk((5,), "a"), chunk((6, 7), "b", "stop")]
-    assert [answer.add(part) for part in parts] == parts
-    turn = answer.turn()
+    assert [completion.add(part) for part in parts] == parts
+    turn = completion.turn()
     assert (turn.prompt_ids, turn.token_ids, turn.text, turn.truncated) == ((1, 2), (5, 6, 7), "ab", False)
 
 
-def test_an_answer_is_given_up_when_three_engines_in_a_row_die_without_a_token(tokenizer: Tokenizer) -> None:
-    answer = ResumableCompletion((1, 2), SAMPLING, tokenizer)
-    answer.move(DIED)
-    answer.move(DIED)
-    answer.add(chunk((5,)))
-    answer.move(DIED)
-    answer.move(DIED)
+def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_token(tokenizer: Tokenizer) -> None:
+    completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
+    completion.fail_over(DIED)
+    completion.fail_over(DIED)
+    completion.add(chunk((5,)))
+    completion.fail_over(DIED)
+    completion.fail_over(DIED)
     with pytest.raises(ReplicaError, match="gone"):
-        answer.move(DIED)
+        completion.fail_over(DIED)
 
 
 @pytest.mark.parametrize("place", range(1, 8))
@@ -60,45 +60,45 @@ def test_a_character_that_two_engines_decoded_is_whole(tokenizer: Tokenizer, pla
     ids = tokenizer.encode(text)
     assert len(ids) > 8
     begun = tokenizer.text_stream((1,))
-    answer = ResumableCompletion((1,), Sampling(max_tokens=64, seed=3), tokenizer)
-    pieces = [answer.add(chunk((token,), begun.add(token))).text for token in ids[:place]]
-    answer.move(DIED)
-    assert answer.shown == (1, *ids[:place])
-    assert answer.rest.max_tokens == 64 - place
-    assert answer.rest.seed != 3
-    pieces += [answer.add(chunk((token,), "garbled")).text for token in ids[place:-1]]
-    pieces.append(answer.add(chunk(ids[-1:], "garbled", "length")).text)
-    assert "".join(pieces) == answer.turn().text == text
-    assert answer.turn().token_ids == ids
-    assert answer.turn().truncated
+    completion = ResumableCompletion((1,), Sampling(max_tokens=64, seed=3), tokenizer)
+    pieces = [completion.add(chunk((token,), begun.add(token))).text for token in ids[:place]]
+    completion.fail_over(DIED)
+    assert completion.shown == (1, *ids[:place])
+    assert completion.rest.max_tokens == 64 - place
+    assert completion.rest.seed != 3
+    pieces += [completion.add(chunk((token,), "garbled")).text for token in ids[place:-1]]
+    pieces.append(completion.add(chunk(ids[-1:], "garbled", "length")).text)
+    assert "".join(pieces) == completion.turn().text == text
+    assert completion.turn().token_ids == ids
+    assert completion.turn().truncated
 
 
 @pytest.mark.parametrize("place", range(1, 7))
-def test_a_stop_text_that_two_engines_decoded_ends_the_answer(tokenizer: Tokenizer, place: int) -> None:
+def test_a_stop_text_that_two_engines_decoded_ends_the_completion(tokenizer: Tokenizer, place: int) -> None:
     ids = [token for letter in "one<|END|>two" for token in tokenizer.encode(letter)]
     assert len(ids) == 13
-    answer = ResumableCompletion((1,), Sampling(max_tokens=64, stop=("D|>", "<|END|>", "two")), tokenizer)
+    completion = ResumableCompletion((1,), Sampling(max_tokens=64, stop=("D|>", "<|END|>", "two")), tokenizer)
     # The engine holds back what may be a part of a stop text, as vLLM does.
-    answer.add(chunk(ids[: 4 + place - 1], "one<|END|>"[: max(0, 4 + place - 1 - 6)]))
-    answer.move(DIED)
-    assert answer.rest.stop == ()
-    assert answer.add(chunk(ids[4 + place - 1 : -1], "garbled")).finish == "stop"
-    assert answer.turn().text == "one"
-    assert answer.turn().token_ids == tuple(ids[:10])
-    assert len(answer.turn().logprobs) == len(answer.turn().versions) == 10
+    completion.add(chunk(ids[: 4 + place - 1], "one<|END|>"[: max(0, 4 + place - 1 - 6)]))
+    completion.fail_over(DIED)
+    assert completion.rest.stop == ()
+    assert completion.add(chunk(ids[4 + place - 1 : -1], "garbled")).finish == "stop"
+    assert completion.turn().text == "one"
+    assert completion.turn().token_ids == tuple(ids[:10])
+    assert len(completion.turn().logprobs) == len(completion.turn().versions) == 10
 
 
 def test_what_may_become_a_stop_text_is_held_back(tokenizer: Tokenizer) -> None:
     ids = [token for letter in "ab<|c" for token in tokenizer.encode(letter)]
-    answer = ResumableCompletion((1,), Sampling(max_tokens=64, stop=("<|>",)), tokenizer)
-    answer.add(chunk(ids[:1], ""))
-    answer.move(DIED)
-    texts = [answer.add(chunk((token,))).text for token in ids[1:-1]]
-    texts.append(answer.add(chunk(ids[-1:], finish="stop")).text)
+    completion = ResumableCompletion((1,), Sampling(max_tokens=64, stop=("<|>",)), tokenizer)
+    completion.add(chunk(ids[:1], ""))
+    completion.fail_over(DIED)
+    texts = [completion.add(chunk((token,))).text for token in ids[1:-1]]
+    texts.append(completion.add(chunk(ids[-1:], finish="stop")).text)
     assert texts == ["", "a", "b", "<|c"]
 
 
-def test_a_good_chunk_has_no_flaw() -> None:
+def test_a_good_chunk_is_valid() -> None:
     def of(part: Chunk, sampling: Sampling = SAMPLING, drawn: int = 0) -> str:
         return validate_chunk(part, sampling, drawn=drawn, vocab_size=49152, versions=[1, 2])
 
@@ -110,12 +110,12 @@ def test_a_good_chunk_has_no_flaw() -> None:
     wanted = replace(SAMPLING, top_logprobs=1)
     assert of(replace(GOOD, top=(((3, -0.1),),)), wanted) == ""
     assert "alternatives for 0" in of(GOOD, wanted)
-    assert of(GOOD, drawn=8) == "9 tokens came where 8 were asked for"
+    assert of(GOOD, drawn=8) == "9 tokens came, and 8 were requested"
     assert of(replace(GOOD, versions=(3,))) == "a token is of version 3, where the engine serves 1 or 2"
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_is_told(kind: str) -> None:
+def test_garbage_is_named(kind: str) -> None:
     fields, said = GARBAGE[kind]
     if isinstance(fields, Unpickable):
         return

@@ -1,4 +1,4 @@
-"""The Environment service: worlds are opened, stepped and closed, and what happens when they or their process fail."""
+"""The Environment service: sessions are opened, stepped and closed, also when they or their process fail."""
 
 import asyncio
 import contextlib
@@ -12,10 +12,9 @@ import pytest
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
 from forge_rl.runtime.faults import Faults
-from forge_rl.services.environment import EnvFactory, Environment
-from forge_rl.services.environment import EnvSession as Handle
+from forge_rl.services.environment import EnvFactory, Environment, EnvSession
 from tests.fake_actors import cluster
-from tests.fake_worlds import EnvSession, PlainlyClosed, Unclosed, task_of
+from tests.fake_envs import NotingEnv, PlainlyClosed, Unclosed, task_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -24,7 +23,7 @@ LONG_S = 120.0
 
 @contextlib.asynccontextmanager
 async def environment(
-    logs: Path, factory: EnvFactory = EnvSession, *, replicas: int = 1, deadline_s: float = LONG_S
+    logs: Path, factory: EnvFactory = NotingEnv, *, replicas: int = 1, deadline_s: float = LONG_S
 ) -> AsyncIterator[tuple[Environment, Faults]]:
     async with cluster(logs) as (made, faults):
         config = Environment.Config(replicas=replicas, deadline_s=deadline_s)
@@ -37,8 +36,8 @@ async def environment(
 
 
 async def notes_of(service: Environment, notes: Path) -> list[str]:
-    """What worlds wrote down, once those that nobody waits for are closed."""
-    await asyncio.gather(*service._abandoning)
+    """Return the notes of all environments, once the abandoned ones are closed."""
+    await asyncio.gather(*service._closing)
     return notes.read_text().splitlines()  # noqa: ASYNC240
 
 
@@ -46,8 +45,10 @@ def pid_of(observation: Observation) -> int:
     return int(str(observation.messages[0]["content"]))
 
 
-@pytest.mark.parametrize(("factory", "word"), [(EnvSession, "close"), (PlainlyClosed, "plainly")])
-def test_a_world_is_closed_when_it_is_done_and_when_it_is_given_up(factory: EnvFactory, word: str, tmp_path: Path):
+@pytest.mark.parametrize(("factory", "word"), [(NotingEnv, "close"), (PlainlyClosed, "plainly")])
+def test_a_session_is_closed_when_its_environment_is_done_and_on_request(
+    factory: EnvFactory, word: str, tmp_path: Path
+):
     async def main() -> None:
         async with environment(tmp_path, factory) as (service, _):
             notes = tmp_path / "notes"
@@ -70,17 +71,17 @@ def test_a_world_is_closed_when_it_is_done_and_when_it_is_given_up(factory: EnvF
     asyncio.run(main())
 
 
-def test_a_world_needs_no_close(tmp_path: Path):
+def test_an_environment_needs_no_close(tmp_path: Path):
     async def main() -> None:
         async with environment(tmp_path, Unclosed) as (service, _):
             for end in ("step", "close"):
-                world, _ = await service.open(task_of())
-                await (world.step("x") if end == "step" else world.close())
+                session, _ = await service.open(task_of())
+                await (session.step("x") if end == "step" else session.close())
 
     asyncio.run(main())
 
 
-def test_what_an_environment_raises_is_no_death_and_closes_the_world(tmp_path: Path):
+def test_what_an_environment_raises_is_no_death_and_closes_the_session(tmp_path: Path):
     async def main() -> None:
         async with environment(tmp_path) as (service, faults):
             notes = tmp_path / "notes"
@@ -89,14 +90,14 @@ def test_what_an_environment_raises_is_no_death_and_closes_the_world(tmp_path: P
             assert type(caught.value) is ServiceError
             assert (caught.value.service, caught.value.call) == ("environment", "reset")
             assert len(await notes_of(service, notes)) == 2
-            world, seen = await service.open(task_of(notes=notes))
+            session, seen = await service.open(task_of(notes=notes))
             with pytest.raises(ServiceError, match="ValueError: late") as caught:
-                await world.step("raise late")
+                await session.step("raise late")
             assert type(caught.value) is ServiceError
             pid = pid_of(seen)
             ended = await notes_of(service, notes)
             assert ended == [f"reset {pid}", f"close {pid}", f"reset {pid}", f"close {pid} raise late"]
-            await world.close()
+            await session.close()
             assert service._service.replicas[0].held == 0
             assert faults.seen == []
 
@@ -111,9 +112,9 @@ def test_what_takes_too_long_is_named_and_closed(tmp_path: Path):
                 await service.open(task_of(notes=notes, reset="hang"))
             assert (caught.value.service, caught.value.replica, caught.value.call) == ("environment", 0, "reset")
             assert len(await notes_of(service, notes)) == 2
-            world, _ = await service.open(task_of(notes=notes))
+            session, _ = await service.open(task_of(notes=notes))
             with pytest.raises(DeadlineError, match=r"no answer within 0.5 s") as caught:
-                await world.step("hang")
+                await session.step("hang")
             assert (caught.value.service, caught.value.replica, caught.value.call) == ("environment", 0, "step")
             assert len(await notes_of(service, notes)) == 4
             other, _ = await service.open(task_of(notes=notes))
@@ -128,7 +129,7 @@ def test_what_takes_too_long_is_named_and_closed(tmp_path: Path):
     asyncio.run(main())
 
 
-def test_worlds_are_spread_by_how_many_are_open(tmp_path: Path):
+def test_sessions_are_spread_by_how_many_are_open(tmp_path: Path):
     async def main() -> None:
         async with environment(tmp_path, replicas=2) as (service, _):
             opened = [await service.open(task_of(notes=tmp_path / "notes")) for _ in range(6)]
@@ -140,25 +141,25 @@ def test_worlds_are_spread_by_how_many_are_open(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_world_is_gone_with_its_replica_and_new_ones_open_elsewhere(number: signal.Signals, tmp_path: Path):
+def test_a_session_is_lost_with_its_replica_and_new_ones_open_elsewhere(number: signal.Signals, tmp_path: Path):
     async def main() -> None:
         async with environment(tmp_path, replicas=2) as (service, faults):
             notes = tmp_path / "notes"
             opened = [await service.open(task_of(notes=notes)) for _ in range(4)]
             dead = pid_of(opened[0][1])
-            gone: list[Handle] = [world for world, seen in opened if pid_of(seen) == dead]
-            kept: list[Handle] = [world for world, seen in opened if pid_of(seen) != dead]
-            steps = [asyncio.create_task(world.step("hang")) for world in gone]
+            gone: list[EnvSession] = [session for session, seen in opened if pid_of(seen) == dead]
+            kept: list[EnvSession] = [session for session, seen in opened if pid_of(seen) != dead]
+            steps = [asyncio.create_task(session.step("hang")) for session in gone]
             os.kill(dead, number)
             for step in steps:
                 with pytest.raises(ReplicaError, match="SIGKILL" if number == signal.SIGKILL else "hung"):
                     await step
-            for world in gone:
+            for session in gone:
                 with pytest.raises(ReplicaError):
-                    await world.step("again")
-                await world.close()
-            for world in kept:
-                assert (await world.step("done")).done
+                    await session.step("again")
+                await session.close()
+            for session in kept:
+                assert (await session.step("done")).done
             _, seen = await service.open(task_of(notes=notes))
             assert pid_of(seen) != dead
             assert [(fault.service, fault.fatal) for fault in faults.seen] == [("environment", False)]
@@ -166,23 +167,23 @@ def test_a_world_is_gone_with_its_replica_and_new_ones_open_elsewhere(number: si
     asyncio.run(main())
 
 
-def test_a_world_whose_replica_dies_while_it_opens_is_opened_elsewhere(tmp_path: Path):
+def test_a_session_whose_replica_dies_while_it_opens_is_opened_elsewhere(tmp_path: Path):
     async def main() -> None:
         async with environment(tmp_path, Fatal, replicas=2) as (service, faults):
             task = task_of(notes=tmp_path / "notes", once=tmp_path / "once")
-            world, _ = await service.open(task)
-            assert (await world.step("done")).done
+            session, _ = await service.open(task)
+            assert (await session.step("done")).done
             assert ["status 3" in fault.cause for fault in faults.seen] == [True]
             # All die, and come back.
             for replica in service._service.replicas:
                 service._service.mark_failed(replica, "test")
-            world, _ = await service.open(task)
-            assert (await world.step("done")).done
+            session, _ = await service.open(task)
+            assert (await session.step("done")).done
 
     asyncio.run(main())
 
 
-class Fatal(EnvSession):
+class Fatal(NotingEnv):
     """Kills its process the first time that it is reset."""
 
     async def reset(self) -> Observation:

@@ -25,10 +25,10 @@ def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
 def test_the_seed_decides_the_batches_and_no_two_episodes_share_one() -> None:
     async def two_batches(seed: int) -> list[str]:
         generator = StagedGenerator()
-        made = rollouts(seed=seed, generator=generator)
+        executor = rollouts(seed=seed, generator=generator)
         found = []
         for generator.version in range(2):
-            found += [episode.text for episode in (await made.next_batch()).episodes]
+            found += [episode.text for episode in (await executor.next_batch()).episodes]
         return found
 
     def texts(seed: int) -> list[str]:
@@ -58,19 +58,19 @@ def test_a_restored_state_goes_on_with_the_same_batches() -> None:
 
 def test_a_later_turn_is_shown_the_exact_tokens_of_the_earlier_ones() -> None:
     generator = StagedGenerator()
-    made = rollouts(generator=generator, environment=StagedEnvironment(TwoTurns))
+    executor = rollouts(generator=generator, environment=StagedEnvironment(TwoTurns))
     task = CountingSource().draw()
-    episode = asyncio.run(made.episode(task, Sampling(max_tokens=4, seed=8)))
+    episode = asyncio.run(executor.episode(task, Sampling(max_tokens=4, seed=8)))
     first, second = episode.turns
     assert second.prompt_ids == first.prompt_ids + first.token_ids + tuple(map(ord, "again"))
     assert episode.reward == 0.75
     assert len(episode.segments) == 1
 
 
-def test_a_truncated_answer_ends_the_episode_and_its_world() -> None:
+def test_a_truncated_answer_ends_the_episode_and_its_session() -> None:
     environment = StagedEnvironment(TwoTurns)
-    made = rollouts(generator=StagedGenerator(truncated=True), environment=environment)
-    episode = asyncio.run(made.episode(CountingSource().draw(), Sampling(max_tokens=4, seed=8)))
+    executor = rollouts(generator=StagedGenerator(truncated=True), environment=environment)
+    episode = asyncio.run(executor.episode(CountingSource().draw(), Sampling(max_tokens=4, seed=8)))
     assert episode.outcome is Outcome.TRUNCATED
     assert len(episode.turns) == 1
     assert environment.closed == 1
@@ -78,9 +78,9 @@ def test_a_truncated_answer_ends_the_episode_and_its_world() -> None:
 
 def test_batches_with_equal_rewards_are_drawn_again_and_the_bound_is_said() -> None:
     source = CountingSource()
-    made = rollouts(mixture=Mixture({"counting": source}), reward=StagedReward(lambda task, text: 0.5))
+    executor = rollouts(mixture=Mixture({"counting": source}), reward=StagedReward(lambda task, text: 0.5))
     with pytest.raises(TaskError, match=r"counting gave 64 groups in a row that could not be used.*were 0\.5"):
-        asyncio.run(made.next_batch())
+        asyncio.run(executor.next_batch())
     assert source.drawn == 3 + 64
 
 
@@ -89,13 +89,13 @@ def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> Non
         return float(int(text) % 7) if int(task.id) % 2 == 0 else 1.0
 
     schedule = ScheduleConfig(max_lag=0, replace_uniform=True)
-    made = rollouts(reward=StagedReward(even_tasks_teach), schedule=schedule)
-    batch = asyncio.run(made.next_batch())
+    executor = rollouts(reward=StagedReward(even_tasks_teach), schedule=schedule)
+    batch = asyncio.run(executor.next_batch())
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
-    assert made.metrics()["groups/replaced_uniform"] == 3
+    assert executor.metrics()["groups/replaced_uniform"] == 3
 
 
-def test_a_judge_that_fails_once_costs_nothing_but_another_attempt() -> None:
+def test_a_judge_that_fails_once_costs_only_another_attempt() -> None:
     failed: set[str] = set()
     warnings: list[str] = []
 
@@ -105,11 +105,11 @@ def test_a_judge_that_fails_once_costs_nothing_but_another_attempt() -> None:
             raise ServiceError("ValueError: no", service="reward", replica=0, call="score")
         return float(int(text) % 7)
 
-    made = rollouts(reward=StagedReward(fail_once), warn=warnings.append)
-    batch = asyncio.run(made.next_batch())
+    executor = rollouts(reward=StagedReward(fail_once), warn=warnings.append)
+    batch = asyncio.run(executor.next_batch())
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
-    found = made.metrics()
+    found = executor.metrics()
     assert (found["outcomes/judge_error"], found["outcomes/completed"]) == (3, 12)
     assert len(warnings) == 3
     assert "judge_error: reward replica 0, call score: ValueError: no" in warnings[0]
@@ -121,42 +121,42 @@ def test_what_fails_again_and_again_is_replaced_and_a_source_that_only_fails_is_
             raise DeadlineError("no answer within 1 s", service="reward", replica=0)
         return float(int(text) % 7)
 
-    made = rollouts(reward=StagedReward(fail_odd))
-    batch = asyncio.run(made.next_batch())
+    executor = rollouts(reward=StagedReward(fail_odd))
+    batch = asyncio.run(executor.next_batch())
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
-    found = made.metrics()
+    found = executor.metrics()
     assert found["groups/replaced_failed"] == 3
     assert found["outcomes/infrastructure_error"] >= 9
 
     def fail(task: Task, text: str) -> float:
         raise ServiceError("ValueError: no", service="reward", replica=0)
 
-    made = rollouts(reward=StagedReward(fail), schedule=ScheduleConfig(max_lag=0, most_replaced=5))
+    executor = rollouts(reward=StagedReward(fail), schedule=ScheduleConfig(max_lag=0, most_replaced=5))
     with pytest.raises(TaskError, match=r"counting gave 5 groups in a row.*judge_error: reward replica 0: ValueError"):
-        asyncio.run(made.next_batch())
+        asyncio.run(executor.next_batch())
 
 
-def test_a_world_that_raises_and_a_model_that_breaks_its_protocol_are_told_apart() -> None:
+def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_told_apart() -> None:
     class Picky(SingleTurn):
         async def step(self, answer: str) -> Step:
             if int(self._task.id) == 1:
                 raise ServiceError("KeyError: 'x'", service="environment", replica=0)
             return Step(done=True, reward=float(int(answer) % 5), model_error=int(answer) % 2 == 0)
 
-    made = rollouts(environment=StagedEnvironment(Picky))
-    batch = asyncio.run(made.next_batch())
+    executor = rollouts(environment=StagedEnvironment(Picky))
+    batch = asyncio.run(executor.next_batch())
     assert "1" not in [group.task.id for group in batch.groups]
     broken = [episode for episode in batch.episodes if episode.outcome is Outcome.MODEL_ERROR]
     assert broken
     assert all(int(episode.text) % 2 == 0 for episode in broken)
-    assert made.metrics()["outcomes/environment_error"] >= 3
+    assert executor.metrics()["outcomes/environment_error"] >= 3
 
 
 def test_evaluation_is_greedy_and_keeps_the_order() -> None:
     generator = StagedGenerator()
     source = CountingSource()
     tasks = [source.draw() for _ in range(5)]
-    made = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(task.id)))
-    episodes = asyncio.run(made.evaluate(tasks))
+    executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(task.id)))
+    episodes = asyncio.run(executor.evaluate(tasks))
     assert [episode.reward for episode in episodes] == [1, 2, 3, 4, 5]
     assert {sampling.temperature for _, sampling in generator.seen} == {0}

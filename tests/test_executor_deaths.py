@@ -1,4 +1,4 @@
-"""Rollouts go on when engines, worlds and judges die; staged services."""
+"""Rollouts go on when engines, environments and judges die; staged services."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -15,11 +15,11 @@ from tests.staged_rollouts import (
     StagedGenerator,
     StagedReward,
     rollouts,
-    settle,
+    run_until_idle,
 )
 
 
-def test_an_episode_whose_world_or_judge_died_starts_again() -> None:
+def test_an_episode_whose_environment_or_judge_died_starts_again() -> None:
     died: set[str] = set()
 
     def die_once(who: str, task: Task) -> None:
@@ -36,30 +36,30 @@ def test_an_episode_whose_world_or_judge_died_starts_again() -> None:
         die_once("reward", task)
         return float(int(text) % 7)
 
-    made = rollouts(environment=StagedEnvironment(Mortal), reward=StagedReward(score))
-    batch = asyncio.run(made.next_batch())
+    executor = rollouts(environment=StagedEnvironment(Mortal), reward=StagedReward(score))
+    batch = asyncio.run(executor.next_batch())
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
-    found = made.metrics()
+    found = executor.metrics()
     assert (found["outcomes/infrastructure_error"], found["outcomes/completed"]) == (6, 12)
 
 
 def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had() -> None:
     async def main() -> None:
         generator = MortalGenerator()
-        made = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
-        coming = asyncio.create_task(made.next_batch())
-        await settle()
+        executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
         assert len(generator.seen) == 12
-        on_first = [plan for plan in made._running if plan.engine == 0]
+        on_first = [episode for episode in executor._running if episode.engine == 0]
         generator.kill(0)
-        await settle()
+        await run_until_idle()
         rest = generator.seen[12:]
         assert len(rest) == 8 - (12 - len(on_first)), "as many as the other engine takes"
         generator.gates[1].set_result(None)
         batch = await coming
         assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
-        assert made.metrics()["outcomes/truncated"] == 12
+        assert executor.metrics()["outcomes/truncated"] == 12
         lost = 0
         for episode in batch.episodes:
             (turn,) = episode.turns
@@ -71,18 +71,18 @@ def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had(
                 (again,) = [each for each in generator.seen if each[0] == turn.prompt_ids + turn.token_ids[:3]]
                 assert again[1].max_tokens == 9
         assert lost == len(on_first)
-        assert made._schedule.count("decoding") == 0
+        assert executor._scheduler.count("decoding") == 0
 
     asyncio.run(main())
 
 
-def test_a_stop_text_ends_an_answer_also_where_another_engine_went_on_with_it() -> None:
+def test_a_stop_text_ends_a_completion_also_where_another_engine_went_on_with_it() -> None:
     async def main() -> None:
         generator = MortalGenerator()
         generator.sampling = Sampling(max_tokens=12, stop=tuple(5 * str(digit) for digit in range(10)))
-        made = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(len(text))))
-        task = asyncio.create_task(made.episode(CountingSource().draw(), replace(generator.sampling, seed=17)))
-        await settle()
+        executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(len(text))))
+        task = asyncio.create_task(executor.episode(CountingSource().draw(), replace(generator.sampling, seed=17)))
+        await run_until_idle()
         generator.kill(0)
         generator.gates[1].set_result(None)
         (turn,) = (await task).turns
@@ -100,14 +100,15 @@ def test_a_stop_text_ends_an_answer_also_where_another_engine_went_on_with_it() 
 def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goes_first() -> None:
     async def main() -> None:
         generator = MortalGenerator()
-        made = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
-        coming = asyncio.create_task(made.next_batch())
-        await settle()
+        executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
         generator.kill(0)
         generator.kill(1)
-        await settle()
-        assert made._schedule.count("waiting") == 12
-        assert "12 wait for an engine" in made.waiting_for()
+        await run_until_idle()
+        assert executor._scheduler.count("waiting") == 12
+        assert "12 wait for an engine" in executor.waiting_for()
+        assert all(episode.interrupted for episode in executor._running)
         generator.serving = {2: 16}
         generator.gates[2].set_result(None)
         generator.tell()
@@ -121,10 +122,10 @@ def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goes_firs
 def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches() -> None:
     async def main() -> None:
         generator = MortalGenerator()
-        made = rollouts(generator=generator, reward=StagedReward(lambda task, text: 1.0))
-        made._schedule.pause()
-        task = asyncio.create_task(made.evaluate([CountingSource().draw()]))
-        await settle()
+        executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: 1.0))
+        executor._scheduler.capacity.pause()
+        task = asyncio.create_task(executor.evaluate([CountingSource().draw()]))
+        await run_until_idle()
         generator.kill(0)
         generator.gates[1].set_result(None)
         (episode,) = await task
@@ -133,30 +134,30 @@ def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches
     asyncio.run(main())
 
 
-def test_an_answer_at_which_engines_die_again_and_again_costs_its_episode_and_not_all_engines() -> None:
+def test_a_completion_at_which_engines_die_again_and_again_costs_its_episode_and_not_all_engines() -> None:
     async def main() -> None:
         class Poisonous(StagedGenerator):
-            async def stream(
+            async def stream_once(
                 self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
             ) -> AsyncGenerator[Chunk, None]:
                 self.seen.append((tuple(prompt_ids), sampling))
                 if prompt_ids == (ord("1"),):
                     raise ReplicaError("gone", service="generator", replica=engine)
-                async for chunk in super().stream(prompt_ids, sampling, engine=engine):
+                async for chunk in super().stream_once(prompt_ids, sampling, engine=engine):
                     yield chunk
 
         environment = StagedEnvironment(SingleTurn)
         generator = Poisonous()
-        made = rollouts(generator=generator, environment=environment)
-        batch = await made.next_batch()
+        executor = rollouts(generator=generator, environment=environment)
+        batch = await executor.next_batch()
         assert [group.task.id for group in batch.groups] == ["4", "2", "3"]
-        found = made.metrics()
+        found = executor.metrics()
         assert found["groups/replaced_failed"] == 1
         assert 3 <= found["outcomes/infrastructure_error"] <= 12
         poisoned = sum(prompt == (ord("1"),) for prompt, _ in generator.seen)
         assert poisoned <= 3 * 3 * 4
-        await made.close()
-        assert environment.closed >= 3, "the worlds of what is given up are closed"
+        await executor.close()
+        assert environment.closed >= 3, "the sessions of episodes that are given up are closed"
         assert generator.listeners == []
 
     asyncio.run(main())

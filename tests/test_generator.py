@@ -27,7 +27,7 @@ PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
 
 
 async def publish(store: WeightStore, model: torch.nn.Module, version: int) -> Manifest:
-    """What a trainer of one rank does."""
+    """Publish as a trainer of one rank does."""
     weights = dict(model.named_parameters())
     specs = [TensorSpec(name=name, shape=tuple(weight.shape)) for name, weight in weights.items()]
     shards = [

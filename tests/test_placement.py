@@ -1,4 +1,4 @@
-"""Handing devices over: who is told what, in which order, and what a failure leaves."""
+"""Handing devices over: which calls are made, in which order, and the state after a failure."""
 
 import asyncio
 
@@ -10,8 +10,8 @@ from forge_rl.rollout.placement import DeviceHandover, Placement, shares_devices
 from forge_rl.rollout.state import ScheduleConfig
 
 
-class Told:
-    """Engines and a trainer that note what they are told; each call takes a second of the clock."""
+class NotingServices:
+    """Engines and a trainer that note their calls; each takes a second of the clock."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -45,89 +45,89 @@ class Told:
     async def onload(self) -> int:
         return await self._note("onload")
 
-    def take(self) -> list[str]:
+    def pop(self) -> list[str]:
         found, self.calls = self.calls, []
         return found
 
 
-def shared() -> tuple[Told, DeviceHandover]:
-    told = Told()
-    return told, DeviceHandover(told, told, clock=lambda: told.now)
+def shared() -> tuple[NotingServices, DeviceHandover]:
+    noted = NotingServices()
+    return noted, DeviceHandover(noted, noted, clock=lambda: noted.now)
 
 
-def apart() -> tuple[Told, DeviceHandover]:
-    told = Told()
-    return told, DeviceHandover(told, clock=lambda: told.now)
+def apart() -> tuple[NotingServices, DeviceHandover]:
+    noted = NotingServices()
+    return noted, DeviceHandover(noted, clock=lambda: noted.now)
 
 
 def test_shared_devices_are_left_before_the_other_takes_them() -> None:
     async def main() -> None:
-        told, devices = shared()
-        await devices.to_engines()
-        assert told.take() == ["offload"], "engines are awake when they have started"
-        await devices.to_engines()
-        assert told.take() == []
-        await devices.to_trainer(idle=True)
-        assert told.take() == ["sleep", "onload"]
-        await devices.to_engines()
-        assert told.take() == ["offload", "wake"]
-        assert devices.take() == {
+        noted, devices = shared()
+        await devices.hand_to_engines()
+        assert noted.pop() == ["offload"], "engines are awake when they have started"
+        await devices.hand_to_engines()
+        assert noted.pop() == []
+        await devices.hand_to_trainer(idle=True)
+        assert noted.pop() == ["sleep", "onload"]
+        await devices.hand_to_engines()
+        assert noted.pop() == ["offload", "wake"]
+        assert devices.pop_metrics() == {
             "transition/offload_s": 2,
             "transition/sleep_s": 1,
             "transition/onload_s": 1,
             "transition/wake_s": 1,
         }
-        assert devices.take() == {}
+        assert devices.pop_metrics() == {}
 
     asyncio.run(main())
 
 
 def test_engines_with_devices_of_their_own_only_pause_and_not_when_idle() -> None:
     async def main() -> None:
-        told, devices = apart()
-        await devices.to_engines()
-        await devices.to_trainer(idle=True)
-        await devices.to_engines()
-        assert told.take() == []
-        await devices.to_trainer()
-        await devices.to_trainer()
-        await devices.to_engines()
-        assert told.take() == ["pause", "resume"]
-        assert devices.take() == {"transition/pause_s": 1, "transition/resume_s": 1}
+        noted, devices = apart()
+        await devices.hand_to_engines()
+        await devices.hand_to_trainer(idle=True)
+        await devices.hand_to_engines()
+        assert noted.pop() == []
+        await devices.hand_to_trainer()
+        await devices.hand_to_trainer()
+        await devices.hand_to_engines()
+        assert noted.pop() == ["pause", "resume"]
+        assert devices.pop_metrics() == {"transition/pause_s": 1, "transition/resume_s": 1}
 
     asyncio.run(main())
 
 
-def test_a_guest_has_the_engines_and_gives_them_back_unless_rollouts_want_them_meanwhile() -> None:
+def test_devices_are_lent_and_returned_unless_rollouts_start_meanwhile() -> None:
     async def main() -> None:
-        told, devices = shared()
-        await devices.to_trainer()
-        told.take()
-        async with devices.lent(), devices.lent():
-            assert told.take() == ["offload", "wake"]
-        assert told.take() == ["sleep", "onload"]
-        async with devices.lent():
-            await devices.to_engines()
-            told.take()
-        assert told.take() == []
+        noted, devices = shared()
+        await devices.hand_to_trainer()
+        noted.pop()
+        async with devices.lend(), devices.lend():
+            assert noted.pop() == ["offload", "wake"]
+        assert noted.pop() == ["sleep", "onload"]
+        async with devices.lend():
+            await devices.hand_to_engines()
+            noted.pop()
+        assert noted.pop() == []
 
     asyncio.run(main())
 
 
-def test_guests_and_rollouts_at_the_same_time_end_where_the_last_word_says() -> None:
+def test_loans_and_rollouts_at_the_same_time_end_where_the_last_call_says() -> None:
     async def main() -> None:
-        told, devices = shared()
-        await devices.to_trainer()
+        noted, devices = shared()
+        await devices.hand_to_trainer()
 
-        async def guest() -> None:
-            async with devices.lent():
+        async def borrow() -> None:
+            async with devices.lend():
                 await asyncio.sleep(0)
 
-        told.take()
-        await asyncio.gather(guest(), devices.to_engines(), guest())
-        assert told.take() == ["offload", "wake"]
-        await asyncio.gather(devices.to_trainer(), guest())
-        assert told.take()[-2:] == ["sleep", "onload"]
+        noted.pop()
+        await asyncio.gather(borrow(), devices.hand_to_engines(), borrow())
+        assert noted.pop() == ["offload", "wake"]
+        await asyncio.gather(devices.hand_to_trainer(), borrow())
+        assert noted.pop()[-2:] == ["sleep", "onload"]
 
     asyncio.run(main())
 
@@ -135,33 +135,33 @@ def test_guests_and_rollouts_at_the_same_time_end_where_the_last_word_says() -> 
 @pytest.mark.parametrize("fails", ["sleep", "onload", "offload", "wake"])
 def test_after_a_transition_that_failed_the_next_one_is_whole(fails: str) -> None:
     async def main() -> None:
-        told, devices = shared()
-        await devices.to_trainer()
+        noted, devices = shared()
+        await devices.hand_to_trainer()
         if fails in ("sleep", "onload"):
-            await devices.to_engines()
-        told.fails = fails
+            await devices.hand_to_engines()
+        noted.fails = fails
         with pytest.raises(ReplicaError):
-            await (devices.to_engines() if fails in ("offload", "wake") else devices.to_trainer())
-        told.take()
-        await devices.to_engines()
-        assert told.take() == ["offload", "wake"]
+            await (devices.hand_to_engines() if fails in ("offload", "wake") else devices.hand_to_trainer())
+        noted.pop()
+        await devices.hand_to_engines()
+        assert noted.pop() == ["offload", "wake"]
 
     asyncio.run(main())
 
 
 def test_room_is_made_for_a_trainer_that_starts_again_and_it_is_offloaded_afterwards() -> None:
     async def main() -> None:
-        told, devices = shared()
-        await devices.to_engines()
-        told.take()
-        await devices.clear()
-        assert told.take() == ["sleep"]
-        await devices.to_engines()
-        assert told.take() == ["offload", "wake"]
-        told, devices = apart()
-        await devices.to_engines()
-        await devices.clear()
-        assert told.take() == []
+        noted, devices = shared()
+        await devices.hand_to_engines()
+        noted.pop()
+        await devices.free_devices()
+        assert noted.pop() == ["sleep"]
+        await devices.hand_to_engines()
+        assert noted.pop() == ["offload", "wake"]
+        noted, devices = apart()
+        await devices.hand_to_engines()
+        await devices.free_devices()
+        assert noted.pop() == []
 
     asyncio.run(main())
 

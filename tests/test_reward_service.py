@@ -16,9 +16,9 @@ from forge_rl.runtime import watchdog as watchdog_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.services.reward import Reward, RewardFunction
-from tests import fake_worlds
+from tests import fake_envs
 from tests.fake_actors import cluster
-from tests.fake_worlds import task_of
+from tests.fake_envs import task_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -51,14 +51,14 @@ async def full_strength(service: Reward) -> None:
 
 def test_answers_are_scored_by_every_kind_of_function(tmp_path: Path):
     async def main() -> None:
-        async with reward(tmp_path, fake_worlds.length) as (service, _):
+        async with reward(tmp_path, fake_envs.length) as (service, _):
             task = task_of()
             assert await service.score(task, "four") == 4.0
             await service.replace(lambda task, text: 7)
             assert await service.score(task, "") == 7.0
-            await service.replace(fake_worlds.Meeting())  # async: side by side
+            await service.replace(fake_envs.Meeting())  # async: side by side
             assert await asyncio.gather(service.score(task, ""), service.score(task, "")) == [2.0, 2.0]
-            await service.replace(fake_worlds.Alone())  # plain: one by one
+            await service.replace(fake_envs.Alone())  # plain: one by one
             assert await asyncio.gather(*(service.score(task, "") for _ in range(8))) == [1.0] * 8
 
             async def awaited() -> float:
@@ -72,7 +72,7 @@ def test_answers_are_scored_by_every_kind_of_function(tmp_path: Path):
 
 def test_what_a_function_raises_is_no_death(tmp_path: Path):
     async def main() -> None:
-        async with reward(tmp_path, fake_worlds.obedient) as (service, faults):
+        async with reward(tmp_path, fake_envs.obedient) as (service, faults):
             with pytest.raises(ServiceError, match="ValueError: mine") as caught:
                 await service.score(task_of(), "raise mine")
             assert type(caught.value) is ServiceError
@@ -99,7 +99,7 @@ class _Holds:
 
 def test_a_score_whose_replica_dies_is_had_elsewhere(tmp_path: Path):
     async def main() -> None:
-        async with reward(tmp_path, fake_worlds.length, replicas=2) as (service, faults):
+        async with reward(tmp_path, fake_envs.length, replicas=2) as (service, faults):
             scores = [service.score(task_of(once=tmp_path / "once"), "x" * n) for n in range(20)]
             assert await asyncio.gather(*scores) == [float(n) for n in range(20)]
             assert ["status 5" in fault.cause for fault in faults.seen] == [True]
@@ -111,7 +111,7 @@ def test_a_score_whose_replica_dies_is_had_elsewhere(tmp_path: Path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_new_replica_scores_with_the_function_of_the_day(number: signal.Signals, tmp_path: Path):
     async def main() -> None:
-        async with reward(tmp_path, fake_worlds.pid, replicas=1) as (service, faults):
+        async with reward(tmp_path, fake_envs.pid, replicas=1) as (service, faults):
             first = int(await service.score(task_of(), ""))
             os.kill(first, number)
             waiting = asyncio.create_task(service.score(task_of(), ""))
@@ -120,7 +120,7 @@ def test_a_new_replica_scores_with_the_function_of_the_day(number: signal.Signal
             # Replaced while none is there.
             os.kill(int(waiting.result()), number)
             await asyncio.wait_for(asyncio.shield(service._service.replicas[0].death), LONG_S)
-            await service.replace(fake_worlds.negative)
+            await service.replace(fake_envs.negative)
             assert await service.score(task_of(), "") == -1.0
             assert [fault.fatal for fault in faults.seen] == [False, False]
 
@@ -131,7 +131,7 @@ def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def main() -> None:
-        async with reward(tmp_path, fake_worlds.pid) as (service, _):
+        async with reward(tmp_path, fake_envs.pid) as (service, _):
             original, given = Replica.call, asyncio.Event()
             go_on = asyncio.Event()
 
@@ -145,7 +145,7 @@ def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(
             monkeypatch.setattr(Replica, "call", call)
             os.kill(int(await service.score(task_of(), "")), signal.SIGKILL)
             await given.wait()
-            await service.replace(fake_worlds.negative)
+            await service.replace(fake_envs.negative)
             go_on.set()
             assert await service.score(task_of(), "") == -1.0
 
@@ -157,7 +157,7 @@ def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(watchdog_module, "_SILENT_POLLS", 4)
 
     async def main() -> None:
-        async with reward(tmp_path, fake_worlds.obedient) as (service, faults):
+        async with reward(tmp_path, fake_envs.obedient) as (service, faults):
             assert await service.score(task_of(), "sleep 4") == 1.0
             assert faults.seen == []
 
@@ -166,7 +166,7 @@ def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch: pyte
 
 def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others(tmp_path: Path):
     async def main() -> None:
-        async with reward(tmp_path, fake_worlds.obedient, deadline_s=1.0) as (service, faults):
+        async with reward(tmp_path, fake_envs.obedient, deadline_s=1.0) as (service, faults):
             with pytest.raises(DeadlineError, match="no answer within 1 s") as caught:
                 await service.score(task_of(), "sleep 600")
             assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 0, "score")

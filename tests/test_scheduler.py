@@ -1,4 +1,4 @@
-"""The schedule: bounds that hold in any order of events, exact mixtures, engines' budgets, and what comes first."""
+"""Scheduler and batch planner: bounds in any order of events, exact mixtures, capacity, and the order of starts."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ class Drawn:
         return Task(id=f"{source}{self.drawn[source]}", source=source, messages=())
 
 
-def result(plan: InflightEpisode, reward: float, outcome: Outcome = Outcome.COMPLETED, tokens: int = 1) -> Episode:
+def result(episode: InflightEpisode, reward: float, outcome: Outcome = Outcome.COMPLETED, tokens: int = 1) -> Episode:
     turn = Turn(prompt_ids=(), token_ids=(1,) * tokens, logprobs=(0.0,) * tokens, versions=(0,) * tokens, text="")
-    return Episode(task=plan.group.task, turns=(turn,), reward=reward, outcome=outcome, problem="broken")
+    return Episode(task=episode.group.task, turns=(turn,), reward=reward, outcome=outcome, problem="broken")
 
 
 def schedule(*, groups: int = 3, episodes: int = 2, tasks: Drawn | None = None, **policy: object) -> Scheduler:
-    made = Scheduler(
+    scheduler = Scheduler(
         ScheduleConfig(**policy),  # type: ignore[arg-type]
         groups=groups,
         episodes=episodes,
         tasks=tasks or Drawn(),
         clock=lambda: 0.0,
     )
-    made.set_engines({0: 100})
-    return made
+    scheduler.capacity.set_engines({0: 100})
+    return scheduler
 
 
-def begin(made: Scheduler) -> list[InflightEpisode]:
-    """Begin what may begin, and let it decode."""
-    started = made.starts()
-    for plan in started:
-        made.wants(plan)
-    made.grants()
+def begin(scheduler: Scheduler) -> list[InflightEpisode]:
+    """Start the episodes that may start, and let them decode."""
+    started = scheduler.pop_starts()
+    for episode in started:
+        scheduler.request_decode(episode)
+    scheduler.pop_grants()
     return started
 
 
-def end(made: Scheduler, plan: InflightEpisode, reward: float | None = None, **more: object) -> None:
-    made.leaves(plan)
-    made.ends(plan, result(plan, float(plan.index) if reward is None else reward, **more))  # type: ignore[arg-type]
+def end(scheduler: Scheduler, episode: InflightEpisode, reward: float | None = None, **more: object) -> None:
+    scheduler.finish_turn(episode)
+    scheduler.record_result(episode, result(episode, float(episode.index) if reward is None else reward, **more))  # type: ignore[arg-type]
 
 
 def names(groups: list[GroupState] | None) -> list[str]:
@@ -71,133 +71,134 @@ def names(groups: list[GroupState] | None) -> list[str]:
 
 
 def test_a_batch_is_its_own_groups_in_the_order_of_the_plan_whatever_ends_first():
-    made = schedule(max_lag=0)
-    for plan in reversed(begin(made)):
-        assert made.take() is None
-        end(made, plan)
-    assert names(made.take()) == ["a1", "a2", "b1"]
+    scheduler = schedule(max_lag=0)
+    for episode in reversed(begin(scheduler)):
+        assert scheduler.planner.pop_batch() is None
+        end(scheduler, episode)
+    assert names(scheduler.planner.pop_batch()) == ["a1", "a2", "b1"]
 
 
 def test_work_ahead_begins_while_a_batch_waits_but_no_further_than_the_lag():
-    made = schedule(max_lag=2)
-    started = begin(made)
-    assert Counter(plan.group.batch for plan in started) == {0: 6, 1: 6, 2: 6}
+    scheduler = schedule(max_lag=2)
+    started = begin(scheduler)
+    assert Counter(episode.group.batch for episode in started) == {0: 6, 1: 6, 2: 6}
     straggler, *others = started
-    for plan in others:
-        end(made, plan)
-    assert made.take() is None  # the later batches are complete, and wait
-    assert begin(made) == []
-    assert "batch 0 lacks 1 episodes: 1 decoding" in made.missing()
-    end(made, straggler)
-    assert names(made.take()) == ["a1", "a2", "b1"]
-    assert begin(made) == []  # batch 3 may begin only once the engines serve version 1
-    made.version = 1
-    assert {plan.group.batch for plan in begin(made)} == {3}
+    for episode in others:
+        end(scheduler, episode)
+    assert scheduler.planner.pop_batch() is None  # the later batches are complete, and wait
+    assert begin(scheduler) == []
+    assert "batch 0 lacks 1 episodes: 1 decoding" in scheduler.describe_missing()
+    end(scheduler, straggler)
+    assert names(scheduler.planner.pop_batch()) == ["a1", "a2", "b1"]
+    assert begin(scheduler) == []  # batch 3 may begin only once the engines serve version 1
+    scheduler.planner.version = 1
+    assert {episode.group.batch for episode in begin(scheduler)} == {3}
 
 
 def test_synchronous_begins_nothing_of_the_next_batch():
-    made = schedule(kind="synchronous", max_lag=3)
-    plans = begin(made)
-    assert {plan.group.batch for plan in plans} == {0}
-    for plan in plans:
-        end(made, plan)
-    made.take()
-    assert begin(made) == []
+    scheduler = schedule(kind="synchronous", max_lag=3)
+    episodes = begin(scheduler)
+    assert {episode.group.batch for episode in episodes} == {0}
+    for episode in episodes:
+        end(scheduler, episode)
+    scheduler.planner.pop_batch()
+    assert begin(scheduler) == []
 
 
 def test_one_step_begins_the_next_batch_when_the_one_before_is_delivered():
-    made = schedule(kind="one_step")
-    plans = begin(made)
-    assert {plan.group.batch for plan in plans} == {0}
-    for plan in plans:
-        end(made, plan)
-    made.take()
-    plans = begin(made)
-    assert {plan.group.batch for plan in plans} == {1}
-    for plan in plans:
-        end(made, plan)
-    made.take()
-    assert begin(made) == []  # batch 2 would be two steps behind
+    scheduler = schedule(kind="one_step")
+    episodes = begin(scheduler)
+    assert {episode.group.batch for episode in episodes} == {0}
+    for episode in episodes:
+        end(scheduler, episode)
+    scheduler.planner.pop_batch()
+    episodes = begin(scheduler)
+    assert {episode.group.batch for episode in episodes} == {1}
+    for episode in episodes:
+        end(scheduler, episode)
+    scheduler.planner.pop_batch()
+    assert begin(scheduler) == []  # batch 2 would be two steps behind
 
 
 def test_asynchronous_takes_what_ends_first_but_waits_for_what_would_be_too_old():
-    made = schedule(kind="asynchronous", max_lag=1)
-    plans = begin(made)
-    assert len({plan.group for plan in plans}) == 6
-    for plan in plans[6:]:
-        end(made, plan)
-    assert names(made.take()) == ["a3", "a4", "b2"]
-    made.version = 1
-    fresh = begin(made)
-    for plan in fresh:
-        end(made, plan)
-    assert made.take() is None  # the first three groups were begun under version 0, and would be two steps behind later
-    for plan in plans[:6]:
-        end(made, plan)
-    assert names(made.take()) == ["a1", "a2", "b1"]
+    scheduler = schedule(kind="asynchronous", max_lag=1)
+    episodes = begin(scheduler)
+    assert len({episode.group for episode in episodes}) == 6
+    for episode in episodes[6:]:
+        end(scheduler, episode)
+    assert names(scheduler.planner.pop_batch()) == ["a3", "a4", "b2"]
+    scheduler.planner.version = 1
+    fresh = begin(scheduler)
+    for episode in fresh:
+        end(scheduler, episode)
+    # The first three groups started under version 0, and would be two steps behind later.
+    assert scheduler.planner.pop_batch() is None
+    for episode in episodes[:6]:
+        end(scheduler, episode)
+    assert names(scheduler.planner.pop_batch()) == ["a1", "a2", "b1"]
 
 
 def test_surplus_groups_are_carried_on_and_the_mixture_stays_exact():
     tasks = Drawn()
-    made = schedule(max_lag=2, over_sampling=2.0, tasks=tasks)
-    plans = begin(made)
-    first = [plan for plan in plans if plan.group.batch == 0]
-    assert Counter(plan.group.task.source for plan in first) == {"a": 8, "b": 4}
+    scheduler = schedule(max_lag=2, over_sampling=2.0, tasks=tasks)
+    episodes = begin(scheduler)
+    first = [episode for episode in episodes if episode.group.batch == 0]
+    assert Counter(episode.group.task.source for episode in first) == {"a": 8, "b": 4}
     slow = {first[0].group}
-    for plan in first:
-        if plan.group not in slow:
-            end(made, plan)
-    assert Counter(group.task.source for group in made.take() or []) == {"a": 2, "b": 1}
-    made.version = 1
-    carried = [group for group in made.planned() if group.place[0] == 0]
+    for episode in first:
+        if episode.group not in slow:
+            end(scheduler, episode)
+    assert Counter(group.task.source for group in scheduler.planner.pop_batch() or []) == {"a": 2, "b": 1}
+    scheduler.planner.version = 1
+    carried = [group for group in scheduler.planner.groups() if group.place[0] == 0]
     assert {group.batch for group in carried} == {1}
     assert slow <= set(carried)
-    for plan in plans + begin(made):
-        if plan.state == "decoding" and plan.group.batch == 1:
-            end(made, plan)
-    taken = made.take() or []
+    for episode in episodes + begin(scheduler):
+        if episode.state == "decoding" and episode.group.batch == 1:
+            end(scheduler, episode)
+    taken = scheduler.planner.pop_batch() or []
     assert Counter(group.task.source for group in taken) == {"a": 2, "b": 1}
     assert set(carried) & set(taken)
-    assert made.replaced == {}
+    assert scheduler.planner.replaced == {}
 
 
 def test_a_uniform_group_is_replaced_within_its_source_and_place():
-    made = schedule(max_lag=1, replace_uniform=True)
-    plans = [plan for plan in begin(made) if plan.group.batch == 0]
-    for plan in plans:
-        end(made, plan, 1.0 if plan.group.task.id == "a2" else None)
-    assert made.take() is None
-    again = begin(made)
-    assert [plan.place[:3] for plan in again] == [(0, 1, 1), (0, 1, 1)]
-    for plan in again:
-        end(made, plan)
-    assert names(made.take()) == ["a1", "a5", "b1"]
-    assert made.replaced == {"uniform": 1}
+    scheduler = schedule(max_lag=1, replace_uniform=True)
+    episodes = [episode for episode in begin(scheduler) if episode.group.batch == 0]
+    for episode in episodes:
+        end(scheduler, episode, 1.0 if episode.group.task.id == "a2" else None)
+    assert scheduler.planner.pop_batch() is None
+    again = begin(scheduler)
+    assert [episode.place[:3] for episode in again] == [(0, 1, 1), (0, 1, 1)]
+    for episode in again:
+        end(scheduler, episode)
+    assert names(scheduler.planner.pop_batch()) == ["a1", "a5", "b1"]
+    assert scheduler.planner.replaced == {"uniform": 1}
 
 
 def test_a_failed_episode_starts_again_and_then_its_group_is_replaced_and_the_others_of_it_are_ended():
-    made = schedule(max_lag=0, retries=1)
-    plans = begin(made)
-    bad = plans[0]
-    end(made, bad, outcome=Outcome.ENVIRONMENT_ERROR)
-    assert begin(made) == [bad]
+    scheduler = schedule(max_lag=0, retries=1)
+    episodes = begin(scheduler)
+    bad = episodes[0]
+    end(scheduler, bad, outcome=Outcome.ENVIRONMENT_ERROR)
+    assert begin(scheduler) == [bad]
     assert bad.place == (0, 0, 0, 0, 1)
-    end(made, bad, outcome=Outcome.ENVIRONMENT_ERROR)
-    assert made.cancels() == [plans[1]]
-    assert made.count("decoding") == 4
-    for plan in plans[2:] + begin(made):
-        end(made, plan)
-    assert names(made.take()) == ["a3", "a2", "b1"]
-    assert made.outcomes == {"environment_error": 2, "completed": 6}
+    end(scheduler, bad, outcome=Outcome.ENVIRONMENT_ERROR)
+    assert scheduler.pop_cancelled() == [episodes[1]]
+    assert scheduler.count("decoding") == 4
+    for episode in episodes[2:] + begin(scheduler):
+        end(scheduler, episode)
+    assert names(scheduler.planner.pop_batch()) == ["a3", "a2", "b1"]
+    assert scheduler.outcomes == {"environment_error": 2, "completed": 6}
 
 
 def test_a_source_that_only_fails_ends_the_run_with_its_name():
-    made = schedule(max_lag=0, retries=0, most_replaced=3)
+    scheduler = schedule(max_lag=0, retries=0, most_replaced=3)
 
     def fail() -> None:
-        for plan in begin(made):
-            if plan.group.task.source == "b" and not plan.group.dropped:
-                end(made, plan, outcome=Outcome.JUDGE_ERROR)
+        for episode in begin(scheduler):
+            if episode.group.task.source == "b" and not episode.group.dropped:
+                end(scheduler, episode, outcome=Outcome.JUDGE_ERROR)
 
     for _ in range(3):
         fail()
@@ -206,61 +207,61 @@ def test_a_source_that_only_fails_ends_the_run_with_its_name():
 
 
 def test_engines_get_no_more_than_their_budgets_and_an_episode_comes_back_to_its_own():
-    made = schedule(groups=3, episodes=4, max_lag=1)
-    made.set_engines({3: 2, 5: 4})
-    plans = begin(made)
-    assert Counter(plan.engine for plan in plans if plan.state == "decoding") == {3: 2, 5: 4}
-    first = next(plan for plan in plans if plan.engine == 3)
-    made.leaves(first)
-    made.wants(first)
-    assert first in made.grants()
+    scheduler = schedule(groups=3, episodes=4, max_lag=1)
+    scheduler.capacity.set_engines({3: 2, 5: 4})
+    episodes = begin(scheduler)
+    assert Counter(episode.engine for episode in episodes if episode.state == "decoding") == {3: 2, 5: 4}
+    first = next(episode for episode in episodes if episode.engine == 3)
+    scheduler.finish_turn(first)
+    scheduler.request_decode(first)
+    assert first in scheduler.pop_grants()
     assert first.engine == 3
-    made.set_engines({5: 4})
-    made.leaves(first, interrupted=True)
-    made.wants(first)
-    assert made.grants() == []
-    made.leaves(next(plan for plan in plans if plan.engine == 5 and plan.state == "decoding"))
-    assert made.grants() == [first]  # before those that waited for longer
+    scheduler.capacity.set_engines({5: 4})
+    scheduler.finish_turn(first, interrupted=True)
+    scheduler.request_decode(first)
+    assert scheduler.pop_grants() == []
+    scheduler.finish_turn(next(episode for episode in episodes if episode.engine == 5 and episode.state == "decoding"))
+    assert scheduler.pop_grants() == [first]  # before those that waited for longer
     assert first.engine == 5
 
 
 def test_within_a_batch_the_longest_expected_begin_first():
-    made = schedule(max_lag=1)
-    for plan in begin(made):
-        if plan.group.batch == 0:
-            end(made, plan, tokens=50 if plan.group.task.source == "b" else 5)
-    made.take()
-    made.version = 1
-    assert [plan.group.task.source for plan in begin(made)] == ["b", "b", "a", "a", "a", "a"]
+    scheduler = schedule(max_lag=1)
+    for episode in begin(scheduler):
+        if episode.group.batch == 0:
+            end(scheduler, episode, tokens=50 if episode.group.task.source == "b" else 5)
+    scheduler.planner.pop_batch()
+    scheduler.planner.version = 1
+    assert [episode.group.task.source for episode in begin(scheduler)] == ["b", "b", "a", "a", "a", "a"]
 
 
 def test_a_pause_holds_back_all_but_evaluations():
-    made = schedule(max_lag=0)
-    plans = made.starts()
-    made.pause()
-    assert made.starts() == []
-    made.wants(plans[0])
-    assert made.grants() == []
-    tested = made.outside(Task(id="1", source="held out", messages=()))
-    made.wants(tested)
-    assert made.grants() == [tested]
-    made.resume()
-    assert made.grants() == [plans[0]]
+    scheduler = schedule(max_lag=0)
+    episodes = scheduler.pop_starts()
+    scheduler.capacity.pause()
+    assert scheduler.pop_starts() == []
+    scheduler.request_decode(episodes[0])
+    assert scheduler.pop_grants() == []
+    tested = scheduler.start_evaluation(Task(id="1", source="held out", messages=()))
+    scheduler.request_decode(tested)
+    assert scheduler.pop_grants() == [tested]
+    scheduler.capacity.resume()
+    assert scheduler.pop_grants() == [episodes[0]]
 
 
 def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     now = [0.0]
-    made = Scheduler(ScheduleConfig(max_lag=0), groups=1, episodes=2, tasks=Drawn(), clock=lambda: now[0])
-    made.set_engines({0: 4})
-    first, _ = begin(made)
+    scheduler = Scheduler(ScheduleConfig(max_lag=0), groups=1, episodes=2, tasks=Drawn(), clock=lambda: now[0])
+    scheduler.capacity.set_engines({0: 4})
+    first, _ = begin(scheduler)
     now[0] = 10.0
-    made.leaves(first)
+    scheduler.finish_turn(first)
     now[0] = 15.0
-    made.pause()
+    scheduler.capacity.pause()
     now[0] = 100.0
-    made.resume()
+    scheduler.capacity.resume()
     now[0] = 105.0
-    assert made.take_busy() == (2 * 10 + 1 * 5 + 1 * 5, 4 * 20)
+    assert scheduler.capacity.pop_busy() == (2 * 10 + 1 * 5 + 1 * 5, 4 * 20)
 
 
 @settings(max_examples=100, deadline=None)
@@ -278,7 +279,8 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
 ):
     rng = random.Random(seed)
     tasks = Drawn()
-    made = schedule(
+    policy = ScheduleConfig(kind=kind, max_lag=max_lag)
+    scheduler = schedule(
         groups=groups,
         episodes=2,
         tasks=tasks,
@@ -287,53 +289,53 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
         over_sampling=over_sampling if kind == "pipelined" else 1.0,
         replace_uniform=replace_uniform,
     )
-    made.set_engines({0: slots})
+    scheduler.capacity.set_engines({0: slots})
     expected = Drawn()
     begun: dict[InflightEpisode, int] = {}
-    under_way: list[InflightEpisode] = []
+    in_flight: list[InflightEpisode] = []
     delivered: list[GroupState] = []
     version = trained = idle = 0
     for _ in range(1000):
-        for plan in made.starts():
-            begun[plan] = version if plan.tries == 0 else min(begun[plan], version)
-            made.wants(plan)
-        under_way += made.grants()
-        ended = made.cancels()
-        under_way = [plan for plan in under_way if plan not in ended]
-        assert len(under_way) == made.count("decoding") <= slots
-        taken = made.take() if trained == version else None
+        for episode in scheduler.pop_starts():
+            begun[episode] = version if episode.tries == 0 else min(begun[episode], version)
+            scheduler.request_decode(episode)
+        in_flight += scheduler.pop_grants()
+        ended = scheduler.pop_cancelled()
+        in_flight = [episode for episode in in_flight if episode not in ended]
+        assert len(in_flight) == scheduler.count("decoding") <= slots
+        taken = scheduler.planner.pop_batch() if trained == version else None
         if taken is not None:
             assert len(taken) == groups
             if kind != "asynchronous":
                 assert Counter(g.task.source for g in taken) == Counter(expected.source_order(groups))
             for group in taken:
                 assert len(group.results) == 2
-                assert all(trained - begun[plan] <= made.config.lag for plan in group.episodes)
+                assert all(trained - begun[episode] <= policy.lag for episode in group.episodes)
             delivered += taken
             trained += 1
-            if not made.config.decodes_while_training:
-                version = made.version = trained
+            if not policy.decodes_while_training:
+                version = scheduler.planner.version = trained
         elif version < trained and rng.random() < 0.2:
-            version = made.version = trained
-        elif under_way:
-            plan = under_way.pop(rng.randrange(len(under_way)))
+            version = scheduler.planner.version = trained
+        elif in_flight:
+            episode = in_flight.pop(rng.randrange(len(in_flight)))
             outcome = Outcome.COMPLETED if rng.random() < 0.9 else Outcome.INFRASTRUCTURE_ERROR
-            made.leaves(plan)
+            scheduler.finish_turn(episode)
             if rng.random() < 0.3:
-                made.wants(plan)
+                scheduler.request_decode(episode)
             else:
-                made.ends(plan, result(plan, float(rng.random() < 0.5), outcome))
+                scheduler.record_result(episode, result(episode, float(rng.random() < 0.5), outcome))
         elif version == trained:
             idle += 1
-            assert idle < 3, f"nobody works, and {made.missing()}"
+            assert idle < 3, f"nobody works, and {scheduler.describe_missing()}"
             continue
         idle = 0
     assert trained >= 3
     ids = [group.task.id for group in delivered]
     assert len(ids) == len(set(ids))
-    assert kind == "asynchronous" or over_sampling > 1 or made.replaced["aged"] == 0
-    open_ones = {group.task.id for group in made.planned()}
-    unused = made.replaced.total()
+    assert kind == "asynchronous" or over_sampling > 1 or scheduler.planner.replaced["aged"] == 0
+    open_ones = {group.task.id for group in scheduler.planner.groups()}
+    unused = scheduler.planner.replaced.total()
     assert tasks.drawn.total() == len(ids) + len(open_ones) + unused
 
 

@@ -1,4 +1,4 @@
-"""Episodes of agents that know nothing but an API: each has a session of the gateway, and its turns are recorded."""
+"""Episodes of agents that only know an API: each has a session of the gateway, which records its turns."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from forge_rl.gateway.sessions import Session
 from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task
 
 Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | None]]
-"""Works on a task with the policy that it finds at session.base_url under session.key. Returns what is to be scored;
-None stands for the policy's last answer. What blocks for long must run in a thread or a process."""
+"""Works on a task with the policy at session.base_url, under session.key. Returns the text to score; None stands for
+the policy's last answer. Blocking work must run in a thread or a process."""
 
 
 class PolicyClient(Protocol):
-    """An episode's way to the engines."""
+    """An episode's client of the policy."""
 
     @property
     def sampling(self) -> Sampling:
-        """How its answers are drawn."""
+        """Sampling settings of its turns."""
 
     def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Decode an answer; one at a time."""
+        """Decode a completion; one at a time."""
 
 
 class Scorer(Protocol):
-    """What scores an episode."""
+    """The part of the Reward service that episodes use."""
 
     async def score(self, task: Task, text: str) -> float: ...
 
 
 class SessionBackend:
-    """Answers of sessions from the engines that their episodes are granted; of others as `outside` has them.
+    """Decodes requests of sessions on the engines that their episodes are granted, and all others on another backend.
 
     Args:
-        outside: decodes what is of no session.
+        outside: decodes requests of no session.
     """
 
     def __init__(self, outside: Backend) -> None:
@@ -52,39 +52,39 @@ class SessionBackend:
         self._clients: dict[str, tuple[PolicyClient, asyncio.Lock]] = {}
 
     @contextlib.contextmanager
-    def seated(self, session: Session, client: PolicyClient) -> Iterator[None]:
-        """While the body runs, a session's answers come by this client."""
+    def connected(self, session: Session, client: PolicyClient) -> Iterator[None]:
+        """Decode a session's requests with this client while the body runs."""
         self._clients[session.key] = (client, asyncio.Lock())
         try:
             yield
         finally:
             del self._clients[session.key]
 
-    async def stream(
+    def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
     ) -> AsyncGenerator[Chunk, None]:
-        """See Backend.stream. Answers of one session are decoded one after the other."""
+        """Decode as Backend.stream says. Requests of one session are decoded one after the other."""
         if session is None:
-            answer = self._outside.stream(prompt_ids, sampling, session=None)
-            async with contextlib.aclosing(answer) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            return
-        client, turn = self._clients[session]
+            return self._outside.stream(prompt_ids, sampling, session=None)
+        return self._in_turn(*self._clients[session], prompt_ids, sampling)
+
+    async def _in_turn(
+        self, client: PolicyClient, turn: asyncio.Lock, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
         async with turn, contextlib.aclosing(client.stream(prompt_ids, sampling)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
 
 class AgentEpisodeRunner:
-    """Attempts at tasks by an agent, each in a session of its own.
+    """Runs episodes of an agent, each in a gateway session of its own.
 
     Args:
-        agent: makes them.
-        gateway: that it finds the policy at.
-        backend: of that gateway.
-        reward: scores what the agent returns.
-        deadline_s: longest time for an attempt, with all that it waits for.
+        agent: works on the task.
+        gateway: serves it the policy.
+        backend: backend of that gateway.
+        reward: scores the text that the agent returns.
+        deadline_s: longest time for an episode, all waiting included.
         clock: monotonic seconds.
     """
 
@@ -106,7 +106,7 @@ class AgentEpisodeRunner:
         self._clock = clock
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
-        """One attempt. Whatever the agent or a service fails at is an outcome."""
+        """Run one episode. A failure of the agent or of a service is an outcome."""
         began = self._clock()
         session = self._gateway.open(task.id, sampling=client.sampling)
 
@@ -120,7 +120,7 @@ class AgentEpisodeRunner:
                 seconds=self._clock() - began,
             )
 
-        with self._backend.seated(session, client):
+        with self._backend.connected(session, client):
             outcome, text, problem = await self._work(task, session)
         if not outcome.scored:
             return ended(outcome, problem=problem)
@@ -131,7 +131,7 @@ class AgentEpisodeRunner:
             return ended(Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR, problem=str(error))
 
     async def _work(self, task: Task, session: Session) -> tuple[Outcome, str, str]:
-        """How the agent's work ended, with what text, and what went wrong. The session is closed afterwards."""
+        """Run the agent and close the session; returns the outcome, the text to score, and the problem if any."""
         text, failure = None, ""
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
@@ -142,7 +142,7 @@ class AgentEpisodeRunner:
             failure = f"the agent raised {type(error).__name__}: {error}"
         finally:
             session.close()
-            # Nothing of it may be on an engine when the episode is over.
+            # None of its requests may be on an engine when the episode is over.
             await session.ended()
         last = session.turns[-1] if session.turns else None
         if failure and session.refusal is not None:
@@ -159,7 +159,7 @@ class AgentEpisodeRunner:
 async def serving_agents(
     agent: Agent, config: GatewayConfig, outside: Backend, tokenizer: Tokenizer, reward: Scorer
 ) -> AsyncIterator[AgentEpisodeRunner]:
-    """A gateway for the attempts of an agent.
+    """Serve the policy to an agent at a gateway of its own, and yield what runs its episodes.
 
     Raises:
         ConfigError: it cannot listen.

@@ -1,4 +1,4 @@
-"""What the gateway asks for answers, and how a Generator gives them also when engines die."""
+"""The gateway's backend: the protocol of whatever decodes, and a Generator as one."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Decodes answers."""
+    """Decodes the gateway's requests."""
 
     @property
     def model(self) -> str:
-        """Name of the model, as requests and /v1/models have it."""
+        """Name of the model in requests and in /v1/models."""
 
     @property
     def max_model_tokens(self) -> int:
-        """Longest prompt and answer together."""
+        """Most tokens of a prompt and its completion together."""
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
     ) -> AsyncGenerator[Chunk, None]:
-        """Decode one answer; its last chunk, and no other, says why it ends. Closing the generator ends the request.
+        """Decode one completion; the last chunk, and no other, has a `finish`. Closing the generator ends the request.
 
         Args:
-            prompt_ids: everything that the model is shown.
-            sampling: how the answer is drawn.
-            session: key of the session that asks, None outside of one.
+            prompt_ids: the whole prompt.
+            sampling: settings of the completion.
+            session: key of the session that the request belongs to; None outside of one.
 
         Raises:
-            ForgeError: there is no answer; see errors.of_forge for what clients are told.
+            ForgeError: the request failed; errors.of_forge makes it the client's error.
         """
 
 
 class GeneratorBackend:
-    """Answers of a Generator: an engine that dies is replaced by another in the middle of an answer."""
+    """Decodes on a Generator: when an engine dies, another one resumes the completion."""
 
     def __init__(self, generator: Generator, model: str) -> None:
         self._generator = generator
@@ -51,5 +51,5 @@ class GeneratorBackend:
     def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
     ) -> AsyncGenerator[Chunk, None]:
-        """See Backend.stream and Generator.answer."""
-        return self._generator.answer(prompt_ids, sampling)
+        """Decode as Backend.stream and Generator.stream say."""
+        return self._generator.stream(prompt_ids, sampling)

@@ -1,1 +1,1 @@
-"""Rollouts: what runs next (pure logic), what carries it out, and how an episode is made."""
+"""Rollouts: the scheduler (pure logic), the executor of its decisions, and the runner of one episode."""

@@ -1,4 +1,4 @@
-"""Room on the engines: how many requests each takes at a time, which has room, and how much of it was used."""
+"""The engines' capacity: how many requests each takes at a time, which has room, and how much of it is used."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class EngineCapacity:
-    """Of the engines that serve.
+    """Tracks the capacity and the load of the engines that serve.
 
     Args:
-        clock: seconds, only for the share of time that engines were busy.
+        clock: seconds, only for the share of time for which engines are busy.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.engines: dict[int, int] = {}
-        """Those that serve, with the number of requests that each takes at a time."""
+        """Engines that serve, with the number of requests that each takes at a time."""
         self.slots = 0
-        """Of all together."""
+        """Requests that all engines together take at a time."""
         self.paused = False
         self._clock = clock
         self._load: Counter[int] = Counter()
         self._used = 0
         self._free: list[tuple[int, int]] = []
-        """Heap of requests beyond the budget and engine; some no longer hold."""
+        """Heap of (requests beyond the budget, engine); some entries no longer hold."""
         self._offers: set[tuple[int, int]] = set()
-        """What is in the heap: each only once, however often it comes to hold."""
+        """Entries in the heap: each only once, however often it comes to hold."""
         self._busy = self._offered = 0.0
         self._counted = clock()
 
-    def set(self, budgets: Mapping[int, int]) -> None:
-        """Which engines serve, and how many requests each takes at a time."""
+    def set_engines(self, budgets: Mapping[int, int]) -> None:
+        """Replace the engines that serve, and the number of requests that each takes at a time."""
         self._count()
         self.engines = dict(budgets)
         self.slots = sum(budgets.values())
@@ -40,13 +40,18 @@ class EngineCapacity:
         for engine in budgets:
             self._offer(engine)
 
-    def pause(self, paused: bool) -> None:
-        """From now on time does not count as idle; or does again."""
+    def pause(self) -> None:
+        """Stop counting time as idle; while paused, the scheduler gives no episode of a batch an engine."""
         self._count()
-        self.paused = paused
+        self.paused = True
+
+    def resume(self) -> None:
+        """Count time again after `pause`."""
+        self._count()
+        self.paused = False
 
     def choose(self, preferred: Iterable[int | None]) -> int | None:
-        """The first of the preferred engines that has room, else the one with most; None if none has any."""
+        """Return the first preferred engine that has room, else the one with most; None if none has any."""
         for engine in preferred:
             if engine is not None and self._load[engine] < self.engines.get(engine, 0):
                 return engine
@@ -57,26 +62,19 @@ class EngineCapacity:
             self._offers.remove(heapq.heappop(self._free))
         return None
 
-    def take(self, engine: int) -> None:
-        """A request is decoded there from now on."""
-        self._change(engine, 1)
-
-    def leave(self, engine: int) -> None:
-        """A request is not decoded there any more."""
-        self._change(engine, -1)
-
-    def take_busy(self) -> tuple[float, float]:
-        """Requests decoded times seconds, and budgets times seconds, since this was last asked; pauses left out."""
-        self._count()
-        found = self._busy, self._offered
-        self._busy = self._offered = 0.0
-        return found
-
-    def _change(self, engine: int, requests: int) -> None:
+    def add_requests(self, engine: int, requests: int) -> None:
+        """Note that an engine decodes so many requests more, or less, from now on."""
         self._count()
         self._load[engine] += requests
         self._used += requests
         self._offer(engine)
+
+    def pop_busy(self) -> tuple[float, float]:
+        """Return requests decoded times seconds, and budgets times seconds, since the last call, without pauses."""
+        self._count()
+        found = self._busy, self._offered
+        self._busy = self._offered = 0.0
+        return found
 
     def _offer(self, engine: int) -> None:
         if engine not in self.engines:

@@ -1,10 +1,11 @@
-"""Turns on the engines that the schedule grants, and on others where an engine dies."""
+"""Turns on the engines that the scheduler grants, and on others where an engine dies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,12 +13,12 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
-from forge_rl.services.completion import ResumableCompletion
+from forge_rl.services.completion import OpenStream, ResumableCompletion
 from forge_rl.types import Chunk, Sampling, Turn
 
 
 class Decoder(Protocol):
-    """What rollouts need of the Generator."""
+    """The part of the Generator that rollouts use."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -30,93 +31,81 @@ class Decoder(Protocol):
 
     def engines(self) -> dict[int, int]: ...
 
-    def stream(
+    def stream_once(
         self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
     ) -> AsyncGenerator[Chunk, None]: ...
 
 
 class Dispatcher:
-    """Hands engines to those whose turn it is.
+    """Opens streams on the engines that the scheduler grants.
 
     Args:
-        schedule: says whose turn it is, and where.
+        scheduler: decides which episode decodes next, and where.
         generator: decodes.
-        tokenizer: of the policy.
     """
 
-    def __init__(self, schedule: Scheduler, generator: Decoder, tokenizer: Tokenizer) -> None:
-        self._schedule = schedule
+    def __init__(self, scheduler: Scheduler, generator: Decoder) -> None:
+        self._scheduler = scheduler
         self._generator = generator
-        self._tokenizer = tokenizer
-        self._granted: dict[InflightEpisode, asyncio.Future[None]] = {}
+        self._grants: dict[InflightEpisode, asyncio.Future[None]] = {}
 
-    def see_engines(self) -> None:
-        """Tell the schedule which engines serve."""
+    def update_engines(self) -> None:
+        """Tell the scheduler which engines serve."""
         engines = self._generator.engines()
-        if engines != self._schedule.engines:
-            self._schedule.set_engines(engines)
+        if engines != self._scheduler.capacity.engines:
+            self._scheduler.capacity.set_engines(engines)
 
     def grant(self) -> None:
-        """Let those decode whose turn it is."""
-        for plan in self._schedule.grants():
-            granted = self._granted.pop(plan)
+        """Wake the episodes that have an engine now."""
+        for episode in self._scheduler.pop_grants():
+            granted = self._grants.pop(episode)
             if not granted.done():
                 granted.set_result(None)
 
-    async def stream(self, plan: InflightEpisode, answer: ResumableCompletion) -> AsyncGenerator[Chunk, None]:
-        """Decode an answer of an episode, which has one at a time. If its engine dies, another one goes on.
-
-        Raises:
-            ReplicaError: several engines, one after another, died without a token.
-        """
-        while True:
-            granted = self._granted[plan] = asyncio.get_running_loop().create_future()
-            self._schedule.wants(plan)
+    @contextlib.asynccontextmanager
+    async def open_stream(
+        self, episode: InflightEpisode, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """Wait for the episode's engine and open its stream; an episode has one at a time."""
+        granted = self._grants[episode] = asyncio.get_running_loop().create_future()
+        self._scheduler.request_decode(episode)
+        self.grant()
+        interrupted = False
+        try:
+            await granted
+            stream = self._generator.stream_once(prompt_ids, sampling, engine=episode.engine)
+            async with contextlib.aclosing(stream) as chunks:
+                yield chunks
+        except ReplicaError:
+            interrupted = True
+            raise
+        finally:
+            self._grants.pop(episode, None)
+            self._scheduler.finish_turn(episode, interrupted=interrupted)
             self.grant()
-            lost = False
-            try:
-                await granted
-                shown = self._generator.stream(answer.shown, answer.rest, engine=plan.engine)
-                async with contextlib.aclosing(shown) as chunks:
-                    async for chunk in chunks:
-                        yield answer.add(chunk)
-                        if answer.finish:
-                            return
-            except ReplicaError as error:
-                lost = True
-                answer.move(error)
-            finally:
-                self._granted.pop(plan, None)
-                self._schedule.leaves(plan, interrupted=lost)
-                self.grant()
 
-    def client(self, plan: InflightEpisode, sampling: Sampling) -> PolicyClient:
-        """An episode's way to the engines."""
-        return PolicyClient(self, plan, sampling, self._tokenizer)
-
-    async def turn(self, plan: InflightEpisode, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
-        """Decode a whole answer; see `stream`."""
-        answer = ResumableCompletion(prompt_ids, sampling, self._tokenizer)
-        async with contextlib.aclosing(self.stream(plan, answer)) as chunks:
-            async for _ in chunks:
-                pass
-        return answer.turn()
+    def client(self, episode: InflightEpisode, sampling: Sampling, tokenizer: Tokenizer) -> PolicyClient:
+        """Return an episode's client of the policy."""
+        return PolicyClient(functools.partial(self.open_stream, episode), episode, sampling, tokenizer)
 
 
 @dataclass(frozen=True)
 class PolicyClient:
-    """An episode's way to the engines, for one answer at a time."""
+    """An episode's client of the policy, for one completion at a time.
 
-    slots: Dispatcher
-    plan: InflightEpisode
+    turn = await client(prompt_ids)
+    """
+
+    open_stream: OpenStream
+    episode: InflightEpisode
     sampling: Sampling
-    """How its answers are drawn."""
+    """Sampling settings of the episode's turns."""
     tokenizer: Tokenizer
 
     async def __call__(self, prompt_ids: Sequence[int]) -> Turn:
-        """Decode a whole answer; see Dispatcher.stream."""
-        return await self.slots.turn(self.plan, prompt_ids, self.sampling)
+        """Decode one whole completion; raises as ResumableCompletion.stream."""
+        return await ResumableCompletion(prompt_ids, self.sampling, self.tokenizer).run(self.open_stream)
 
     def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Decode an answer; see Dispatcher.stream."""
-        return self.slots.stream(self.plan, ResumableCompletion(prompt_ids, sampling, self.tokenizer))
+        """Decode one completion, chunk by chunk; see ResumableCompletion.stream."""
+        return ResumableCompletion(prompt_ids, sampling, self.tokenizer).stream(self.open_stream)

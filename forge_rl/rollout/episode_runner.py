@@ -1,4 +1,4 @@
-"""One attempt at a task: as many turns as its world wants, then the score."""
+"""One attempt at a task: as many turns as its environment asks for, then the score."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from forge_rl.errors import DeadlineError, ReplicaError
 from forge_rl.types import Episode, Outcome, Task, Turn
 
 Decode: TypeAlias = Callable[[tuple[int, ...]], Awaitable[Turn]]
-"""Decodes the answer to a prompt."""
+"""Decodes the completion of a prompt."""
 
 
 class EnvSession(Protocol):
-    """What an attempt needs of an environment's world."""
+    """The environment of one episode."""
 
     async def step(self, answer: str) -> Step: ...
 
@@ -26,24 +26,27 @@ class EnvSession(Protocol):
 
 
 class EnvService(Protocol):
-    """What attempts need of the Environment."""
+    """The part of the Environment service that episodes use."""
 
     async def open(self, task: Task) -> tuple[EnvSession, Observation]: ...
 
 
 class Scorer(Protocol):
-    """What attempts need of the Reward."""
+    """The part of the Reward service that episodes use."""
 
     async def score(self, task: Task, text: str) -> float: ...
 
 
 class EpisodeRunner:
-    """Attempts at tasks, each in a world of its own.
+    """Runs episodes, each in an environment session of its own.
+
+        runner = EpisodeRunner(tokenizer, environment, reward)
+        episode = await runner(task, client)
 
     Args:
         tokenizer: of the policy.
-        environment: makes the worlds.
-        reward: scores those whose world does not.
+        environment: opens the sessions.
+        reward: scores the episodes that their environment does not.
         clock: monotonic seconds.
     """
 
@@ -61,7 +64,7 @@ class EpisodeRunner:
         self._clock = clock
 
     async def __call__(self, task: Task, decode: Decode) -> Episode:
-        """One attempt. What a service fails at is an outcome; what `decode` raises is raised, but for dead engines."""
+        """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines."""
         began = self._clock()
         turns: list[Turn] = []
 
@@ -75,28 +78,31 @@ class EpisodeRunner:
                 seconds=self._clock() - began,
             )
 
+        def failed(error: Exception, own: Outcome) -> Episode:
+            infrastructure = isinstance(error, ReplicaError | DeadlineError)
+            return ended(Outcome.INFRASTRUCTURE_ERROR if infrastructure else own, problem=str(error))
+
         outcome = Outcome.COMPLETED
         try:
-            world, observation = await self._environment.open(task)
+            session, observation = await self._environment.open(task)
             prompt_ids = self._tokenizer.render(observation.messages)
         except Exception as error:
-            return ended(_outcome_of(error, Outcome.ENVIRONMENT_ERROR), problem=str(error))
+            return failed(error, Outcome.ENVIRONMENT_ERROR)
         while True:
             try:
                 turn = await decode(prompt_ids)
-            except (ReplicaError, DeadlineError) as error:
-                world.abandon()
-                return ended(Outcome.INFRASTRUCTURE_ERROR, problem=str(error))
-            except BaseException:
-                world.abandon()
+            except BaseException as error:
+                session.abandon()
+                if isinstance(error, ReplicaError | DeadlineError):
+                    return failed(error, Outcome.INFRASTRUCTURE_ERROR)
                 raise
             turns.append(turn)
             try:
-                step = await world.step(turn.text)
+                step = await session.step(turn.text)
                 if not step.done and turn.truncated:
-                    await world.close()
+                    await session.close()
             except Exception as error:
-                return ended(_outcome_of(error, Outcome.ENVIRONMENT_ERROR), problem=str(error))
+                return failed(error, Outcome.ENVIRONMENT_ERROR)
             if turn.truncated:
                 outcome = Outcome.TRUNCATED
             if step.model_error:
@@ -104,15 +110,9 @@ class EpisodeRunner:
             if step.done or turn.truncated:
                 break
             prompt_ids = self._tokenizer.extend(turn.prompt_ids + turn.token_ids, step.messages)
-        reward = step.reward
-        if reward is None:
-            try:
-                reward = await self._reward.score(task, turn.text)
-            except Exception as error:
-                return ended(_outcome_of(error, Outcome.JUDGE_ERROR), problem=str(error))
-        return ended(outcome, reward)
-
-
-def _outcome_of(error: Exception, own: Outcome) -> Outcome:
-    """What an error of a service makes of an episode."""
-    return Outcome.INFRASTRUCTURE_ERROR if isinstance(error, ReplicaError | DeadlineError) else own
+        if step.reward is not None:
+            return ended(outcome, step.reward)
+        try:
+            return ended(outcome, await self._reward.score(task, turn.text))
+        except Exception as error:
+            return failed(error, Outcome.JUDGE_ERROR)

@@ -1,6 +1,6 @@
-"""Rollouts: carries out what the schedule decides, from tasks to scored groups.
+"""Rollouts: carries out what the scheduler decides, from tasks to scored groups.
 
-Each episode is a task of its own: worlds and rewards overlap decoding, and an episode is scored as it ends.
+Each episode is an asyncio task: environments and rewards overlap decoding, and an episode is scored as it ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from forge_rl.data.mixture import Mixture
@@ -25,35 +25,28 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """How large a batch is."""
-
-    groups: int
-    """P."""
-    episodes: int
-    """G."""
-
-
-class Attempt(Protocol):
-    """Makes an episode of a task; asks the policy at `client`."""
+class RunEpisode(Protocol):
+    """Runs one episode of a task, such as an EpisodeRunner; the policy answers at `client`."""
 
     async def __call__(self, task: Task, client: PolicyClient, /) -> Episode: ...
 
 
 class RolloutExecutor:
-    """Makes batches.
+    """Generates batches.
+
+        batch = await run.rollouts.next_batch()
 
     Args:
-        mixture: where tasks come from.
-        shape: of a batch.
-        schedule: which episodes run when.
+        mixture: source of the tasks.
+        groups: P.
+        episodes: G.
+        schedule: settings of the schedule.
         tokenizer: of the policy.
         generator: decodes.
-        attempt: makes an episode of a task.
+        run_episode: runs one episode of a task.
         devices: handed to the engines and back.
         seed: of the sampling. The same seed gives the same batches where the schedule has no lag.
-        version: of the trainer's weights, as of now.
+        version: returns the version of the trainer's weights.
         warn: takes a line for the user.
         clock: monotonic seconds.
     """
@@ -62,11 +55,12 @@ class RolloutExecutor:
         self,
         *,
         mixture: Mixture,
-        shape: Shape,
+        groups: int,
+        episodes: int,
         schedule: ScheduleConfig,
         tokenizer: Tokenizer,
         generator: Decoder,
-        attempt: Attempt,
+        run_episode: RunEpisode,
         devices: DeviceHandover,
         seed: int,
         version: Callable[[], int],
@@ -77,202 +71,74 @@ class RolloutExecutor:
         self.last: Batch | None = None
         """The batch that was delivered last."""
         self._tasks = ResumableTaskStream(mixture)
-        self._shape = shape
+        self._groups, self._episodes = groups, episodes
         self._tokenizer = tokenizer
         self._generator = generator
-        self._attempt = attempt
+        self._run_episode = run_episode
         self._devices = devices
         self._seed = seed
         self._version = version
         self._warn = warn
         self._clock = clock
-        self._schedule: Scheduler
-        self._dispatcher: Dispatcher
-        self._begin_at(0)
-        generator.listeners.append(self._on_engines)
+        self._scheduler, self._dispatcher = self._schedule_from(0)
+        generator.listeners.append(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
-        self._stirred = asyncio.Event()
+        self._changed = asyncio.Event()
         self._most_engines = 0
 
     async def next_batch(self) -> Batch:
-        """The next batch, complete: P groups in the mixture's proportions, in which not all rewards are equal.
+        """Return the next batch, complete: P groups in the mixture's proportions, with at least two different rewards.
 
-        What is under way for later batches then stops at a token boundary, unless the schedule lets engines go on,
-        and goes on with the next call.
+        Work in flight for later batches then pauses at a token boundary, unless the schedule decodes while training,
+        and resumes with the next call.
 
         Raises:
             TaskError: a source gives nothing but groups that cannot be used.
         """
-        await self._devices.to_engines()
-        self._schedule.resume()
+        await self._devices.hand_to_engines()
+        self._scheduler.capacity.resume()
         while True:
-            self._stirred.clear()
-            self._pump()
+            self._changed.clear()
+            self._advance()
             if self._failure is not None:
                 raise self._failure
-            groups = self._schedule.take()
+            groups = self._scheduler.planner.pop_batch()
             if groups is not None:
                 break
-            self._pump()  # groups that take() replaced have episodes to begin
-            await self._stirred.wait()
+            self._advance()  # groups planned by pop_batch() have episodes to start
+            await self._changed.wait()
         self._tasks.batch_delivered()
         if not self.config.decodes_while_training:
-            self._schedule.pause()
-            await self._devices.to_trainer(idle=not self._schedule.count("decoding"))
-        self._pump()
+            self._scheduler.capacity.pause()
+            await self._devices.hand_to_trainer(idle=not self._scheduler.count("decoding"))
+        self._advance()
         self.last = Batch(
             groups=tuple(Group(task=group.task, episodes=group.results) for group in groups), version=self._version()
         )
         return self.last
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
-        """One greedy episode of each task, in order; they go before all others."""
+        """Run one greedy episode of each task, before all others; returns them in the order of the tasks."""
         greedy = Sampling(max_tokens=self._generator.sampling.max_tokens, temperature=0)
-        await self._devices.to_engines()
+        await self._devices.hand_to_engines()
         async with task_group() as running:
-            episodes = [running.create_task(self._outside(task, greedy)) for task in tasks]
+            episodes = [running.create_task(self.episode(task, greedy)) for task in tasks]
         return [episode.result() for episode in episodes]
 
     async def episode(self, task: Task, sampling: Sampling) -> Episode:
-        """One attempt at a task, of no batch: as many turns as its world wants, then the score."""
-        return await self._outside(task, sampling)
+        """Run one episode that belongs to no batch, before all others.
 
-    async def close(self) -> None:
-        """End all that is under way."""
-        self._generator.listeners.remove(self._on_engines)
-        await self._end_all()
-
-    async def _end_all(self) -> None:
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-    def metrics(self) -> dict[str, float]:
-        """Since this was last asked: the share of the engines' budgets that was used in rollouts, attempts by outcome,
-        and groups that were not used, by why; and what is under way now."""
-        schedule = self._schedule
-        busy, offered = self.take_busy()
-        values = {f"outcomes/{outcome}": float(schedule.outcomes[outcome]) for outcome in Outcome}
-        values |= {f"groups/replaced_{why}": float(count) for why, count in schedule.replaced.items()}
-        values["rollouts/under_way"] = float(schedule.under_way)
-        if offered:
-            values["rollouts/slots_busy"] = busy / offered
-        schedule.outcomes.clear()
-        schedule.replaced.clear()
-        return values
-
-    def take_busy(self) -> tuple[float, float]:
-        """See Scheduler.take_busy."""
-        return self._schedule.take_busy()
-
-    def status(self) -> RolloutStatus:
-        """How far the next batch is, and what is under way."""
-        schedule = self._schedule
-        done, groups = schedule.progress()
-        self._most_engines = max(self._most_engines, len(schedule.engines))
-        return RolloutStatus(
-            batch=schedule.next,
-            groups_done=done,
-            groups=groups,
-            episodes_running=schedule.count("decoding"),
-            episodes_waiting=schedule.count("in_env"),
-            queue=schedule.count("waiting"),
-            engines_serving=len(schedule.engines),
-            engines=self._most_engines,
-            lag_max=schedule.next - schedule.since(),
-        )
-
-    def waiting_for(self) -> str:
-        """What the next batch waits for, in words."""
-        return self._schedule.missing()
-
-    def state(self) -> dict[str, object]:
-        """Where the mixture and the batches stand, as JSON: what is not delivered is drawn again."""
-        return {
-            "mixture": self._tasks.state(),
-            "used": self._tasks.consumed([group.task for group in self._schedule.planned()]),
-            "batches": self._schedule.next,
-        }
-
-    async def restore(self, state: dict[str, object]) -> None:
-        """Go on from a saved state; what is under way is ended."""
-        mixture, used, batches = state.get("mixture"), state.get("used"), state.get("batches")
-        if not isinstance(mixture, dict) or not isinstance(used, list) or not isinstance(batches, int):
-            raise TaskError(f"the saved state of the rollouts holds {sorted(state)}", hint="start a new run")
-        await self._end_all()
-        self._failure = None
-        self._tasks.restore(mixture, used)
-        self._begin_at(batches)
-
-    def __repr__(self) -> str:
-        done, groups = self._schedule.progress()
-        return f"Rollouts  {self.config.kind}  {done} of {groups} groups; {self._schedule.missing()}"
-
-    def _begin_at(self, batch: int) -> None:
-        self._schedule = Scheduler(
-            self.config,
-            groups=self._shape.groups,
-            episodes=self._shape.episodes,
-            tasks=self._tasks,
-            clock=self._clock,
-            first=batch,
-        )
-        self._dispatcher = Dispatcher(self._schedule, self._generator, self._tokenizer)
-
-    def _on_engines(self) -> None:
-        self._dispatcher.see_engines()
-        self._dispatcher.grant()
-        self._stirred.set()
-
-    def _pump(self) -> None:
-        """Do what the schedule says now."""
-        schedule = self._schedule
-        self._dispatcher.see_engines()
-        schedule.version = self._generator.version or 0
-        try:
-            for plan in schedule.starts():
-                self._running[plan] = asyncio.get_running_loop().create_task(self._run(plan))
-            for plan in schedule.cancels():
-                if plan in self._running and self._running[plan] is not asyncio.current_task():
-                    self._running[plan].cancel()
-        except ForgeError as error:
-            self._fail(error)
-        self._dispatcher.grant()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-        self._stirred.set()
-
-    async def _run(self, plan: InflightEpisode) -> None:
-        """An episode of a batch, to its end; whatever goes wrong that is not of its own fails the next batch."""
-        group = plan.group
-        sampling = replace(self._generator.sampling, seed=self._seed_of(plan))
-        try:
-            result = await self._attempt(group.task, self._dispatcher.client(plan, sampling))
-            self._running.pop(plan, None)
-            if result.problem:
-                self._warn(f"{group.task.source} {group.task.id}: {result.outcome}: {result.problem}")
-            self._schedule.ends(plan, result)
-        except asyncio.CancelledError:
-            self._running.pop(plan, None)
-            raise
-        except BaseException as error:
-            self._running.pop(plan, None)
-            self._fail(error)
-            return
-        self._pump()
-        self._stirred.set()
-
-    async def _outside(self, task: Task, sampling: Sampling) -> Episode:
-        self._dispatcher.see_engines()
+        Raises:
+            ForgeError: it failed again and again through no fault of the policy.
+        """
+        self._dispatcher.update_engines()
         for _ in range(1 + self.config.retries):
-            plan = self._schedule.outside(task)
+            episode = self._scheduler.start_evaluation(task)
             try:
-                result = await self._attempt(task, self._dispatcher.client(plan, sampling))
+                result = await self._run_episode(task, self._dispatcher.client(episode, sampling, self._tokenizer))
             finally:
-                self._schedule.gives_up(plan)
+                self._scheduler.end_evaluation(episode)
                 self._dispatcher.grant()
             if result.outcome.scored:
                 return result
@@ -281,5 +147,136 @@ class RolloutExecutor:
             hint="see the services' logs in the run folder",
         )
 
-    def _seed_of(self, plan: InflightEpisode) -> int:
-        return zlib.crc32("/".join(map(str, (self._seed, *plan.place))).encode())
+    async def close(self) -> None:
+        """End all episodes in flight."""
+        self._generator.listeners.remove(self._on_engines_changed)
+        await self._cancel_all()
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the time since the last call: the share of the engines' capacity that was used, attempts by
+        outcome, and groups that were not used, by reason; and the number of episodes in flight now."""
+        scheduler, replaced = self._scheduler, self._scheduler.planner.replaced
+        busy, offered = self.pop_busy()
+        values = {f"outcomes/{outcome}": float(scheduler.outcomes[outcome]) for outcome in Outcome}
+        values |= {f"groups/replaced_{reason}": float(count) for reason, count in replaced.items()}
+        values["rollouts/in_flight"] = float(scheduler.in_flight)
+        if offered:
+            values["rollouts/slots_busy"] = busy / offered
+        scheduler.outcomes.clear()
+        replaced.clear()
+        return values
+
+    def pop_busy(self) -> tuple[float, float]:
+        """Return request seconds that were used, and that the engines offered, since the last call."""
+        return self._scheduler.capacity.pop_busy()
+
+    def status(self) -> RolloutStatus:
+        """Return the progress of the next batch, and the number of episodes in flight."""
+        scheduler, planner = self._scheduler, self._scheduler.planner
+        done, groups = planner.progress()
+        serving = len(scheduler.capacity.engines)
+        self._most_engines = max(self._most_engines, serving)
+        return RolloutStatus(
+            batch=planner.next_batch,
+            groups_done=done,
+            groups=groups,
+            episodes_running=scheduler.count("decoding"),
+            episodes_waiting=scheduler.count("in_env"),
+            queue=scheduler.count("waiting"),
+            engines_serving=serving,
+            engines=self._most_engines,
+            lag_max=planner.next_batch - planner.oldest_version(),
+        )
+
+    def waiting_for(self) -> str:
+        """Describe in words what the next batch waits for."""
+        return self._scheduler.describe_missing()
+
+    def state(self) -> dict[str, object]:
+        """Return the state of the mixture and the batches as JSON; tasks that are not delivered are drawn again."""
+        planner = self._scheduler.planner
+        return {
+            "mixture": self._tasks.state(),
+            "used": self._tasks.consumed([group.task for group in planner.groups()]),
+            "batches": planner.next_batch,
+        }
+
+    async def restore(self, state: dict[str, object]) -> None:
+        """Continue from a saved state; episodes in flight are ended.
+
+        Raises:
+            TaskError: the state is not one of `state`.
+        """
+        mixture, used, batches = state.get("mixture"), state.get("used"), state.get("batches")
+        if not isinstance(mixture, dict) or not isinstance(used, list) or not isinstance(batches, int):
+            raise TaskError(f"the saved state of the rollouts holds {sorted(state)}", hint="start a new run")
+        await self._cancel_all()
+        self._failure = None
+        self._tasks.restore(mixture, used)
+        self._scheduler, self._dispatcher = self._schedule_from(batches)
+
+    def __repr__(self) -> str:
+        done, groups = self._scheduler.planner.progress()
+        return f"Rollouts  {self.config.kind}  {done} of {groups} groups; {self._scheduler.describe_missing()}"
+
+    def _schedule_from(self, batch: int) -> tuple[Scheduler, Dispatcher]:
+        scheduler = Scheduler(
+            self.config,
+            groups=self._groups,
+            episodes=self._episodes,
+            tasks=self._tasks,
+            clock=self._clock,
+            first=batch,
+        )
+        return scheduler, Dispatcher(scheduler, self._generator)
+
+    async def _cancel_all(self) -> None:
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _on_engines_changed(self) -> None:
+        self._dispatcher.update_engines()
+        self._dispatcher.grant()
+        self._changed.set()
+
+    def _advance(self) -> None:
+        """Carry out the scheduler's decisions of now."""
+        scheduler = self._scheduler
+        self._dispatcher.update_engines()
+        scheduler.planner.version = self._generator.version or 0
+        try:
+            for episode in scheduler.pop_starts():
+                self._running[episode] = asyncio.get_running_loop().create_task(self._run(episode))
+            for episode in scheduler.pop_cancelled():
+                if episode in self._running and self._running[episode] is not asyncio.current_task():
+                    self._running[episode].cancel()
+        except ForgeError as error:
+            self._fail(error)
+        self._dispatcher.grant()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.set()
+
+    async def _run(self, episode: InflightEpisode) -> None:
+        """Run an episode of a batch to its end; an error that is not an outcome fails the next batch."""
+        task = episode.group.task
+        seed = zlib.crc32("/".join(map(str, (self._seed, *episode.place))).encode())
+        client = self._dispatcher.client(episode, replace(self._generator.sampling, seed=seed), self._tokenizer)
+        try:
+            try:
+                result = await self._run_episode(task, client)
+            finally:
+                self._running.pop(episode, None)
+            if result.problem:
+                self._warn(f"{task.source} {task.id}: {result.outcome}: {result.problem}")
+            self._scheduler.record_result(episode, result)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            return
+        self._advance()
+        self._changed.set()

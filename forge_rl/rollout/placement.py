@@ -1,4 +1,4 @@
-"""Who has the devices: engines in rollouts, the trainer in between. Where they share them, each makes room first."""
+"""Placement of trainer and engines, and the handover of devices that they share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from forge_rl.engines.platform import gpus
 from forge_rl.errors import ConfigError
 
 Placement = Literal["auto", "colocated", "separate"]
-"""Whether trainer and engines share devices."""
+"""Choice of whether trainer and engines share devices."""
 
 
 class Engines(Protocol):
-    """What is needed of the Generator."""
+    """The part of the Generator that a handover uses."""
 
     async def pause(self) -> None: ...
 
@@ -28,8 +28,8 @@ class Engines(Protocol):
     async def wake(self) -> None: ...
 
 
-class Owner(Protocol):
-    """What is needed of the Trainer."""
+class Offloadable(Protocol):
+    """The part of the Trainer that a handover uses."""
 
     async def offload(self) -> int: ...
 
@@ -37,7 +37,14 @@ class Owner(Protocol):
 
 
 class DeviceHandover:
-    """Hands the devices over. What each transition takes is counted.
+    """Hands the devices to the engines for rollouts, and to the trainer in between; measures each transition.
+
+    Where they share devices, each frees them before the other takes over.
+
+        devices = DeviceHandover(generator, trainer)
+        await devices.hand_to_engines()
+        async with devices.lend():
+            ...  # engines decode, whoever has the devices
 
     Args:
         engines: pause while they do not have the devices; where they share them, they sleep.
@@ -46,61 +53,62 @@ class DeviceHandover:
     """
 
     def __init__(
-        self, engines: Engines, trainer: Owner | None = None, *, clock: Callable[[], float] = time.monotonic
+        self, engines: Engines, trainer: Offloadable | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engines = engines
         self._trainer = trainer
         self._clock = clock
         self._at: Literal["both", "engines", "trainer", "between"] = "both"
-        """Who has them now; "between" where a transition failed."""
-        self._rollouts = False
-        self._guests = 0
+        """Holder of the devices; "between" during a transition, and after one that failed."""
+        self._rolling_out = False
+        self._loans = 0
         self._changing = asyncio.Lock()
         self._seconds: dict[str, float] = defaultdict(float)
 
-    async def to_engines(self) -> None:
-        """Rollouts begin, or go on."""
-        self._rollouts = True
-        await self._settle()
+    async def hand_to_engines(self) -> None:
+        """Let rollouts start or continue."""
+        self._rolling_out = True
+        await self._hand_over()
 
-    async def to_trainer(self, *, idle: bool = False) -> None:
-        """Rollouts stop at a token boundary, with what is under way.
+    async def hand_to_trainer(self, *, idle: bool = False) -> None:
+        """Pause rollouts at a token boundary, with all that is in flight.
 
         Args:
-            idle: nothing is under way. Engines with devices of their own then need not stop.
+            idle: True if nothing is in flight. Engines with devices of their own then need not pause.
         """
-        self._rollouts = False
+        self._rolling_out = False
         if not idle or self._trainer is not None:
-            await self._settle()
+            await self._hand_over()
 
     @contextlib.asynccontextmanager
-    async def lent(self) -> AsyncIterator[None]:
-        """While the body runs, the engines have the devices."""
-        self._guests += 1
+    async def lend(self) -> AsyncIterator[None]:
+        """Lend the engines the devices while the body runs."""
+        self._loans += 1
         try:
-            await self._settle()
+            await self._hand_over()
             yield
         finally:
-            self._guests -= 1
-            await self._settle()
+            self._loans -= 1
+            await self._hand_over()
 
-    async def clear(self) -> None:
-        """Make room for a trainer that starts again, with all that it has on the devices."""
-        self._rollouts = False
+    async def free_devices(self) -> None:
+        """Free the devices for a trainer that starts again, with all its state on them."""
+        self._rolling_out = False
         if self._trainer is not None:
             async with self._changing:
                 self._at = "between"
                 await self._timed("sleep", self._engines.sleep())
 
-    def take(self) -> dict[str, float]:
-        """`transition/<name>_s` of each transition since this was last asked: seconds."""
+    def pop_metrics(self) -> dict[str, float]:
+        """Return `transition/<name>_s`, the seconds of each transition since the last call."""
         found = {f"transition/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return found
 
-    async def _settle(self) -> None:
+    async def _hand_over(self) -> None:
+        """Bring the devices to whoever needs them now."""
         async with self._changing:
-            target: Literal["engines", "trainer"] = "engines" if self._rollouts or self._guests else "trainer"
+            target: Literal["engines", "trainer"] = "engines" if self._rolling_out or self._loans else "trainer"
             before, self._at = self._at, "between"
             if target == before:
                 pass
@@ -127,13 +135,13 @@ class DeviceHandover:
 
 
 def shares_devices(placement: Placement, *, ranks: int, engines: int, decodes_while_training: bool) -> bool:
-    """Decides whether trainer and engines share the devices.
+    """Decide whether trainer and engines share the devices.
 
     Args:
-        placement: as asked for.
-        ranks: of the trainer.
-        engines: of the generator.
-        decodes_while_training: whether the schedule lets engines go on while the trainer trains.
+        placement: the user's choice.
+        ranks: number of the trainer's ranks.
+        engines: number of the generator's engines.
+        decodes_while_training: True if the schedule lets engines decode while the trainer trains.
 
     Raises:
         ConfigError: there are too few GPUs for each to have its own.

@@ -1,4 +1,4 @@
-"""The schedule: which episode starts next, which one decodes where, and when a batch is complete. It only decides.
+"""The scheduler: which episode starts next, and which one decodes where. It only decides.
 
 Pure logic on a clock that is passed in: rollouts drive it for real, tests and the simulator on virtual time.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from forge_rl.rollout.batch_planner import BatchPlanner
 from forge_rl.rollout.capacity import EngineCapacity
@@ -18,15 +18,22 @@ _MEMORY = 0.95
 """Weight of the past in a source's expected length."""
 
 
-class Scheduler(BatchPlanner):
-    """Decides for one run.
+class Scheduler:
+    """Decides which episodes start and decode, for the batches of its planner.
+
+        for episode in scheduler.pop_starts():
+            ...  # open its environment, then scheduler.request_decode(episode)
+        for episode in scheduler.pop_grants():
+            ...  # decode a turn on episode.engine, then scheduler.finish_turn(episode)
+        scheduler.record_result(episode, result)
+        groups = scheduler.planner.pop_batch()  # None until the batch is complete
 
     Args:
-        config: the policy.
+        config: settings of the schedule.
         groups: P.
         episodes: G.
-        tasks: where tasks come from.
-        clock: seconds, only for the share of time that engines were busy.
+        tasks: stream of tasks.
+        clock: seconds, only for the share of time for which engines are busy.
         first: number of the first batch, which is the trainer's version.
     """
 
@@ -40,169 +47,193 @@ class Scheduler(BatchPlanner):
         clock: Callable[[], float],
         first: int = 0,
     ) -> None:
-        super().__init__(config, groups=groups, episodes=episodes, tasks=tasks, first=first)
+        self.planner = BatchPlanner(
+            config,
+            groups=groups,
+            episodes=episodes,
+            tasks=tasks,
+            on_planned=self._add_group,
+            on_dropped=self._end_group,
+            first=first,
+        )
+        self.capacity = EngineCapacity(clock)
         self.outcomes: Counter[str] = Counter()
-        """Of all attempts, also of those that were not used."""
-        self._budgets = EngineCapacity(clock)
+        """Outcomes of all attempts, also of those that were not used."""
+        self._config = config
+        self._expected_tokens: dict[str, float] = {}
+        """Length of an episode, by source, as far as known."""
+        self._states: Counter[State] = Counter()
+        self._new: list[tuple[int, float, int, int, InflightEpisode]] = []
+        """Heap of episodes to start."""
         self._waiting: list[tuple[float, int, InflightEpisode]] = []
+        """Heap of episodes that want an engine."""
+        self._cancelled: list[InflightEpisode] = []
         self._tickets = 0
 
-    # What happens.
+    # Events.
 
-    def set_engines(self, budgets: Mapping[int, int]) -> None:
-        """Which engines serve, and how many requests each takes at a time."""
-        self._budgets.set(budgets)
-
-    def pause(self) -> None:
-        """From now on no episode of a batch begins or gets an engine, and time does not count as idle."""
-        self._budgets.pause(True)
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._budgets.pause(False)
-
-    def outside(self, task: Task) -> InflightEpisode:
-        """An episode that is of no batch, such as one of an evaluation: it has begun, and goes before all others."""
-        group = GroupState(task=task, batch=EVALUATION, place=(EVALUATION, 0, 0), order=0)
-        plan = InflightEpisode(group=group, index=0, state="in_env")
+    def start_evaluation(self, task: Task) -> InflightEpisode:
+        """Start an episode that belongs to no batch, and goes before all others."""
+        group = GroupState(task, EVALUATION, (EVALUATION, 0, 0), order=0)
+        episode = InflightEpisode(group, 0, state="in_env")
         self._states["in_env"] += 1
-        return plan
+        return episode
 
-    def wants(self, plan: InflightEpisode) -> None:
-        """An episode has a turn to decode."""
-        if plan.group.dropped:
+    def end_evaluation(self, episode: InflightEpisode) -> None:
+        """End an episode that belongs to no batch, with or without a result."""
+        self._set_state(episode, "done")
+
+    def request_decode(self, episode: InflightEpisode) -> None:
+        """Queue an episode that has a turn to decode."""
+        if episode.group.dropped:
             return
-        assert plan.state == "in_env", f"an episode that is {plan.state} wants to decode"
-        self._set(plan, "waiting")
-        if not plan.ticket:  # a later turn keeps its place before those that began later
+        assert episode.state == "in_env", f"an episode that is {episode.state} requests an engine"
+        self._set_state(episode, "waiting")
+        if not episode.ticket:  # a later turn keeps its place before those that started later
             self._tickets += 1
-            plan.ticket = self._tickets
-        rank = min(plan.group.batch, EVALUATION + 0.5) if plan.interrupted else plan.group.batch
-        heapq.heappush(self._waiting, (rank, plan.ticket, plan))
+            episode.ticket = self._tickets
+        rank = min(episode.group.batch, EVALUATION + 0.5) if episode.interrupted else episode.group.batch
+        heapq.heappush(self._waiting, (rank, episode.ticket, episode))
 
-    def leaves(self, plan: InflightEpisode, *, interrupted: bool = False) -> None:
-        """An episode's turn is decoded; or it was interrupted, and will want to go on."""
-        if plan.group.dropped:
+    def finish_turn(self, episode: InflightEpisode, *, interrupted: bool = False) -> None:
+        """Free the engine of an episode whose turn is decoded, or was interrupted and will be requested again."""
+        if episode.group.dropped:
             return
-        plan.interrupted = interrupted
-        self._set(plan, "in_env")
+        episode.interrupted = interrupted
+        self._set_state(episode, "in_env")
 
-    def ends(self, plan: InflightEpisode, result: Episode) -> None:
-        """An episode is over. One that says nothing of the policy starts again, or its group is replaced.
+    def record_result(self, episode: InflightEpisode, result: Episode) -> None:
+        """End an episode of a batch. One that failed through no fault of the policy restarts, or its group is replaced.
 
         Raises:
             TaskError: a source gives nothing but groups that cannot be used.
         """
-        group = plan.group
+        group = episode.group
         self.outcomes[result.outcome] += 1
         if group.dropped:
             return
-        if not result.outcome.scored and group.batch != EVALUATION:
-            self._set(plan, "new")
-            plan.tries += 1
-            plan.engine = None
-            if plan.tries <= self.config.retries:
-                self._queue(plan)
+        if not result.outcome.scored:
+            self._set_state(episode, "new")
+            episode.tries += 1
+            episode.engine = None
+            if episode.tries <= self._config.retries:
+                self._queue(episode)
             else:
-                self._replace(group, "failed", f"the last one ended with {result.outcome}: {result.problem}")
+                self.planner.replace_failed(group, f"the last one ended with {result.outcome}: {result.problem}")
             return
-        plan.result = result
-        self._set(plan, "done")
-        if group.batch == EVALUATION:
-            return
-        before = self.expected.get(group.task.source, float(result.response_tokens))
-        self.expected[group.task.source] = before * _MEMORY + result.response_tokens * (1 - _MEMORY)
-        if any(each.result is None for each in group.episodes):
-            return
-        self._complete(group)
+        episode.result = result
+        self._set_state(episode, "done")
+        before = self._expected_tokens.get(group.task.source, float(result.response_tokens))
+        self._expected_tokens[group.task.source] = before * _MEMORY + result.response_tokens * (1 - _MEMORY)
+        if all(each.result is not None for each in group.episodes):
+            self.planner.complete(group)
 
-    def gives_up(self, plan: InflightEpisode) -> None:
-        """An episode outside of all batches ends without a result."""
-        self._set(plan, "done")
+    # Decisions.
 
-    # What to do.
-
-    def starts(self) -> list[InflightEpisode]:
-        """Episodes to begin now, so that engines find work waiting; they are "in_env" from then on."""
+    def pop_starts(self) -> list[InflightEpisode]:
+        """Return the episodes to start now, so that engines find work waiting; they are "in_env" from then on."""
         found: list[InflightEpisode] = []
-        slots = self._budgets.slots
-        wanted = slots + 1 + slots // 8  # a little more than engines take: a world needs time to open
+        slots = self.capacity.slots
+        wanted = slots + 1 + slots // 8  # a little more than engines take: an environment needs time to open
         while (
-            not self._budgets.paused
+            not self.capacity.paused
             and slots
             and self._states["waiting"] + self._states["decoding"] + len(found) < wanted
-            and self.under_way < self.config.max_episodes
-            and (plan := self._next_episode()) is not None
+            and self.in_flight < self._config.max_episodes
+            and (episode := self._next_episode()) is not None
         ):
-            if plan.group.since is None:
-                plan.group.since = self.version
-            self._set(plan, "in_env")
-            found.append(plan)
+            self.planner.start(episode.group)
+            self._set_state(episode, "in_env")
+            found.append(episode)
         return found
 
-    def grants(self) -> list[InflightEpisode]:
-        """Episodes that decode from now on, each on its `engine`."""
+    def pop_grants(self) -> list[InflightEpisode]:
+        """Return the episodes that decode from now on, each on its `engine`; none of a batch while paused."""
         found: list[InflightEpisode] = []
         while self._waiting:
-            rank, _, plan = self._waiting[0]
-            if self._budgets.paused and rank != EVALUATION:
+            rank, _, episode = self._waiting[0]
+            if self.capacity.paused and rank != EVALUATION:
                 break
-            if plan.state != "waiting":
+            if episode.state != "waiting":
                 heapq.heappop(self._waiting)
                 continue
-            # Where its prompt may be in the cache, if there is room.
-            engine = self._budgets.choose((plan.engine, plan.group.home))
+            # An engine that may have its prompt in the cache, if there is room.
+            engine = self.capacity.choose((episode.engine, episode.group.home))
             if engine is None:
                 break
             heapq.heappop(self._waiting)
-            plan.engine = engine
-            plan.interrupted = False
-            if plan.group.home is None:
-                plan.group.home = engine
-            self._set(plan, "decoding")
-            found.append(plan)
+            episode.engine = engine
+            episode.interrupted = False
+            if episode.group.home is None:
+                episode.group.home = engine
+            self._set_state(episode, "decoding")
+            found.append(episode)
         return found
 
-    def cancels(self) -> list[InflightEpisode]:
-        """Episodes under way whose group was replaced: whatever they do is to be ended."""
+    def pop_cancelled(self) -> list[InflightEpisode]:
+        """Return the episodes in flight whose group was replaced: whatever they do is to be ended."""
         found, self._cancelled = self._cancelled, []
         return found
 
-    # What is seen.
+    # State.
 
     @property
-    def engines(self) -> dict[int, int]:
-        """Those that serve, with the number of requests that each takes at a time."""
-        return self._budgets.engines
-
-    @property
-    def under_way(self) -> int:
-        """Episodes that began and did not end."""
+    def in_flight(self) -> int:
+        """Number of episodes that have started and not ended."""
         return self._states["in_env"] + self._states["waiting"] + self._states["decoding"]
 
     def count(self, state: State) -> int:
-        """Episodes in a state."""
+        """Return the number of episodes in a state."""
         return self._states[state]
 
-    def missing(self) -> str:
-        """What the next batch waits for, in words."""
-        batch = self._batches.get(self.next)
-        groups = batch.groups if batch else []
-        states = Counter(each.state for group in groups if group.ended is None for each in group.episodes)
+    def describe_missing(self) -> str:
+        """Describe in words what the next batch waits for."""
+        states = Counter(each.state for group in self.planner.incomplete_groups() for each in group.episodes)
         del states["done"]
-        words = {"new": "not begun", "in_env": "with tools or judges", "waiting": "wait for an engine"}
+        words = {"new": "not started", "in_env": "with tools or judges", "waiting": "wait for an engine"}
         shown = ", ".join(f"{states[state]} {words.get(state, state)}" for state in sorted(states))
-        return f"batch {self.next} lacks {sum(states.values())} episodes" + (f": {shown}" if shown else "")
+        return f"batch {self.planner.next_batch} lacks {sum(states.values())} episodes" + (
+            f": {shown}" if shown else ""
+        )
 
-    def take_busy(self) -> tuple[float, float]:
-        """See EngineCapacity.take_busy."""
-        return self._budgets.take_busy()
+    def _next_episode(self) -> InflightEpisode | None:
+        """Return the next episode to start, of the earliest batch that has one."""
+        for number in self.planner.open_batches():
+            self.planner.fill(number, idle=not self._states["new"])
+            episode = self._pop_new(number)
+            if episode is None and number == self.planner.next_batch and self.planner.add_surplus():
+                episode = self._pop_new(number)
+            if episode is not None:
+                return episode
+        return None
 
-    def _set(self, plan: InflightEpisode, state: State) -> None:
-        if "decoding" in (plan.state, state) and plan.state != state:
-            assert plan.engine is not None, "whoever decodes does so on an engine"
-            if state == "decoding":
-                self._budgets.take(plan.engine)
-            else:
-                self._budgets.leave(plan.engine)
-        super()._set(plan, state)
+    def _pop_new(self, last: int) -> InflightEpisode | None:
+        while self._new and self._new[0][0] <= last:
+            episode = heapq.heappop(self._new)[-1]
+            if episode.state == "new" and not episode.group.dropped:
+                return episode
+        return None
+
+    def _queue(self, episode: InflightEpisode) -> None:
+        group = episode.group
+        longest_first = -self._expected_tokens.get(group.task.source, 0.0)
+        heapq.heappush(self._new, (group.batch, longest_first, group.order, episode.index, episode))
+
+    def _add_group(self, group: GroupState) -> None:
+        self._states["new"] += len(group.episodes)
+        for episode in group.episodes:
+            self._queue(episode)
+
+    def _end_group(self, group: GroupState) -> None:
+        for episode in group.episodes:
+            if episode.state in ("in_env", "waiting", "decoding"):
+                self._cancelled.append(episode)
+            self._set_state(episode, "done")
+
+    def _set_state(self, episode: InflightEpisode, state: State) -> None:
+        if "decoding" in (episode.state, state) and episode.state != state:
+            assert episode.engine is not None, "an episode that decodes has an engine"
+            self.capacity.add_requests(episode.engine, 1 if state == "decoding" else -1)
+        self._states[episode.state] -= 1
+        self._states[state] += 1
+        episode.state = state

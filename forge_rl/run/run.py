@@ -125,7 +125,7 @@ class Run(Generic[C]):
             }
             self._clock.tokens("train", packed.sequence_tokens)
         values |= self.rollouts.metrics()
-        values |= self._devices.take() | self._monitor.take()
+        values |= self._devices.pop_metrics() | self._monitor.take()
         values |= self._finish_step()
         bound, gap = _GAP_BOUND[self.generator.dtype], stats.get("logprob_gap", 0.0)
         if gap > bound:
@@ -280,7 +280,7 @@ class Run(Generic[C]):
             while True:
                 checkpoint = self._checkpoints.latest()
                 try:
-                    await self._devices.clear()
+                    await self._devices.free_devices()
                     await self.trainer.restart(checkpoint.training.resolve() if checkpoint else None)
                     await self._go_back(checkpoint)
                 except ReplicaError as error:  # it died again; where no restart is left, another error is raised

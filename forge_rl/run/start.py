@@ -32,7 +32,7 @@ from forge_rl.metrics import (
     WandbSink,
 )
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.executor import Attempt, RolloutExecutor, Shape
+from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.placement import DeviceHandover, shares_devices
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
@@ -154,22 +154,22 @@ async def _start(
         run.mixture, run.held_out = mixture, held_out
         run.tokenizer = Tokenizer(run._model)
         run._devices = DeviceHandover(run.generator, run.trainer if shared else None)
-        run.generator.lent = run._devices.lent
-        attempt: Attempt
+        run_episode: RunEpisode
         if agent is None:
             assert run.environment is not None
-            attempt = EpisodeRunner(run.tokenizer, run.environment, run.reward)
+            run_episode = EpisodeRunner(run.tokenizer, run.environment, run.reward)
         else:
             engines = GeneratorBackend(run.generator, config.model)
             serving = serving_agents(agent, gateway, engines, run.tokenizer, run.reward)
-            attempt = await front.enter_async_context(serving)
+            run_episode = await front.enter_async_context(serving)
         run.rollouts = RolloutExecutor(
             mixture=mixture,
-            shape=Shape(groups=config.groups_per_batch, episodes=config.group_size),
+            groups=config.groups_per_batch,
+            episodes=config.group_size,
             schedule=config.schedule,
             tokenizer=run.tokenizer,
             generator=run.generator,
-            attempt=attempt,
+            run_episode=run_episode,
             devices=run._devices,
             seed=config.seed,
             version=lambda: run.trainer.version,
@@ -279,6 +279,7 @@ async def _start_services(
                 model=run._model,
                 seed=config.seed,
                 deadline_s=deadline_s,
+                lend=lambda: run._devices.lend(),
                 first_gpu=0
                 if shares_devices(
                     config.placement,

@@ -1,27 +1,36 @@
-"""One answer, put together from the chunks of one engine after another; and what is wrong with a chunk."""
+"""One completion, put together from the chunks of one engine after another; and the check of each chunk."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from typing import TypeAlias
 
 from forge_rl.data.tokenizer import TextStream, Tokenizer
 from forge_rl.errors import ReplicaError
 from forge_rl.types import Chunk, Sampling, Turn
 
 _MOST_FAILURES = 3
-"""So many engines may die at an answer, one after another without a token: it must not kill them all."""
+"""Engines that may die in a row without a token: a completion that kills them must not kill them all."""
 _ROUNDING = 1e-4
-"""A logprob may be above 0 by so much."""
+"""Tolerance by which a logprob may exceed 0."""
+
+OpenStream: TypeAlias = Callable[[tuple[int, ...], Sampling], AbstractAsyncContextManager[AsyncIterator[Chunk]]]
+"""Opens the stream of one engine for a prompt; leaving the context ends the request."""
 
 
 class ResumableCompletion:
-    """Collects an answer. When an engine dies, another one is shown what there is, and draws what is left.
+    """Decodes one completion. When an engine dies, another one is shown all tokens so far and decodes the rest.
+
+        completion = ResumableCompletion(prompt_ids, Sampling(max_tokens=64), tokenizer)
+        turn = await completion.run(open_stream)
 
     Args:
-        prompt_ids: everything that the first engine is shown.
-        sampling: how the whole answer is drawn.
+        prompt_ids: the whole prompt.
+        sampling: settings of the whole completion.
         tokenizer: of the model.
     """
 
@@ -29,25 +38,25 @@ class ResumableCompletion:
         self.prompt_ids = tuple(prompt_ids)
         self.token_ids: list[int] = []
         self.text = ""
-        """As far as it was handed out."""
+        """Text handed out so far."""
         self.finish = ""
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._decoder: TextStream | None = None
-        self._failures = self._begun = 0
+        self._failures = self._resumed_at = 0
         self._known = ""
-        """Text of all tokens, once an engine has gone on for another."""
+        """Text of all tokens, once a second engine decodes."""
 
     @property
     def shown(self) -> tuple[int, ...]:
-        """What the next engine is shown."""
+        """Prompt of the next engine: the completion's own, and all tokens so far."""
         return self.prompt_ids + tuple(self.token_ids)
 
     @property
     def rest(self) -> Sampling:
-        """What the next engine is to draw."""
+        """Settings for the tokens that are missing."""
         done = len(self.token_ids)
         if not done:
             return self._sampling
@@ -57,14 +66,37 @@ class ResumableCompletion:
             max_tokens=self._sampling.max_tokens - done,
             # Not the same random numbers again.
             seed=None if seed is None else (seed + 1_000_003 * done) % 2**63,
-            # One may have begun in the tokens that this engine has only as its prompt.
+            # A stop text may have begun in the tokens that this engine has only as its prompt.
             stop=(),
         )
 
-    def add(self, chunk: Chunk) -> Chunk:
-        """Note an engine's next chunk; returns it as it is in the whole answer.
+    async def stream(self, open_stream: OpenStream) -> AsyncGenerator[Chunk, None]:
+        """Decode it, engine after engine; the last chunk, and no other, has a `finish`.
 
-        An engine that goes on for another knows neither a character nor a stop text that began before: text and end
+        Raises:
+            ReplicaError: several engines in a row died without a token.
+        """
+        while True:
+            try:
+                async with open_stream(self.shown, self.rest) as chunks:
+                    async for chunk in chunks:
+                        yield self.add(chunk)
+                        if self.finish:
+                            return
+            except ReplicaError as error:
+                self.fail_over(error)
+
+    async def run(self, open_stream: OpenStream) -> Turn:
+        """Decode it to its end; raises as `stream` does."""
+        async with contextlib.aclosing(self.stream(open_stream)) as chunks:
+            async for _ in chunks:
+                pass
+        return self.turn()
+
+    def add(self, chunk: Chunk) -> Chunk:
+        """Append an engine's next chunk; returns it as it is in the whole completion.
+
+        An engine that resumes for another does not see a character or a stop text that began before it: text and end
         are then found here, and tokens after the end are cut off.
         """
         if self._decoder is not None:
@@ -76,14 +108,14 @@ class ResumableCompletion:
         self.finish = chunk.finish
         return chunk
 
-    def move(self, error: ReplicaError) -> None:
-        """The engine died; the next chunk comes from another one.
+    def fail_over(self, error: ReplicaError) -> None:
+        """Prepare for the next engine, as this one died.
 
         Raises:
-            ReplicaError: this one; several engines, one after another, died without a token.
+            ReplicaError: `error`, if several engines in a row died without a token.
         """
-        self._failures = 1 if len(self.token_ids) > self._begun else self._failures + 1
-        self._begun = len(self.token_ids)
+        self._failures = 1 if len(self.token_ids) > self._resumed_at else self._failures + 1
+        self._resumed_at = len(self.token_ids)
         if self._failures == _MOST_FAILURES:
             raise error
         if self._decoder is None and self.token_ids:
@@ -91,7 +123,7 @@ class ResumableCompletion:
             self._known = "".join(self._decoder.add(token) for token in self.token_ids)
 
     def turn(self) -> Turn:
-        """The answer, once it has ended."""
+        """Return the whole completion, once it has ended."""
         return Turn(
             prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
@@ -123,14 +155,14 @@ class ResumableCompletion:
 
 
 def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size: int, versions: Collection[int]) -> str:
-    """What shows that a chunk is garbage; "" if nothing does.
+    """Check a chunk; returns why it is invalid, or "" if it is valid.
 
     Args:
-        chunk: what an engine gave.
-        sampling: what it was asked for.
-        drawn: tokens of the answer before this chunk.
+        chunk: the engine's output.
+        sampling: settings of the request.
+        drawn: tokens of the completion before this chunk.
         vocab_size: V.
-        versions: that the engine may have served meanwhile.
+        versions: versions that the engine may have served since the request began.
     """
     if not isinstance(chunk, Chunk):
         return f"a chunk is of type {type(chunk).__name__}"
@@ -141,18 +173,18 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
         if sampling.top_logprobs and len(chunk.top) != count:
             return f"{count} tokens have alternatives for {len(chunk.top)}"
         if drawn + count > sampling.max_tokens:
-            return f"{drawn + count} tokens came where {sampling.max_tokens} were asked for"
+            return f"{drawn + count} tokens came, and {sampling.max_tokens} were requested"
         for token in chunk.token_ids:
             if not 0 <= token < vocab_size:
-                return f"token {token} is none of {vocab_size}"
+                return f"token {token} is not one of {vocab_size}"
         for logprob in chunk.logprobs if sampling.temperature > 0 else ():
             if not -math.inf < logprob <= _ROUNDING:
                 return f"a logprob is {logprob}"
     except TypeError as error:
-        return f"a chunk holds what does not belong there: {error}"
+        return f"a chunk holds values of a wrong type: {error}"
     for version in chunk.versions:
         if version not in versions:
             return f"a token is of version {version}, where the engine serves {' or '.join(map(str, versions))}"
     if not isinstance(chunk.text, str) or chunk.finish not in ("", "stop", "length"):
-        return f"an answer ends with {chunk.finish!r} and the text {chunk.text!r}"
+        return f"a chunk has the finish {chunk.finish!r} and the text {chunk.text!r}"
     return ""

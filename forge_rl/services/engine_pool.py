@@ -1,4 +1,4 @@
-"""The engines of a generator, kept alike: all of one version, and all stopped or all going, also those brought back."""
+"""The engines of a generator, kept alike: one version, and all paused or none, also those that replace dead ones."""
 
 from __future__ import annotations
 
@@ -16,82 +16,93 @@ from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import LoadReport
 
 LOAD_DEADLINE_S = 600.0
-"""For an engine to load a version."""
+"""Deadline of an engine that loads a version."""
 CONTROL_DEADLINE_S = 60.0
-"""For an engine to stop at a token boundary and the like."""
+"""Deadline of an engine that pauses, resumes and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DesiredState:
-    """What all engines are to be like."""
+    """State that every engine is brought to."""
 
     version: int | None = None
     """Version to serve; None while there is none."""
     store: WeightStore | None = None
-    """That holds the version; None for the weights of the model's folder."""
+    """Store that holds the version; None for the weights of the model's folder."""
     paused: bool = False
     asleep: bool = False
 
 
 class EnginePool:
-    """Tells all engines the same, and those that are brought back before they serve.
+    """Brings all engines to one desired state; one that replaces a dead engine reaches it before it serves.
 
     Args:
-        service: of replicas with a GeneratorActor's endpoints.
-        spawn: spawns the engine of an index; told whether it replaces a dead one.
-        start_deadline_s: for an engine to start.
+        service: the service, whose replicas have a GeneratorActor's endpoints.
+        spawn: spawns the engine of an index; the second argument says whether it replaces a dead one.
+        start_deadline_s: longest time for an engine to start.
     """
 
     def __init__(self, service: Service, spawn: Callable[[int, bool], Replica], start_deadline_s: float) -> None:
         self._service = service
         self._spawn = spawn
         self._start_deadline_s = start_deadline_s
-        self._wish = DesiredState()
+        self.version: int | None = None
+        """Version that all engines serve; None before the first load, and after one that failed."""
+        self.refusal = "nothing was loaded yet"
+        """Reason why there is no version."""
+        self.versions: list[int] = []
+        """Versions in the order of their loads."""
+        self.current = 0
+        """Index of the current version in `versions`."""
+        self._desired = DesiredState()
         self._ready: dict[int, Replica] = {}
-        """By index: engines that are as was wished. They serve, or are about to."""
+        """Engines in the desired state, by index. They serve, or are about to."""
         self._switching = asyncio.Lock()
 
     async def start(self, count: int) -> None:
-        """Start so many engines."""
+        """Start `count` engines."""
         replicas = [self._spawn(index, False) for index in range(count)]
         async with task_group() as group:
             for replica in replicas:
                 group.create_task(self._make_ready(replica))
 
     async def bring_back(self, index: int) -> None:
-        """Start an engine in place of a dead one and make it like the others."""
+        """Start an engine in place of a dead one and bring it to the state of the others."""
         await self._make_ready(self._spawn(index, True))
 
     @contextlib.asynccontextmanager
-    async def becoming(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
-        """The body makes all engines serve a version; those that are brought back from now on serve it too.
+    async def serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
+        """Set the version to serve while the body loads it into the living engines; new ones load it by themselves.
 
-        If all die meanwhile, this waits for one that was brought back.
+        Tokens may be of the old or of the new version meanwhile. If all engines die, this waits for a new one.
 
         Raises:
             ServiceError: no engine is left.
         """
-        self._wish = replace(self._wish, version=version, store=store)
+        self.versions.append(version)
+        self._desired = replace(self._desired, version=version, store=store)
         try:
             yield
             await self._service.available()
         except BaseException:
-            self._wish = replace(self._wish, version=None, store=None)
+            self._desired = replace(self._desired, version=None, store=None)
+            self.version, self.refusal = None, f"loading version {version} failed"
             raise
+        self.current, self.version = len(self.versions) - 1, version
 
     async def switch(self, method: str, change: Callable[[DesiredState], DesiredState]) -> None:
-        """Stop all engines or let them go on."""
+        """Change the desired state, and call the method that brings all living engines to it."""
         async with self._switching:
-            self._wish = change(self._wish)
+            self._desired = change(self._desired)
             await self.each(method, deadline_s=CONTROL_DEADLINE_S)
 
     async def each(
         self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
     ) -> list[Any]:
-        """Call all engines; what they answer, in order. One that dies, or fails and so counts as dead, is left out.
+        """Call all engines; returns their results in order, without those of engines that died or failed.
 
         Raises:
-            ForgeError: what an engine raised, if it was one.
+            ForgeError: as raised by an engine.
         """
 
         async def one(replica: Replica) -> list[Any]:
@@ -100,16 +111,16 @@ class EnginePool:
             except ReplicaError:
                 return []
             except ServiceError as error:
-                self.failed(replica, f"{method} failed: {error.message}")
+                self.mark_failed(replica, f"{method} failed: {error.message}")
                 return []
 
         living = [replica for _, replica in sorted(self._ready.items()) if replica.alive]
         async with task_group() as group:
             calls = [group.create_task(one(replica)) for replica in living]
-        return [answer for call in calls for answer in call.result()]
+        return [result for call in calls for result in call.result()]
 
-    def failed(self, replica: Replica, cause: str) -> ReplicaError:
-        """Count an engine as dead; the error for whoever met it. What is in flight on it ends with one too."""
+    def mark_failed(self, replica: Replica, cause: str) -> ReplicaError:
+        """Count an engine as dead and return the error to raise; its other requests end with such an error too."""
         self._service.mark_failed(replica, cause)
         return ReplicaError(cause, service=self._service.name, replica=replica.index, hint=f"see {replica.log}")
 
@@ -117,15 +128,15 @@ class EnginePool:
         await self._service.watch(replica, deadline_s=self._start_deadline_s)
         await replica.call("setup", deadline_s=self._start_deadline_s)
         now = DesiredState()
-        while now != (wish := self._wish):  # it may change meanwhile
-            if wish.paused != now.paused:
-                await self._control(replica, "pause" if wish.paused else "resume")
-            if wish.asleep != now.asleep:
-                await self._control(replica, "sleep" if wish.asleep else "wake")
-            if wish.version is not None and (wish.version, wish.store) != (now.version, now.store):
-                await self._load(replica, wish.version, wish.store)
-            now = wish
-        self._ready[replica.index] = replica  # nothing was awaited since that look: `each` will not miss it
+        while now != (desired := self._desired):  # it may change meanwhile
+            if desired.paused != now.paused:
+                await self._control(replica, "pause" if desired.paused else "resume")
+            if desired.asleep != now.asleep:
+                await self._control(replica, "sleep" if desired.asleep else "wake")
+            if desired.version is not None and (desired.version, desired.store) != (now.version, now.store):
+                await self._load(replica, desired.version, desired.store)
+            now = desired
+        self._ready[replica.index] = replica  # nothing was awaited since the comparison: `each` will not miss it
 
     async def _load(self, replica: Replica, version: int, store: WeightStore | None) -> None:
         if store is None:

@@ -1,4 +1,4 @@
-"""The Environment service: worlds that show the model messages and answer its turns."""
+"""The Environment service: environments that show the model messages and respond to its turns."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Task
 
 EnvFactory = Callable[[Task], Env]
-"""Makes the world of one episode; must pickle."""
+"""Makes the environment of one episode; must pickle."""
 
 
 class Environment:
-    """Typed handle of the Environment service."""
+    """Typed handle of the Environment service.
+
+    session, observation = await environment.open(task)
+    step = await session.step("the answer is 5")
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         """The environment service: its processes."""
 
         replicas: int = 1
-        """Processes that run worlds."""
+        """Number of processes that run environments."""
         deadline_s: float = 600.0
-        """Longest time for one step of a world."""
+        """Longest time for one step of an environment."""
         restart: Restart = field(default_factory=Restart)
+        """Policy for processes that die."""
 
         def __post_init__(self) -> None:
             if self.replicas < 1:
@@ -48,14 +53,15 @@ class Environment:
         self._config = config
         self._service = service
         self._opened = 0
-        self._abandoning: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        """Tasks that close abandoned sessions."""
 
     @classmethod
     async def start(
         cls, config: Config, cluster: Cluster, faults: Faults, *, factory: EnvFactory, deadline_s: float
     ) -> Environment:
-        """Spawn the service with a factory of worlds."""
-        # A world's own processes may run what a model wrote, which may stop itself: no reason to end the replica.
+        """Spawn the service with a factory of environments."""
+        # An environment's processes may run what a model wrote, which may stop itself: no reason to end the replica.
         service = Service("environment", cluster, faults, descendants=False)
 
         async def start_one(index: int | None = None) -> None:
@@ -69,59 +75,55 @@ class Environment:
         return cls(config, service)
 
     async def open(self, task: Task) -> tuple[EnvSession, Observation]:
-        """Make the world of one episode and look at it. If its replica dies meanwhile, another one makes it.
+        """Open a session and reset its environment; if its replica dies meanwhile, on another one.
 
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
-            ReplicaError: several replicas, one after another, died of it.
+            ReplicaError: several replicas died of it, one after another.
             ServiceError: the environment raised something; or no replica is left.
         """
         return await self._service.try_on(lambda replica: self._open(replica, task))
 
     async def _open(self, replica: Replica, task: Task) -> tuple[EnvSession, Observation]:
         self._opened += 1
-        world = EnvSession(self, replica, self._opened, self._config.deadline_s)
-        observation: Observation = await world._ask("reset", task)
-        return world, observation
-
-    def _abandon(self, world: EnvSession) -> None:
-        """Close a world that nobody waits for."""
-
-        async def close() -> None:
-            with contextlib.suppress(ForgeError):  # whoever used the world was told of its first error
-                await world.close()
-
-        task = asyncio.get_running_loop().create_task(close())
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
+        session = EnvSession(replica, self._opened, self._config.deadline_s, self._closing)
+        return session, await session.reset(task)
 
     async def stop(self) -> None:
         """End the service."""
         await self._service.stop()
-        if self._abandoning:
-            await asyncio.wait(self._abandoning)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     def __repr__(self) -> str:
-        return f"Environment  {len(self._service.replicas)} replica(s)  {self._opened} worlds opened"
+        return f"Environment  {len(self._service.replicas)} replica(s)  {self._opened} sessions opened"
 
 
 class EnvSession:
-    """One episode's world, in the replica that holds its state."""
+    """The environment of one episode, in the replica that holds its state.
 
-    def __init__(self, environment: Environment, replica: Replica, key: int, deadline_s: float) -> None:
-        self._environment = environment
+    A session is over when its environment is done, closed, or failed.
+    """
+
+    def __init__(self, replica: Replica, key: int, deadline_s: float, closing: set[asyncio.Task[None]]) -> None:
         self._replica = replica
+        self._key = key
         self._deadline_s = deadline_s
+        self._closing = closing
         self._over = False
-        self.key = key
         replica.held += 1
 
+    async def reset(self, task: Task) -> Observation:
+        """Make the environment and return its first observation; raises as `step` does."""
+        observation: Observation = await self._ask("reset", task)
+        return observation
+
     async def step(self, answer: str) -> Step:
-        """Take one answer of the model. A world that is done is gone, and so is one whose step failed.
+        """Respond to one turn of the model.
 
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
-            ReplicaError: its replica died, and the world with it.
+            ReplicaError: its replica died, and the environment with it.
             ServiceError: the environment raised something.
         """
         step: Step = await self._ask("step", answer)
@@ -130,22 +132,29 @@ class EnvSession:
         return step
 
     async def close(self) -> None:
-        """Give up a world that is not done."""
+        """Close an environment that is not done."""
         if not self._over:
             self._end()
             with contextlib.suppress(ReplicaError):  # it is gone
-                await self._replica.ask("close", self.key, deadline_s=self._deadline_s)
+                await self._replica.ask("close", self._key, deadline_s=self._deadline_s)
+
+    def abandon(self) -> None:
+        """Close the environment in a task of its own."""
+
+        async def close() -> None:
+            with contextlib.suppress(ForgeError):  # the session's user was told of its first error
+                await self.close()
+
+        task = asyncio.get_running_loop().create_task(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _ask(self, method: str, argument: object) -> Any:
         try:
-            return await self._replica.ask(method, self.key, argument, deadline_s=self._deadline_s)
+            return await self._replica.ask(method, self._key, argument, deadline_s=self._deadline_s)
         except BaseException:
             self.abandon()
             raise
-
-    def abandon(self) -> None:
-        """Close the world without waiting for it."""
-        self._environment._abandon(self)
 
     def _end(self) -> None:
         self._over = True
@@ -153,26 +162,26 @@ class EnvSession:
 
 
 class EnvironmentActor(ServiceActor):
-    """One process of worlds."""
+    """One process of environments."""
 
     def __init__(self, factory: EnvFactory) -> None:
         self._factory = factory
-        self._worlds: dict[int, Env] = {}
+        self._envs: dict[int, Env] = {}
 
     async def reset(self, key: int, task: Task) -> Observation:
-        """Make a world."""
-        env = self._worlds[key] = self._factory(task)
+        """Make an environment."""
+        env = self._envs[key] = self._factory(task)
         return await env.reset()
 
     async def step(self, key: int, answer: str) -> Step:
-        """Step a world; close it when it is done."""
-        step = await self._worlds[key].step(answer)
+        """Step an environment; close it when it is done."""
+        step = await self._envs[key].step(answer)
         if step.done:
             await self.close(key)
         return step
 
     async def close(self, key: int) -> None:
-        """Close a world, if there is one."""
-        close = getattr(self._worlds.pop(key, None), "close", None)
+        """Close an environment, if there is one."""
+        close = getattr(self._envs.pop(key, None), "close", None)
         if close is not None and inspect.isawaitable(closed := close()):
             await closed

@@ -1,4 +1,4 @@
-"""The actor of a Generator's replica: one vLLM engine."""
+"""The actor of a Generator's replica: one decoding engine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.engines.platform import cpu_cores, device_type, resolve_dtype
 from forge_rl.errors import ModelError
 from forge_rl.runtime.service import ServiceActor
+from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.types import Chunk, Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.transports.protocol import Transport
 
 if TYPE_CHECKING:
     from forge_rl.engines.vllm import VLLMEngine
-    from forge_rl.services.generator import Generator
 
 
 class GeneratorActor(ServiceActor):
-    """One engine."""
+    """One engine in a process of its own."""
 
-    def __init__(self, config: Generator.Config, model: Path, seed: int, name: str) -> None:
+    def __init__(self, config: GeneratorConfig, model: Path, seed: int, name: str) -> None:
         self._name = name
         self._config = config
         self._model = model
@@ -61,11 +61,9 @@ class GeneratorActor(ServiceActor):
         if self._engine is not None:
             self._engine.close()
 
-    async def stream(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """One answer, as it is decoded."""
-        async with contextlib.aclosing(self.engine.stream(prompt_ids, sampling)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    def stream(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Decode one completion, chunk by chunk."""
+        return self.engine.stream(prompt_ids, sampling)
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, transport: Transport) -> LoadReport:
@@ -75,27 +73,27 @@ class GeneratorActor(ServiceActor):
 
     @concurrent_endpoint
     async def serve_model(self) -> None:
-        """See Generator.serve_model."""
+        """Serve the weights of the model's folder; see Generator.serve_model."""
         await self.engine.serve_model()
 
     @concurrent_endpoint
     async def pause(self) -> None:
-        """See Generator.pause."""
+        """Stop decoding; see Generator.pause."""
         await self.engine.pause()
 
     @concurrent_endpoint
     async def resume(self) -> None:
-        """See Generator.resume."""
+        """Decode again; see Generator.resume."""
         await self.engine.resume()
 
     @concurrent_endpoint
     async def sleep(self) -> None:
-        """See Generator.sleep."""
+        """Free memory; see Generator.sleep."""
         await self.engine.sleep()
 
     @concurrent_endpoint
     async def wake(self) -> None:
-        """See Generator.wake."""
+        """Decode again; see Generator.wake."""
         await self.engine.wake()
 
     @property
@@ -105,8 +103,8 @@ class GeneratorActor(ServiceActor):
         return self._engine
 
 
-def environment(config: Generator.Config, place: int) -> dict[str, str]:
-    """Of an engine's process; on CUDA the GPU is the one at this place, in turn.
+def environment(config: GeneratorConfig, place: int) -> dict[str, str]:
+    """Return the environment of an engine's process; on CUDA its GPU is the one at this place, in turn.
 
     In one process with its worker, an engine starts sooner and needs no inner messages.
     """

@@ -22,24 +22,29 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Task
 
 RewardFunction = Callable[[Task, str], float | Awaitable[float]]
-"""From a task and the model's last answer to a score; plain or async. It must pickle."""
+"""Maps a task and the model's last answer to a score; plain or async. It must pickle."""
 
 REWARD_STUCK = 72
 """Exit status of a process that ended because its reward function did not come back."""
 
 
 class Reward:
-    """Typed handle of the Reward service."""
+    """Typed handle of the Reward service.
+
+    score = await reward.score(task, "the answer is 5")
+    await reward.replace(lambda task, text: float(len(text)))  # in the middle of a run
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         """The reward service: its processes."""
 
         replicas: int = 1
-        """Processes that score."""
+        """Number of processes that score."""
         deadline_s: float = 60.0
         """Longest time for one score."""
         restart: Restart = field(default_factory=Restart)
+        """Policy for processes that die."""
 
         def __post_init__(self) -> None:
             if self.replicas < 1:
@@ -87,7 +92,7 @@ class Reward:
 
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
-            ReplicaError: several replicas, one after another, died of it.
+            ReplicaError: several replicas died of it, one after another.
             ForgeError: the function raised it, or returned no finite number.
             ServiceError: the function raised something else; or no replica is left.
         """
@@ -95,7 +100,7 @@ class Reward:
         return score
 
     async def replace(self, function: RewardFunction) -> None:
-        """Score with another function from now on, also in the middle of a run.
+        """Score with another function from now on.
 
         Raises:
             ServiceError: the function cannot be pickled, or not imported in the replicas.
@@ -119,10 +124,10 @@ class Reward:
 
 
 class RewardActor(ServiceActor):
-    """One process that scores: with an async function side by side, with a plain one in a thread, one by one.
+    """One process that scores: async functions run concurrently, plain ones in a thread, one by one.
 
     Args:
-        deadline_s: the longest that a plain function may run. A thread cannot be ended, so the process is.
+        deadline_s: longest time for a plain function. A thread cannot be ended, so the process is.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -137,7 +142,7 @@ class RewardActor(ServiceActor):
         self._function = function
 
     async def score(self, task: Task, text: str) -> float:
-        """Score an answer; a score that is no finite number is the function's bug."""
+        """Score an answer; a score that is not a finite number is a bug of the function."""
         function = self._function
         assert function is not None, "replace comes first"
         call = getattr(function, "__call__", None)  # noqa: B004  of an object whose call is async
@@ -163,7 +168,7 @@ class RewardActor(ServiceActor):
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            if running.running():  # it may have waited for others for long: its own time counts
+            if running.running():  # only its own time counts, not the wait for others
                 loop.call_at(self._began + self._deadline_s, _exit_if_stuck, running)
             raise
 

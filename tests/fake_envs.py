@@ -1,4 +1,4 @@
-"""Environments and rewards that fail as they are told. Processes of services import this."""
+"""Environments and rewards that fail on orders. Processes of services import this."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from forge_rl.types import Task
 
 
 def task_of(**truth: object) -> Task:
-    """A task whose world or reward finds its orders in the truth."""
+    """Makes a task whose environment or reward finds its orders in the truth."""
     return Task(id="t", source="s", messages=({"role": "user", "content": "go"},), truth=truth)
 
 
 async def obey(order: str) -> None:
-    """Fail in a way that an order names."""
+    """Fail in the way that an order names."""
     match order.split():
         case ["raise", text]:
             raise ValueError(text)
@@ -28,8 +28,8 @@ async def obey(order: str) -> None:
             await asyncio.Event().wait()
 
 
-class EnvSession:
-    """Writes down how it ends, in a folder that its task names. Each answer is an order."""
+class NotingEnv:
+    """Notes its resets and closes in a file that its task names. Each answer is an order."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -56,15 +56,15 @@ class EnvSession:
             file.write(f"{what} {os.getpid()} {' '.join(self._said)}".strip() + "\n")
 
 
-class PlainlyClosed(EnvSession):
-    """Whose close is not async."""
+class PlainlyClosed(NotingEnv):
+    """An environment whose close is not async."""
 
     def close(self) -> None:  # type: ignore[override]
         self._note("plainly")
 
 
 class Unclosed:
-    """Without a close."""
+    """An environment without a close."""
 
     def __init__(self, task: Task) -> None:
         pass
@@ -77,7 +77,7 @@ class Unclosed:
 
 
 def length(task: Task, text: str) -> float:
-    """A reward; or it dies, once, if there is a file to tell."""
+    """Return the length; or die, once, if the task names a file to note it in."""
     once = task.truth.get("once")
     if once is not None:
         with contextlib.suppress(FileExistsError):  # of two replicas one dies
@@ -95,7 +95,7 @@ def negative(task: Task, text: str) -> float:
 
 
 def obedient(task: Task, text: str) -> float:
-    """Plain: what it does takes its thread."""
+    """Obey the text, in the thread of plain functions."""
     match text.split():
         case ["sleep", seconds]:
             time.sleep(float(seconds))
@@ -107,7 +107,7 @@ def obedient(task: Task, text: str) -> float:
 
 
 class Meeting:
-    """An async reward that comes back only when two are in it at a time."""
+    """An async reward that returns only once two calls are in flight."""
 
     def __init__(self) -> None:
         self._here = 0
@@ -123,7 +123,7 @@ class Meeting:
 
 
 class Alone:
-    """A plain reward that says how many were in it at a time."""
+    """A plain reward that returns how many calls are in flight."""
 
     def __init__(self) -> None:
         self._here = 0

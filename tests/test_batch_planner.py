@@ -1,0 +1,111 @@
+"""The batch planner on its own: quotas, deadlines, replacements, and whom it tells of planned and dropped groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from forge_rl.errors import TaskError
+from forge_rl.rollout.batch_planner import BatchPlanner
+from forge_rl.rollout.state import GroupState, ScheduleConfig
+from forge_rl.types import Outcome
+from tests.test_scheduler import Drawn, result
+
+
+class Plan:
+    """A planner of batches of three groups of two episodes, and the groups that it told of."""
+
+    def __init__(self, **policy: object) -> None:
+        self.planned: list[GroupState] = []
+        self.dropped: list[GroupState] = []
+        self.planner = BatchPlanner(
+            ScheduleConfig(**policy),  # type: ignore[arg-type]
+            groups=3,
+            episodes=2,
+            tasks=Drawn(),
+            on_planned=self.planned.append,
+            on_dropped=self.dropped.append,
+        )
+
+    def complete(self, group: GroupState, *, uniform: bool = False) -> None:
+        self.planner.start(group)
+        for episode in group.episodes:
+            episode.result = result(episode, 1.0 if uniform else float(episode.index), Outcome.COMPLETED)
+        self.planner.complete(group)
+
+
+def ids(groups: list[GroupState] | None) -> list[str]:
+    assert groups is not None
+    return [group.task.id for group in groups]
+
+
+def test_a_batch_has_its_quotas_and_batches_are_open_up_to_the_lag() -> None:
+    plan = Plan(max_lag=2)
+    assert list(plan.planner.open_batches()) == [0, 1, 2]
+    plan.planner.fill(0, idle=False)
+    plan.planner.fill(0, idle=False)
+    assert Counter(group.task.source for group in plan.planned) == {"a": 2, "b": 1}
+    for group in reversed(plan.planned):
+        assert plan.planner.pop_batch() is None
+        plan.complete(group)
+    assert plan.planner.progress() == (3, 3)
+    assert ids(plan.planner.pop_batch()) == ["a1", "a2", "b1"]
+    assert list(plan.planner.open_batches()) == [1, 2]
+    assert plan.dropped == []
+
+
+def test_a_group_that_is_replaced_is_told_of_and_so_is_the_one_in_its_place() -> None:
+    plan = Plan(max_lag=1, replace_uniform=True)
+    plan.planner.fill(0, idle=False)
+    first = plan.planned[0]
+    plan.complete(first, uniform=True)
+    assert plan.dropped == [first]
+    assert first.dropped
+    assert plan.planned[-1].place == (0, 0, 1)
+    assert plan.planned[-1].task.source == first.task.source
+    assert first not in plan.planner.groups()
+    plan.planner.replace_failed(plan.planned[-1], "it broke")
+    assert plan.planned[-1].place == (0, 0, 2)
+    assert plan.planner.replaced == {"uniform": 1, "failed": 1}
+
+
+def test_a_surplus_group_is_carried_on_until_its_deadline_and_then_dropped() -> None:
+    plan = Plan(max_lag=1, over_sampling=2.0)
+    plan.planner.fill(0, idle=False)
+    assert plan.planner.add_surplus()
+    (*needed, surplus) = plan.planned
+    plan.planner.start(surplus)
+    for group in needed:
+        plan.complete(group)
+    assert ids(plan.planner.pop_batch()) == ["a1", "a2", "b1"]
+    assert surplus.batch == 1
+    plan.planner.version = 1
+    plan.planner.fill(1, idle=False)
+    assert Counter(group.task.source for group in plan.planned[4:]) == {"a": 1, "b": 1}, (
+        "the surplus is one of the two a"
+    )
+    for group in plan.planned[4:]:
+        plan.complete(group)
+    assert plan.planner.pop_batch() is None, "batch 1 is the last that the surplus may be part of"
+    assert plan.planner.incomplete_groups() == [surplus]
+    plan.complete(surplus)
+    assert surplus in (plan.planner.pop_batch() or [])
+
+
+def test_a_lagging_group_names_the_oldest_version() -> None:
+    plan = Plan(max_lag=1)
+    plan.planner.fill(0, idle=False)
+    plan.planner.start(plan.planned[0])
+    plan.planner.version = 1
+    plan.planner.start(plan.planned[1])
+    assert plan.planner.oldest_version() == 0
+
+
+def test_too_many_unusable_groups_of_a_source_in_a_row_are_an_error() -> None:
+    plan = Plan(max_lag=0, most_replaced=2)
+    plan.planner.fill(0, idle=False)
+    for _ in range(2):
+        plan.planner.replace_failed(next(group for group in plan.planner.groups() if group.place[1] == 0), "it broke")
+    with pytest.raises(TaskError, match=r"source a gave 2 groups in a row that could not be used; it broke"):
+        plan.planner.replace_failed(next(group for group in plan.planner.groups() if group.place[1] == 0), "it broke")
