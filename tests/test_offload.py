@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import offload
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import named_weights, values_of
@@ -30,16 +31,16 @@ ODD: dict[str, object] = {
 }
 """FSDP pads most of its weights."""
 CASES: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": torch.float32},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "frozen": {"dtype": torch.float32, "frozen": ("model.embed_tokens.*", "model.layers.0.*")},
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "frozen": {"dtype": "float32", "frozen": ("model.embed_tokens.*", "model.layers.0.*")},
 }
 
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-    given = {"dtype": torch.float32, "row_tokens": 64, "optimizer": optimizer, "reference": True, **settings}
-    return TitanEngine(folder, **given)
+    given = {"dtype": "float32", "row_tokens": 64, "optimizer": optimizer, "reference": True, **settings}
+    return TitanEngine(TrainSettings(folder=folder, **given))
 
 
 def step(engine: TitanEngine, seed: int, ranks: int = 1) -> dict[str, Value]:
@@ -143,7 +144,7 @@ def check_ranks(rank: int, folders: list[Path]) -> None:
 
 def check_scoring(folder: Path) -> None:
     """Scoring ends a forward pass that no backward pass follows, after which FSDP keeps whole weights."""
-    engine = engine_of(folder, dtype=torch.bfloat16)
+    engine = engine_of(folder, dtype="bfloat16")
     step(engine, 0, torch.distributed.get_world_size())
     before, shards = copied(held(engine)), published(engine)
     logprobs(engine)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.platform import Dtype, resolve_dtype
 from forge_rl.errors import (
     ConfigError,
@@ -27,7 +28,7 @@ from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services.completion import ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool
-from forge_rl.services.generator_actor import GeneratorActor, environment
+from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Chunk, Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
@@ -139,7 +140,7 @@ class Generator:
                 model,
                 seed + index,
                 f"{name} replica {index}",
-                env=environment(config, first_gpu + index),
+                env=decode_environment(first_gpu + index, replicas=config.replicas),
                 index=index if again else None,
             )
 
