@@ -75,22 +75,6 @@ def logits_of(folder: Path) -> torch.Tensor:
         return model(torch.arange(20)[None]).logits[0]
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True)])
-def test_a_run_continues_bit_by_bit(family: str, tied: bool, tmp_path: Path):
-    make_model(tmp_path / "hf", family, tie_word_embeddings=tied)
-    through = engine_of(tmp_path / "hf")
-    train(through, range(2))
-    save(through, tmp_path / "saved", tmp_path / "hf")
-    resumed = engine_of(tmp_path / "hf")
-    resumed.load_training_state(tmp_path / "saved" / "training")
-    assert resumed.version == 2
-    assert same(hf_weights(resumed.model), hf_weights(through.model))
-    train(through, range(2, 4))
-    train(resumed, range(2, 4))
-    assert resumed.version == 4
-    assert same(hf_weights(resumed.model), hf_weights(through.model))
-
-
 def test_a_run_that_has_not_stepped_can_be_saved(tmp_path: Path):
     make_model(tmp_path / "hf")
     engine, resumed = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf")

@@ -1,1 +1,1 @@
-"""The libraries that compute: torchtitan for training, vLLM for decoding."""
+"""Engines: torchtitan trains, vLLM decodes, each behind an interface of `protocol.py`."""
