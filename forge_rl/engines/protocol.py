@@ -25,7 +25,7 @@ from forge_rl.weights.transports.protocol import LocalShard, TensorBucket
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """What a decode engine is started with."""
+    """Settings of a decode engine."""
 
     folder: Path
     """Hugging Face model folder; its weights are the engine's until the first load."""
@@ -106,7 +106,7 @@ class DecodeEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What one rank of a train engine is made with."""
+    """Settings of one rank of a train engine."""
 
     folder: Path
     """Hugging Face model folder that the policy and the reference start from."""

@@ -1,4 +1,4 @@
-"""The Trainer service: one replica whose ranks share the policy (FSDP2), step it, publish it, and checkpoint it."""
+"""Trainer service: one replica whose ranks share the policy (FSDP2), step it, publish it, and checkpoint it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Trainer:
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """The trainer: its processes, its rows, its optimizer."""
+        """Settings of the trainer: its processes, its rows, its optimizer."""
 
         ranks: int = 1
         """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU."""

@@ -1,4 +1,4 @@
-"""A torchtitan model from a Hugging Face folder: Llama and Qwen3 families, with attention over packed rows."""
+"""Builds a torchtitan model from a Hugging Face folder: Llama and Qwen3 families, with attention over packed rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"weight": skip_par
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The dimensions in a Hugging Face config.json."""
+    """Dimensions in a Hugging Face config.json."""
 
     family: Literal["llama", "qwen3"]
     dim: int
@@ -219,7 +219,7 @@ class DenseMaskAttention(Module):
 
 
 class FloatHead(Linear):
-    """The output projection, in float32 whatever the model's format, as in the engine: logits of 20 rounded to bfloat16
+    """Output projection in float32 whatever the model's format, as in the engine: logits of 20 rounded to bfloat16
     would be off by up to 0.06."""
 
     @dataclass(kw_only=True, slots=True)

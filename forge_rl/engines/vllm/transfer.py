@@ -65,7 +65,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
     @staticmethod
     def of(version: int, bucket: TensorBucket) -> dict[str, Any]:
-        """The fields for a bucket."""
+        """Pack a bucket into the fields."""
         return {"version": version, "bucket": pickle.dumps(bucket)}
 
 
