@@ -38,7 +38,6 @@ class VLLMHost(ServiceActor):
     async def setup(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        torch.manual_seed(1)
         folder = self._settings.folder
         engine = await start_decode_engine(self._settings)
         self._decoder = Decoder(
@@ -46,13 +45,14 @@ class VLLMHost(ServiceActor):
             folder=self._scratch,
             tokenizer=Tokenizer(folder),
             unfinished=engine._llm.output_processor.get_num_unfinished_requests,  # type: ignore[attr-defined]
-            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            base=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         )
 
     @concurrent_endpoint
     async def run(self, check: str) -> str:
         """Run a check; returns its traceback, or nothing."""
         assert self._decoder is not None
+        torch.manual_seed(1)
         try:
             await asyncio.wait_for(DECODE[check](self._decoder), 300)
         except Exception:

@@ -177,7 +177,7 @@ def read_whole(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def publish(engine: TitanEngine, folder: Path, base: Manifest | None = None) -> Manifest:
-    """By one rank."""
+    """Publish by one rank."""
     drafted = draft(engine.specs(), version=engine.version, dtype=torch.bfloat16, base=base)
     drafted = reserve(drafted, folder)
     return complete(drafted, [asyncio.run(transport().write(drafted, engine.local_shards(), rank=0))])

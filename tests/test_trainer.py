@@ -112,14 +112,14 @@ class Counting:
     """An engine that holds so many bytes."""
 
     held: int
-    away: int = 0
+    offloaded: int = 0
 
     def offload(self) -> int:
-        self.held, self.away = 0, self.held
-        return self.away
+        self.held, self.offloaded = 0, self.held
+        return self.offloaded
 
     def onload(self) -> int:
-        moved, self.away = self.away, 0
+        moved, self.offloaded = self.offloaded, 0
         self.held += moved
         return moved
 

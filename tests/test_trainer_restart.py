@@ -118,7 +118,7 @@ def content(saved: Path) -> dict[str, torch.Tensor]:
 
 
 def ended(replica: Replica) -> bool:
-    """Whether none of its ranks' processes is left."""
+    """Return True if none of its ranks' processes is left."""
     states = {pid: state_of(pid) for pid in replica.roots}
     return all(state is None or state[0] in "ZX" or state[1] != replica.roots[pid] for pid, state in states.items())
 
