@@ -56,6 +56,8 @@ class VLLMHost(ServiceActor):
         try:
             await asyncio.wait_for(DECODE[check](self._decoder), 300)
         except Exception:
+            await self._decoder.engine.wake()  # the next check finds it as this one did
+            await self._decoder.engine.resume()
             return traceback.format_exc()
         return ""
 
