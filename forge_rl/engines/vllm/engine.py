@@ -54,40 +54,16 @@ class VLLMEngine:
         Raises:
             ModelError: vLLM does not start with this model.
         """
-        on_cpu = device_type() == "cpu"
-        arguments = AsyncEngineArgs(
-            model=str(settings.folder),
-            dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
-            max_model_len=settings.max_model_tokens,
-            max_num_seqs=settings.max_requests,
-            kv_cache_memory_bytes=settings.kv_cache_bytes if on_cpu else None,
-            gpu_memory_utilization=settings.memory_share,
-            enforce_eager=settings.eager or on_cpu,
-            enable_sleep_mode=not on_cpu,
-            distributed_executor_backend="uni",
-            # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
-            enable_chunked_prefill=not on_cpu,
-            max_num_batched_tokens=max(settings.max_model_tokens, 4096),
-            logprobs_mode="processed_logprobs",
-            # The output projection in float32, as in the trainer: logits rounded to bfloat16 alone cost 0.03 a logprob.
-            hf_overrides={"head_dtype": "float32"},
-            enable_prefix_caching=True,
-            disable_log_stats=True,
-            seed=settings.seed,
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
-            additional_config={OWNER: os.getpid()},
-        )
         try:
-            llm = AsyncLLM.from_engine_args(arguments)
-            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            engine = cls(AsyncLLM.from_engine_args(_arguments(settings)))
+            await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         except (ValueError, RuntimeError) as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             raise ModelError(
                 f"vLLM does not start with {settings.folder}: {lines[-1] if lines else type(error).__name__}",
                 hint="see logs/generator-*.log in the run folder for vLLM's own report",
             ) from error
-        return cls(llm)
+        return engine
 
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Decode one completion; see `DecodeEngine.stream`."""
@@ -209,6 +185,33 @@ class VLLMEngine:
         if not self._closing:
             print("forge_rl: the vLLM engine process died", file=sys.stderr, flush=True)
             os._exit(ENGINE_DIED)
+
+
+def _arguments(settings: DecodeSettings) -> AsyncEngineArgs:
+    on_cpu = device_type() == "cpu"
+    return AsyncEngineArgs(
+        model=str(settings.folder),
+        dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
+        max_model_len=settings.max_model_tokens,
+        max_num_seqs=settings.max_requests,
+        kv_cache_memory_bytes=settings.kv_cache_bytes if on_cpu else None,
+        gpu_memory_utilization=settings.memory_share,
+        enforce_eager=settings.eager or on_cpu,
+        enable_sleep_mode=not on_cpu,
+        distributed_executor_backend="uni",
+        # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
+        enable_chunked_prefill=not on_cpu,
+        max_num_batched_tokens=max(settings.max_model_tokens, 4096),
+        logprobs_mode="processed_logprobs",
+        # The output projection in float32, as in the trainer: logits rounded to bfloat16 alone cost 0.03 a logprob.
+        hf_overrides={"head_dtype": "float32"},
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        seed=settings.seed,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
+        additional_config={OWNER: os.getpid()},
+    )
 
 
 def _stages(whole: dict[str, float], inside: dict[str, float]) -> dict[str, float]:
