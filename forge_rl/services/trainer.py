@@ -14,7 +14,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import Dtype, cpu_cores, device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
-from forge_rl.metrics import Value, merge_all, reduce
+from forge_rl.metrics import merge_all, reduce
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
@@ -235,7 +235,8 @@ class Trainer:
             ),
         )
         self.version += 1
-        return self._reduce(parts)
+        self.busy_s += max(seconds for _, seconds in parts)
+        return reduce(merge_all([metrics for metrics, _ in parts]))
 
     async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
         """Score every trained target under the current weights.
@@ -381,10 +382,6 @@ class Trainer:
                 call=method,
                 hint=f"see {replica.log}",
             ) from error
-
-    def _reduce(self, parts: Sequence[tuple[dict[str, Value], float]]) -> dict[str, float]:
-        self.busy_s += max(seconds for _, seconds in parts)
-        return reduce(merge_all([metrics for metrics, _ in parts]))
 
 
 def _pad_multiple() -> int:
