@@ -1,4 +1,4 @@
-"""How long a GRPO step takes, against TRL's GRPOTrainer on the same model, tasks and settings in the same run.
+"""Times a GRPO step, against TRL's GRPOTrainer on the same model, tasks and settings in the same run.
 
 python -m benchmarks.grpo_step --json out.json
 
@@ -43,7 +43,7 @@ LR = 1e-5
 _SETUP_DEADLINE_S = 1800.0
 _RUN_DEADLINE_S = 7200.0
 _MOST_REDRAWS = 8
-"""How often a batch that teaches nothing is drawn again, at most."""
+"""Most times that a batch that teaches nothing is drawn again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Config(BenchmarkConfig):
     warm_up: int = 2
     """Steps of each side that come first and do not count."""
     trl_completions_per_forward: int = 4
-    """How TRL splits its batch for forward and backward: by this many completions. 4 took TRL the least CPU time of 2,
+    """Number of completions by which TRL splits its batch for forward and backward. 4 took TRL the least CPU time of 2,
     4, 8 and 16 on two EPYC cores; try others elsewhere, so that the peer is at its best."""
     smoke: bool = False
     """Two groups of four episodes, one measured step: shows that everything runs, and measures nothing."""
@@ -75,7 +75,7 @@ class Config(BenchmarkConfig):
 
     @property
     def size(self) -> Size:
-        """What a step is made of."""
+        """Shape of a step."""
         if self.smoke:
             return Size(groups=2, group_size=4, max_new_tokens=16, warm_up=1, measured=1)
         return Size(groups=8, group_size=8, max_new_tokens=16, warm_up=self.warm_up, measured=self.steps)
@@ -83,7 +83,7 @@ class Config(BenchmarkConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What both sides run."""
+    """Work that both sides do."""
 
     groups: int
     group_size: int
@@ -97,7 +97,7 @@ class Size:
 
     @property
     def episodes(self) -> int:
-        """Of one step."""
+        """Count for one step."""
         return self.groups * self.group_size
 
 

@@ -1,4 +1,4 @@
-"""State that leaves its device: training goes on as if it had stayed, and while it is away its memory is free."""
+"""State that leaves its device: training goes on as if it had stayed, and meanwhile its memory is free."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import offload
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import named_weights, values_of
@@ -30,16 +31,16 @@ ODD: dict[str, object] = {
 }
 """FSDP pads most of its weights."""
 CASES: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": torch.float32},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "frozen": {"dtype": torch.float32, "frozen": ("model.embed_tokens.*", "model.layers.0.*")},
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "frozen": {"dtype": "float32", "frozen": ("model.embed_tokens.*", "model.layers.0.*")},
 }
 
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-    given = {"dtype": torch.float32, "row_tokens": 64, "optimizer": optimizer, "reference": True, **settings}
-    return TitanEngine(folder, **given)
+    given = {"dtype": "float32", "row_tokens": 64, "optimizer": optimizer, "reference": True, **settings}
+    return TitanEngine(TrainSettings(folder=folder, **given))
 
 
 def step(engine: TitanEngine, seed: int, ranks: int = 1) -> dict[str, Value]:
@@ -94,11 +95,11 @@ def differing(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> s
 
 
 def check_steps(folder: Path, settings: dict[str, Any], ranks: int) -> None:
-    """Two engines take the same two steps and one is sent away wherever it can be."""
+    """Two engines take the same two steps and one is offloaded wherever it can be."""
     stays, leaves = engine_of(folder, **settings), engine_of(folder, **settings)
     began = copied(held(leaves))
 
-    def send_away() -> None:
+    def check_offload() -> None:
         moved = leaves.offload()
         assert set(sizes(leaves).values()) == {0}
         assert leaves.offload() == 0
@@ -112,13 +113,13 @@ def check_steps(folder: Path, settings: dict[str, Any], ranks: int) -> None:
         assert leaves.offload() == moved
         assert set(sizes(leaves).values()) == {0}
 
-    send_away()
+    check_offload()
     for seed in range(2):
         assert step(leaves, seed, ranks) == step(stays, seed, ranks)
-        send_away()
+        check_offload()
         assert torch.equal(logprobs(leaves), logprobs(stays))
         assert set(sizes(leaves).values()) - {0}
-        send_away()
+        check_offload()
         assert not differing(published(leaves), published(stays))
         leaves.offload()
     leaves.onload()
@@ -143,7 +144,7 @@ def check_ranks(rank: int, folders: list[Path]) -> None:
 
 def check_scoring(folder: Path) -> None:
     """Scoring ends a forward pass that no backward pass follows, after which FSDP keeps whole weights."""
-    engine = engine_of(folder, dtype=torch.bfloat16)
+    engine = engine_of(folder, dtype="bfloat16")
     step(engine, 0, torch.distributed.get_world_size())
     before, shards = copied(held(engine)), published(engine)
     logprobs(engine)
@@ -169,7 +170,7 @@ def test_scoring_leaves_the_shards_in_their_place(tmp_path: Path):
     check_scoring(tmp_path)
 
 
-def test_a_checkpoint_is_written_and_read_while_the_state_is_away(tmp_path: Path):
+def test_a_checkpoint_is_written_and_read_while_the_state_is_offloaded(tmp_path: Path):
     make_model(tmp_path / "hf")
     engine, other = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf")
     step(engine, 0)
@@ -199,10 +200,10 @@ def test_a_storage_leaves_once_and_whole_however_many_share_it():
     base = torch.arange(12.0)
     tensors = [base[2:5], base.view(3, 4).t(), base, torch.arange(5, dtype=torch.int16), torch.empty(0)]
     before = [tensor.clone() for tensor in tensors]
-    away = OffloadedState(iter(tensors))
-    assert away.bytes == 12 * 4 + 5 * 2
+    offloaded = OffloadedState(iter(tensors))
+    assert offloaded.bytes == 12 * 4 + 5 * 2
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 5
-    away.bring_back()
+    offloaded.bring_back()
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
     base[2] = -1.0
     assert float(tensors[0][0]) == -1.0, "a view lost its base"
@@ -211,7 +212,7 @@ def test_a_storage_leaves_once_and_whole_however_many_share_it():
 def test_what_finds_no_room_can_come_back_later(monkeypatch: pytest.MonkeyPatch):
     tensors = [torch.arange(10.0) + index for index in range(3)]
     before = [tensor.clone() for tensor in tensors]
-    away = OffloadedState(tensors)
+    offloaded = OffloadedState(tensors)
     resize, calls = torch.UntypedStorage.resize_, []
 
     def full(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -222,12 +223,12 @@ def test_what_finds_no_room_can_come_back_later(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
     with pytest.raises(ForgeError, match="comes back to cpu: CUDA out of memory") as caught:
-        away.bring_back()
+        offloaded.bring_back()
     assert "--generator.memory-share" in caught.value.hint
-    away.bring_back()
+    offloaded.bring_back()
     assert calls == [40] * 4
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
-    assert away.bytes == 120
+    assert offloaded.bytes == 120
 
 
 def test_when_host_memory_runs_out_nothing_has_left(monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from forge_rl.data.packing import Row, unpack
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.model import attention_mask, build_model, read_architecture
 from forge_rl.engines.titan.state import load_weights
 from forge_rl.engines.titan.train import TitanEngine
@@ -74,7 +75,8 @@ def titan_logits(folder: Path, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def engine_of(folder: Path, row_tokens: int = 128) -> TitanEngine:
-    return TitanEngine(folder, dtype=torch.float32, row_tokens=row_tokens, optimizer=OptimizerConfig())
+    settings = TrainSettings(folder=folder, dtype="float32", row_tokens=row_tokens, optimizer=OptimizerConfig())
+    return TitanEngine(settings)
 
 
 @pytest.mark.parametrize("name", MODELS)

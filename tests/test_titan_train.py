@@ -12,6 +12,7 @@ import torch
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.data.packing import Packed
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ForgeError
@@ -34,7 +35,8 @@ ODD: dict[str, object] = {
 
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
-    return TitanEngine(folder, **{"dtype": torch.float32, "row_tokens": 64, "optimizer": OPTIMIZER, **settings})
+    given = {"dtype": "float32", "row_tokens": 64, "optimizer": OPTIMIZER, **settings}
+    return TitanEngine(TrainSettings(folder=folder, **given))
 
 
 def step(engine: TitanEngine, laid: Packed, *, loss: ClippedSurrogate = LOSS, temperature: float = 1.0) -> dict:
@@ -217,7 +219,7 @@ def test_the_reference_stays_where_it_started(tmp_path: Path):
 
 def test_scoring_leaves_the_shards_in_place_and_steps_as_they_were(tmp_path: Path):
     make_model(tmp_path)
-    scored, plain = (engine_of(tmp_path, dtype=torch.bfloat16) for _ in range(2))  # sharded by FSDP, over one rank
+    scored, plain = (engine_of(tmp_path, dtype="bfloat16") for _ in range(2))  # sharded by FSDP, over one rank
     laid = packed(random_batch(0, vocab=43))
     step(plain, laid)
     step(scored, laid)
@@ -281,7 +283,7 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(value: float,
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True)])
 def test_bfloat16_is_close_and_keeps_float32_weights(family: str, tied: bool, tmp_path: Path):
     make_model(tmp_path, family, tie_word_embeddings=tied)
-    exact, rounded = engine_of(tmp_path), engine_of(tmp_path, dtype=torch.bfloat16)
+    exact, rounded = engine_of(tmp_path), engine_of(tmp_path, dtype="bfloat16")
     laid = packed(random_batch(0, vocab=43))
     for one, other in zip(
         exact.logprobs(laid.rows, temperature=1.0), rounded.logprobs(laid.rows, temperature=1.0), strict=True

@@ -13,6 +13,7 @@ import torch
 
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
@@ -111,14 +112,14 @@ class Counting:
     """An engine that holds so many bytes."""
 
     held: int
-    away: int = 0
+    offloaded: int = 0
 
     def offload(self) -> int:
-        self.held, self.away = 0, self.held
-        return self.away
+        self.held, self.offloaded = 0, self.held
+        return self.offloaded
 
     def onload(self) -> int:
-        moved, self.away = self.away, 0
+        moved, self.offloaded = self.offloaded, 0
         self.held += moved
         return moved
 
@@ -126,7 +127,8 @@ class Counting:
 @pytest.mark.parametrize(("device", "moved"), [("cuda", 7), ("cpu", 0)])
 def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("forge_rl.services.trainer_actor.device_type", lambda: device)
-    actor = TrainerActor(Trainer.Config(), Path(), False)
+    settings = TrainSettings(folder=Path(), dtype="float32", row_tokens=1, optimizer=OptimizerConfig())
+    actor = TrainerActor(settings, 1, 0)
     actor._engine = Counting(held=7)  # type: ignore[assignment]
 
     async def call(name: str) -> int:

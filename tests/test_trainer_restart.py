@@ -157,7 +157,7 @@ def test_ranks_that_die_in_a_step_or_a_publish_are_replaced_and_training_goes_on
             # In the middle of a step.
             with pytest.raises(ReplicaError, match=r"trainer replica 0, call step: rank 1: .*SIGKILL"):
                 await asyncio.wait_for(step(trainer, 3, Deadly(signal.SIGKILL)), 30)
-            for call in (step(trainer, 3), trainer.settle(), trainer.offload()):
+            for call in (step(trainer, 3), trainer.wait_idle(), trainer.offload()):
                 with pytest.raises(ReplicaError, match=r"rank 1: .*SIGKILL"):
                     await asyncio.wait_for(call, 5)
             dead = trainer._service.replicas[0]
@@ -226,7 +226,7 @@ def test_a_trainer_that_hangs_is_replaced_and_its_port_is_taken_again(tmp_path: 
             restarting = asyncio.create_task(trainer.restart(saved))
             await asyncio.sleep(0)
             assert not trainer.alive
-            for call in (step(trainer, 0), trainer.settle(), trainer.offload()):
+            for call in (step(trainer, 0), trainer.wait_idle(), trainer.offload()):
                 with pytest.raises(ServiceError, match="trainer: it is being restarted"):
                     await call
             await restarting
@@ -237,11 +237,11 @@ def test_a_trainer_that_hangs_is_replaced_and_its_port_is_taken_again(tmp_path: 
             with pytest.raises(DeadlineError, match="call step: no answer within 2 s"):
                 await step(trainer, 1, Deadly(None))
             trainer._deadline_s = 3600.0
-            settling = asyncio.create_task(trainer.settle())
+            waiting = asyncio.create_task(trainer.wait_idle())
             await asyncio.sleep(0)
             await trainer.restart(saved, cause="no answer to step")
-            with pytest.raises(ReplicaError, match="call settle: no answer to step"):
-                await settling
+            with pytest.raises(ReplicaError, match="call wait_idle: no answer to step"):
+                await waiting
             assert await step(trainer, 0) == pytest.approx(loss, abs=1e-6)
             assert [fault.cause for fault in faults.seen] == ["hung: its process was stopped", "no answer to step"]
             assert all(fault.recovered_s is not None for fault in faults.seen)

@@ -1,4 +1,4 @@
-"""The libraries that compute: torchtitan for training, vLLM for decoding."""
+"""Engines: torchtitan trains, vLLM decodes, each behind an interface of `protocol.py`."""
 
 ENGINE_DIED = 71
 """Exit status of a process that ended because the engine below it did."""

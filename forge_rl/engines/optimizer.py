@@ -1,4 +1,4 @@
-"""Settings of AdamW and its schedule; apart from the engine, so that flags need no torchtitan."""
+"""Settings of AdamW and its learning rate; apart from the engine, so that flags need no torchtitan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_rl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, its schedule, and gradient clipping."""
+    """AdamW, the course of its learning rate, and gradient clipping."""
 
     lr: float = 3e-5
     """Peak learning rate."""
@@ -26,7 +26,7 @@ class OptimizerConfig:
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up, down to 0 where the last step ends."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Largest global norm of the gradient; a larger one is scaled down to it."""
 
     def __post_init__(self) -> None:
         for flag, value, good in (
@@ -41,7 +41,7 @@ class OptimizerConfig:
                 raise ConfigError(f"{value} is out of range", hint=f"set --trainer.optimizer.{flag} to a usual value")
 
     def lr_at(self, step: int, total_steps: int) -> float:
-        """Learning rate of a step, counted from 0, in a run of total_steps."""
+        """Return the learning rate of a step, counted from 0, in a run of total_steps."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.decay == "constant":

@@ -1,4 +1,4 @@
-"""What this machine computes on: device, number format, process group."""
+"""This machine's device, number format and process group."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def device_type() -> Literal["cuda", "cpu"]:
-    """The kind of device that services run on."""
+    """Return the kind of device that services run on."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gpus() -> int:
-    """GPUs that this machine has."""
+    """Count the GPUs of this machine."""
     return torch.cuda.device_count() if device_type() == "cuda" else 0
 
 
 def local_device(rank: int) -> torch.device:
-    """The device of a rank: GPUs are dealt to the ranks of a host in turn."""
+    """Return the device of a rank: GPUs are dealt to the ranks of a host in turn."""
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def resolve_dtype(name: Dtype) -> torch.dtype:
-    """The number format to compute in. auto: bfloat16 on CUDA, float32 on CPU.
+    """Resolve the number format to compute in; auto is bfloat16 on CUDA, float32 on CPU.
 
     The small models that a CPU trains lose most by rounding: SmolLM2-135M's logprobs differ by 0.03 on average between
     trainer and engine in bfloat16, by 1e-5 in float32. And a CPU without AVX-512 BF16 or AMX only emulates bfloat16.
@@ -43,12 +43,12 @@ def resolve_dtype(name: Dtype) -> torch.dtype:
 
 
 def cpu_cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:
-    """Join the trainer's process group: NCCL on CUDA, gloo on CPU. A world of one needs no network.
+    """Join the trainer's process group: NCCL on CUDA, gloo on CPU. A single rank needs no network.
 
     Raises:
         ConfigError: the port cannot be bound or reached.

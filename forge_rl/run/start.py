@@ -338,7 +338,7 @@ async def _save_interrupted(run: Run[C]) -> None:
     """Keep what was trained since the last checkpoint."""
     if not hasattr(run, "rollouts") or run.config.checkpoint_every == 0 or not run.trainer.alive:
         return
-    step = await run.trainer.settle()
+    step = await run.trainer.wait_idle()
     if step > run._logged:  # it was stopped in the optimizer step, which ended
         run.log({}, run.rollouts.last)
     if step != run._saved_step and step > 0:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines import ENGINE_DIED
+from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.cluster import Cluster
@@ -20,7 +21,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.services.completion import OpenStream, ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool
-from forge_rl.services.generator_actor import GeneratorActor, environment
+from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Chunk, Message, Sampling, Turn
@@ -99,7 +100,7 @@ class Generator:
                 model,
                 seed + index,
                 f"{name} replica {index}",
-                env=environment(config, first_gpu + index),
+                env=decode_environment(first_gpu + index, replicas=config.replicas),
                 index=index if again else None,
             )
 

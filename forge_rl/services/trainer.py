@@ -1,4 +1,4 @@
-"""The Trainer service: one replica whose ranks share the policy (FSDP2), step it, publish it, and checkpoint it."""
+"""Trainer service: one replica whose ranks share the policy (FSDP2), step it, publish it, and checkpoint it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Packed
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import Dtype, cpu_cores, device_type
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
-from forge_rl.metrics import Value, merge_all, reduce
+from forge_rl.metrics import merge_all, reduce
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
@@ -26,15 +27,19 @@ if TYPE_CHECKING:
     import torch
 
 _NOTICE_S = 3.0
-"""How long after a rank failed it may show that this was because another one died."""
+"""Longest time until it shows that a rank failed because another one died."""
 
 
 class Trainer:
-    """Typed handle of the Trainer service."""
+    """Typed handle of the Trainer service.
+
+    stats = await run.trainer.step(packed, loss, temperature=1.0)
+    version = await run.trainer.publish(run.weights, dtype="bfloat16")
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """The trainer: its processes, its rows, its optimizer."""
+        """Settings of the trainer: its processes, its rows, its optimizer."""
 
         ranks: int = 1
         """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU."""
@@ -78,30 +83,28 @@ class Trainer:
         service: Service,
         faults: Faults,
         *,
-        model: Path,
-        reference: bool,
+        settings: TrainSettings,
         total_steps: int,
         start_deadline_s: float,
     ) -> None:
         self.config = config
         self._service = service
         self._faults = faults
-        self._model = model
-        self._reference = reference
+        self._settings = settings
         self._total_steps = total_steps
         self._start_deadline_s = start_deadline_s
         self._deadline_s = 3600.0
-        self._down = "it has not started"
-        """Why there are no ranks that hold a policy; "" while there are."""
+        self._unavailable = "it has not started"
+        """Reason why no ranks hold a policy; "" while they do."""
         self._specs: tuple[TensorSpec, ...] | None = None
         self.restarts = 0
-        """How often it was restarted."""
+        """Number of restarts so far."""
         self.version = 0
         """Optimizer steps behind the weights."""
         self.parameters = 0
-        """Of the policy."""
+        """Number of the policy's parameters."""
         self.busy_s = 0.0
-        """Seconds that the ranks computed since the controller last took them."""
+        """Seconds that the ranks computed since the controller last set this to 0."""
 
     @classmethod
     async def start(
@@ -119,22 +122,29 @@ class Trainer:
         """Spawn the ranks and load the policy.
 
         Args:
-            config: the service's.
+            config: the service's settings.
             cluster: where it runs.
             faults: where its failures are noted.
             model: Hugging Face folder to start from; also the frozen reference, if there is one.
             resume: training state to continue from instead.
             reference: keep a frozen reference.
-            total_steps: of the run, for the learning rate's course.
-            deadline_s: for the whole start.
+            total_steps: steps of the run, for the course of the learning rate.
+            deadline_s: longest time for the whole start.
         """
         service = Service("trainer", cluster, faults)
         trainer = cls(
             config,
             service,
             faults,
-            model=model,
-            reference=reference,
+            settings=TrainSettings(
+                folder=model,
+                dtype=config.dtype,
+                row_tokens=config.row_tokens,
+                optimizer=config.optimizer,
+                recompute=config.recompute,
+                reference=reference,
+                frozen=config.frozen,
+            ),
             total_steps=total_steps,
             start_deadline_s=deadline_s,
         )
@@ -146,14 +156,14 @@ class Trainer:
     async def restart(self, resume: Path | None, *, cause: str = "it is restarted though it lives") -> None:
         """Replace all ranks by new processes, whatever state the old ones are in, and load the policy.
 
-        For when a rank died, hung, or did not answer in time. Calls that are in flight fail at once, and others until
-        this has ended. If it fails because a rank died again, it can be called again; each call counts. The store knows
-        nothing of it: see `WeightStore.rollback`.
+        Call it when a rank died, hung, or did not answer in time. Calls in flight fail at once, and so do others until
+        this has ended. If a rank dies again meanwhile, it can be called again; each call counts. The weight store is
+        not told: see `WeightStore.rollback`.
 
         Args:
             resume: training state to continue from, whose version is then this trainer's; None starts from the model
                 again, at version 0.
-            cause: for the fault that is noted if no rank has died yet.
+            cause: cause of the fault that is noted if no rank has died yet.
 
         Raises:
             ReplicaError: a rank died again.
@@ -171,45 +181,43 @@ class Trainer:
                 hint=f"see {dead.log}; the same command continues from the last checkpoint",
             )
         self.restarts += 1
-        self._down = "it is being restarted"
+        self._unavailable = "it is being restarted"
         try:
             await self._service.clean_up(dead)
             await self._open(resume, index=0)
         except BaseException as error:
-            self._down = f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            self._unavailable = (
+                f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            )
             raise
         self._faults.recovered(self._service.name, dead.index)
 
     @property
     def alive(self) -> bool:
-        """Whether its ranks run and hold a policy."""
-        return not self._down and self._service.replicas[0].alive
+        """True while its ranks run and hold a policy."""
+        return not self._unavailable and self._service.replicas[0].alive
 
     async def death(self) -> str:
-        """Wait until a rank of those that there are now dies or hangs.
-
-        Returns:
-            The cause.
-        """
+        """Wait until one of the present ranks dies or hangs; returns the cause."""
         return await asyncio.shield(self._service.replicas[0].death)
 
     @property
     def restarts_left(self) -> int:
-        """How often it can still be restarted; at 0 the death of a rank is fatal to the run."""
+        """Number of restarts left; at 0 the death of a rank is fatal to the run."""
         return self.config.max_restarts - self.restarts
 
     @property
     def layout(self) -> Layout:
-        """How `pack` must lay out a batch for this trainer."""
+        """Layout that `pack` must give a batch for this trainer."""
         return Layout(ranks=self.config.ranks, row_tokens=self.config.row_tokens, pad_multiple=_pad_multiple())
 
     async def step(self, packed: Packed, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
-        """One optimizer step: forward, backward, clip, update. The version rises by one.
+        """Take one optimizer step: forward, backward, clip, update. The version rises by one.
 
         Args:
-            packed: from `pack` with this trainer's layout; must hold trained tokens.
-            loss: sums per-token losses; normalised here by the global count of trained tokens.
-            temperature: that the episodes were sampled at.
+            packed: made by `pack` with this trainer's layout; must hold trained tokens.
+            loss: sums per-token losses; they are divided by the global count of trained tokens.
+            temperature: the one that the episodes were sampled at.
 
         Returns:
             Metrics, merged over microbatches and ranks.
@@ -225,13 +233,15 @@ class Trainer:
             ),
         )
         self.version += 1
-        return self._reduce(parts)
+        self.busy_s += max(seconds for _, seconds in parts)
+        return reduce(merge_all([metrics for metrics, _ in parts]))
 
     async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
-        """Log-probability of every trained target under the current weights.
+        """Score every trained target under the current weights.
 
         Returns:
-            One tensor a row of `packed`, [L] float32; 0 where the row's mask is False. `unpack` sorts them by episode.
+            A tensor for each row of `packed`, [L] float32: position t scores the row's target t; 0 where its mask is
+            False. `unpack` sorts them by episode.
         """
         ranks = self.config.ranks
         parts = await self._each("logprobs", lambda rank: (packed.rows[rank::ranks], temperature))
@@ -241,7 +251,7 @@ class Trainer:
         """Write the current weights to the store as a new version.
 
         Args:
-            store: where to.
+            store: where they are written.
             dtype: "float32" or "bfloat16", the engines' own.
 
         Returns:
@@ -263,7 +273,7 @@ class Trainer:
         `step`, `logprobs`, `publish` and `save` bring them back by themselves.
 
         Returns:
-            Bytes that left the GPUs; 0 if they were away already. On a CPU nothing moves, as that would free nothing.
+            Bytes that left the GPUs; 0 if they had left already. On a CPU nothing moves, as that would free nothing.
         """
         return sum(await self._all("offload"))
 
@@ -271,31 +281,30 @@ class Trainer:
         """Bring back what `offload` moved, bit by bit the same.
 
         Returns:
-            Its bytes; 0 if nothing was away.
+            Bytes that came back; 0 if nothing had left.
 
         Raises:
             ForgeError: a GPU has no room; it can be tried again.
         """
         return sum(await self._all("onload"))
 
-    async def settle(self) -> int:
-        """Wait until the ranks are idle, and take over their version: for a step whose answer was not waited for."""
-        versions = await self._all("settle")
-        self.version = versions[0]
+    async def wait_idle(self) -> int:
+        """Wait until the ranks are idle, and adopt their version, after a step whose end was not waited for."""
+        self.version = (await self._all("wait_idle"))[0]
         return self.version
 
     async def save(self, folder: Path, *, model: Path) -> None:
         """Write a checkpoint: `folder/model` for Hugging Face, and `folder/training`. Both folders exist, empty.
 
         Args:
-            folder: of the checkpoint.
+            folder: the checkpoint's.
             model: the folder that the run started from; its config and tokenizer are copied.
         """
         await self._all("save", folder, model)
 
     async def stop(self) -> None:
         """End the ranks."""
-        self._down = "it has been stopped"
+        self._unavailable = "it has been stopped"
         self._service.recoverable = False
         await self._service.stop()
 
@@ -306,14 +315,14 @@ class Trainer:
         )
 
     async def _open(self, resume: Path | None, *, index: int | None = None) -> None:
-        """Spawn the ranks, as new ones of replica `index`, and load the policy."""
+        """Spawn the ranks, in place of replica `index` if given, and load the policy."""
         config, service, deadline_s = self.config, self._service, self._start_deadline_s
         threads = max(1, cpu_cores() // config.ranks)
         replica = service.spawn(
             TrainerActor,
-            config,
-            self._model,
-            self._reference,
+            self._settings,
+            config.ranks,
+            config.port,
             ranks=config.ranks,
             env={"OMP_NUM_THREADS": str(threads)},
             index=index,
@@ -324,16 +333,16 @@ class Trainer:
         address, port = await replica.call("meeting_point", deadline_s=deadline_s, rank=0)
         started = await self._call_ranks(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
         self.version, self.parameters = started[0]
-        self._down = ""
+        self._unavailable = ""
 
     @property
     def _replica(self) -> Replica:
-        if self._down:
-            raise ServiceError(self._down, service=self._service.name, hint="restart it, or start the run again")
+        if self._unavailable:
+            raise ServiceError(self._unavailable, service=self._service.name, hint="restart it, or start the run again")
         return self._service.replicas[0]
 
     def _on_last_death(self, death: asyncio.Future[str]) -> None:
-        """The run ends, also when nobody is calling."""
+        """End the run, also when nobody is calling."""
         if self._service.recoverable:
             self._service.abandon(self._service.replicas[0])
             self._faults.record(self._service.name, None, self._spent(death.result()))
@@ -350,7 +359,7 @@ class Trainer:
     async def _call_ranks(
         self, replica: Replica, method: str, args_of_rank: Callable[[int], Sequence[object]], deadline_s: float
     ) -> list[Any]:
-        """Call all ranks.
+        """Call a method on all ranks, with each rank's own arguments.
 
         Raises:
             ReplicaError: a rank died or hung; also when another one, which met that in a collective, said so first.
@@ -371,10 +380,6 @@ class Trainer:
                 call=method,
                 hint=f"see {replica.log}",
             ) from error
-
-    def _reduce(self, parts: Sequence[tuple[dict[str, Value], float]]) -> dict[str, float]:
-        self.busy_s += max(seconds for _, seconds in parts)
-        return reduce(merge_all([metrics for metrics, _ in parts]))
 
 
 def _pad_multiple() -> int:

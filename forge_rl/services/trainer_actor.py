@@ -13,7 +13,9 @@ from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Row
-from forge_rl.engines.platform import device_type, init_distributed, resolve_dtype
+from forge_rl.engines.factory import make_train_engine
+from forge_rl.engines.platform import device_type, init_distributed
+from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.metrics import Value
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
@@ -22,26 +24,29 @@ from forge_rl.weights.transports.protocol import Transport
 if TYPE_CHECKING:
     import torch
 
-    from forge_rl.engines.titan.train import TitanEngine
-    from forge_rl.services.trainer import Trainer
-
 
 class TrainerActor(ServiceActor):
-    """Does what Trainer asks of all ranks, one thing at a time."""
+    """Does what Trainer asks of all ranks, one thing at a time.
 
-    def __init__(self, config: Trainer.Config, model: Path, reference: bool) -> None:
-        self._config = config
-        self._model = model
-        self._reference = reference
-        self._engine: TitanEngine | None = None
-        self._turn = asyncio.Lock()
+    Args:
+        settings: the engine's.
+        ranks: processes that train together.
+        port: where they meet; 0 finds a free one.
+    """
+
+    def __init__(self, settings: TrainSettings, ranks: int, port: int) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._port = port
+        self._engine: TrainEngine | None = None
+        self._lock = asyncio.Lock()
 
     @concurrent_endpoint
     async def meeting_point(self) -> tuple[str, int]:
-        """Address and port at which the ranks meet; asked of rank 0."""
+        """Return address and port at which the ranks meet; asked of rank 0."""
         address = "127.0.0.1" if device_type() == "cpu" else socket.gethostbyname(socket.gethostname())
-        if self._config.port:
-            return address, self._config.port
+        if self._port:
+            return address, self._port
         with socket.socket() as probe:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
@@ -49,29 +54,19 @@ class TrainerActor(ServiceActor):
     @concurrent_endpoint
     async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int]:
         """Load the policy. Returns its version and its number of parameters."""
-        async with self._turn:
-            init_distributed(rank, self._config.ranks, address, port)
-            from forge_rl.engines.titan.train import TitanEngine
-
-            self._engine = TitanEngine(
-                self._model,
-                dtype=resolve_dtype(self._config.dtype),
-                row_tokens=self._config.row_tokens,
-                optimizer=self._config.optimizer,
-                recompute=self._config.recompute,
-                reference=self._reference,
-                frozen=self._config.frozen,
-            )
+        async with self._lock:
+            init_distributed(rank, self._ranks, address, port)
+            self._engine = make_train_engine(self._settings)
             if resume is not None:
                 self._engine.load_training_state(resume)
-            return self._engine.version, sum(p.numel() for p in self._engine.model.parameters())
+            return self._engine.version, self._engine.parameters
 
     @concurrent_endpoint
     async def step(
         self, rows: Sequence[Row], loss: Loss, trained_tokens: int, temperature: float, total_steps: int
     ) -> tuple[dict[str, Value], float]:
-        """Metrics of this rank, and the seconds that it took."""
-        async with self._turn:
+        """Take one optimizer step; returns metrics of this rank, and the seconds that it took."""
+        async with self._lock:
             began = time.monotonic()
             metrics = self.engine.train_step(
                 rows, loss, trained_tokens=trained_tokens, temperature=temperature, total_steps=total_steps
@@ -80,49 +75,49 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def logprobs(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """See Trainer.logprobs."""
-        async with self._turn:
+        """Score every trained target; see `Trainer.logprobs`."""
+        async with self._lock:
             return self.engine.logprobs(rows, temperature=temperature)
 
     @concurrent_endpoint
     async def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor that is published; asked of rank 0."""
+        """List every tensor that is published; asked of rank 0."""
         return self.engine.specs()
 
     @concurrent_endpoint
     async def publish(self, transport: Transport, drafted: Manifest) -> tuple[list[ShardReport], float]:
         """Write this rank's shards; returns what was written, and the seconds that it took."""
-        async with self._turn:
+        async with self._lock:
             began = time.monotonic()
             reports = await transport.write(drafted, self.engine.local_shards(), rank=self.engine.rank)
             return reports, time.monotonic() - began
 
     @concurrent_endpoint
     async def offload(self) -> int:
-        """See Trainer.offload; the bytes of this rank."""
-        async with self._turn:
+        """Move this rank's state to host memory; see `Trainer.offload`."""
+        async with self._lock:
             return self.engine.offload() if device_type() == "cuda" else 0
 
     @concurrent_endpoint
     async def onload(self) -> int:
-        """See Trainer.onload; the bytes of this rank."""
-        async with self._turn:
+        """Bring this rank's state back; see `Trainer.onload`."""
+        async with self._lock:
             return self.engine.onload()
 
     @concurrent_endpoint
-    async def settle(self) -> int:
-        """The version, once what runs has ended."""
-        async with self._turn:
+    async def wait_idle(self) -> int:
+        """Return the version, once what runs has ended."""
+        async with self._lock:
             return self.engine.version
 
     @concurrent_endpoint
     async def save(self, folder: Path, model: Path) -> None:
-        """See Trainer.save."""
-        async with self._turn:
+        """Write a checkpoint; see `Trainer.save`."""
+        async with self._lock:
             self.engine.save(folder, model)
 
     @property
-    def engine(self) -> TitanEngine:
+    def engine(self) -> TrainEngine:
         """This rank's engine, once setup has run."""
         assert self._engine is not None, "setup comes first"
         return self._engine

@@ -1,12 +1,18 @@
-"""Training on torchtitan: the only place that imports it, and, with engines/platform.py, torch.distributed."""
+"""Training on torchtitan: the only place that imports it, and, with engines/platform.py, torch.distributed.
+
+All that is patched in torchtitan stands here. Tried on torchtitan 0.3.0.
+"""
 
 import torch
 import torchtitan.tools.utils as titan_utils
 
 from forge_rl.engines.platform import device_type
+from forge_rl.errors import ForgeError
 
+if gone := {"device_type", "device_module", "get_local_device"} - vars(titan_utils).keys():
+    raise ForgeError(f"torchtitan's utils lack {', '.join(sorted(gone))}", hint="install torchtitan 0.3.0")
 if device_type() == "cpu":
-    # torchtitan 0.3 falls back to "cuda"; five of its modules copy these names when they are imported, so this stands
+    # torchtitan falls back to "cuda"; five of its modules copy these names when they are imported, so this stands
     # here, before every import of them.
     titan_utils.device_type = "cpu"
     titan_utils.device_module = torch.cpu

@@ -1,4 +1,4 @@
-"""A torchtitan model from a Hugging Face folder: Llama and Qwen3 families, with attention over packed rows."""
+"""Builds a torchtitan model from a Hugging Face folder: Llama and Qwen3 families, with attention over packed rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"weight": skip_par
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The dimensions in a Hugging Face config.json."""
+    """Dimensions in a Hugging Face config.json."""
 
     family: Literal["llama", "qwen3"]
     dim: int
@@ -45,9 +45,9 @@ class Architecture:
     max_positions: int
     rope: Mapping[str, float | str]
     tied: bool
-    """Whether the input embedding is also the output projection."""
+    """True if the input embedding is also the output projection."""
     dtype: torch.dtype
-    """That the folder's weights are in, and that checkpoints are written in."""
+    """Format of the folder's weights, and of checkpoints."""
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -118,7 +118,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
-    """The torchtitan model, without weights, on the current default device.
+    """Build the torchtitan model, without weights, on the current default device.
 
     q and k use Hugging Face's rotate-half order in both families (torchtitan's own Llama uses adjacent pairs), so that
     weights/names.py only renames.
@@ -177,7 +177,7 @@ def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
 
 
 def attention_mask(row: Row) -> torch.Tensor | BlockMask:
-    """The packed row's mask in the form that the model's attention takes: [1, 1, L, L] bool on CPU, else blocks."""
+    """Return a packed row's mask as the model's attention takes it: [1, 1, L, L] bool on CPU, else blocks."""
     if row.trees.device.type == "cpu":
         return dense_mask(row)[None, None]
 
@@ -188,7 +188,7 @@ def attention_mask(row: Row) -> torch.Tensor | BlockMask:
 
 
 class DenseMaskAttention(Module):
-    """SDPA with a dense mask: FlexAttention has no backward on CPU."""
+    """Attention by SDPA with a dense mask: FlexAttention has no backward on CPU."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -219,7 +219,7 @@ class DenseMaskAttention(Module):
 
 
 class FloatHead(Linear):
-    """The output projection, in float32 whatever the model's format, as in the engine: logits of 20 rounded to bfloat16
+    """Output projection in float32 whatever the model's format, as in the engine: logits of 20 rounded to bfloat16
     would be off by up to 0.06."""
 
     @dataclass(kw_only=True, slots=True)
@@ -227,7 +227,7 @@ class FloatHead(Linear):
         pass
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to float32 [..., V]."""
+        """Project [..., dim] to float32 [..., V]."""
         return nn.functional.linear(hidden.float(), self.weight.float())
 
 
@@ -267,7 +267,7 @@ def _llama_scaling(rope: Mapping[str, float | str]) -> dict[str, float | str]:
 
 
 def _scale_llama(frequencies: torch.Tensor, *, factor: float, low: float, high: float, original: int) -> torch.Tensor:
-    """Llama 3.1's scaling: long wavelengths are stretched, short ones kept, those between interpolated."""
+    """Scale as Llama 3.1 does: long wavelengths are stretched, short ones kept, those between interpolated."""
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - low) / (high - low)
     between = (1 - smooth) * frequencies / factor + smooth * frequencies

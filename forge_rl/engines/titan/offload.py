@@ -1,4 +1,4 @@
-"""Bytes that leave their device for host memory and come back in place, so that all views of them stay valid."""
+"""Moves bytes from their device to host memory and back in place, so that all views of them stay valid."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import torch
 from forge_rl.errors import ForgeError
 
 _PIECE = 64 << 20
-"""Bytes of a host buffer. torch rounds pinned ones up to powers of two, and keeps them for the next time."""
+"""Bytes of a host buffer; torch rounds pinned ones up to powers of two, and keeps them for the next time."""
 
 
 class OffloadedState:
-    """Bytes that have left their device.
+    """Holds bytes that have left their device.
+
+        offloaded = OffloadedState(model.parameters())  # the device's memory is free now
+        offloaded.bring_back()
 
     Until they are back, their storages are empty and nothing may read them. Tensors, their views, the shards of
     DTensors, FSDP's flat views and the optimizer's state keep their storages, and find the same bytes there again.
 
     Args:
-        tensors: local ones. The whole storage of each leaves, once however many share it. On CUDA, host memory is
+        tensors: local tensors. The whole storage of each leaves, once however many share it. On CUDA, host memory is
             pinned and the device's memory is given back to other processes too.
     """
 
@@ -55,7 +58,7 @@ class OffloadedState:
 
 
 def _copies(storage: torch.UntypedStorage) -> list[torch.Tensor]:
-    """Its bytes in host memory, in pieces; they are there once _finish_copies has run."""
+    """Copy a storage to host memory, in pieces; the bytes are there once _finish_copies has run."""
     copies = []
     for piece in _bytes_of(storage).split(_PIECE):
         copy = torch.empty(len(piece), dtype=torch.uint8, device="cpu", pin_memory=storage.device.type == "cuda")
@@ -64,7 +67,7 @@ def _copies(storage: torch.UntypedStorage) -> list[torch.Tensor]:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A view, `[bytes] uint8`."""
+    """Return a view of a storage, `[bytes] uint8`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -1,4 +1,4 @@
-"""A torchtitan model cut into shards: which block of a weight a rank holds, which it publishes, what is trained."""
+"""Shards of a torchtitan model: the slice of a weight that a rank holds, those that it publishes, and freezing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from forge_rl.weights.transports.protocol import LocalShard
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every weight by its name, which is the same whether or not activations are recomputed; a tied weight once."""
+    """Yield every weight by its name, the same with and without recomputed activations; a tied weight once."""
     for name, parameter in model.named_parameters():
         yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
-    """Every tensor that is published, under Hugging Face names, the same on all ranks; a tied weight once."""
+    """List every tensor that is published, under Hugging Face names, the same on all ranks; a tied weight once."""
     return tuple(
         TensorSpec(name=part.name, shape=part.shape, changed=parameter.requires_grad)
         for name, parameter in named_weights(model)
@@ -34,15 +34,15 @@ def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
 
 
 def local_shards(model: nn.Module) -> Iterator[LocalShard]:
-    """What this rank publishes, under Hugging Face names: views, and together those of all ranks are each weight once.
+    """Yield what this rank publishes, under Hugging Face names: views that, with those of all ranks, tile each weight.
 
-    Of ranks that hold the same block of a weight, the first on each replicated mesh axis publishes it.
+    Where several ranks hold the same slice of a weight, the first one on each replicated mesh axis publishes it.
     """
     for name, parameter in named_weights(model):
-        box = box_of(parameter)
-        if box.numel and _publishes(parameter):
+        tensor_slice = slice_of(parameter)
+        if tensor_slice.numel and _publishes(parameter):
             values = values_of(parameter)
-            for part in parts(name, parameter.shape, box):
+            for part in parts(name, parameter.shape, tensor_slice):
                 yield LocalShard(name=part.name, box=part.box, values=part.of(values))
 
 
@@ -51,7 +51,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Args:
         model: the policy, before its optimizer is made.
-        patterns: of Hugging Face names, as `fnmatch` reads them.
+        patterns: patterns of Hugging Face names, as `fnmatch` reads them.
 
     Raises:
         ConfigError: a pattern matches nothing or some experts of a layer only, or no weight would be trained.
@@ -79,40 +79,40 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A view of this rank's block, of a weight or of its optimizer state."""
+    """Return a view of this rank's slice of a weight or of its optimizer state."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def box_of(parameter: nn.Parameter) -> TensorSlice:
-    """Which block of a weight this rank holds."""
+def slice_of(parameter: nn.Parameter) -> TensorSlice:
+    """Return the slice of a weight that this rank holds."""
     if not isinstance(parameter, DTensor):
         return TensorSlice.whole(parameter.shape)
-    box = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
-    assert box.size == tuple(values_of(parameter).shape), f"{parameter.placements} do not put {box} here"
-    return box
+    found = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
+    assert found.size == tuple(values_of(parameter).shape), f"{parameter.placements} do not put {found} here"
+    return found
 
 
 def block(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> TensorSlice:
-    """The block of a weight at one place of a mesh.
+    """Compute the slice of a weight at one place of a mesh.
 
     A _StridedShard axis (FSDP over a weight that tensor or expert parallelism has cut already) comes after those to its
-    right: what it cuts is their block. torch's own compute_local_shape_and_global_offset cuts from left to right, and
+    right: it cuts their slice. torch's own compute_local_shape_and_global_offset cuts from left to right, and
     is wrong where that is uneven: 7 rows over FSDP 3 and TP 2, for one.
 
     Args:
-        shape: of the whole weight.
-        mesh: ranks on each axis.
-        coordinate: the place, on each axis.
-        placements: of the weight, on each axis.
+        shape: shape of the whole weight.
+        mesh: number of ranks on each axis.
+        coordinate: the place on each axis.
+        placements: the weight's placement on each axis.
     """
     start, size, cuts = [0] * len(shape), list(shape), [1] * len(shape)
     axes = list(zip(mesh, coordinate, placements, strict=True))
     strided = [axis for axis in axes if isinstance(axis[2], _StridedShard)]
     for ranks, place, placement in [axis for axis in axes if axis not in strided] + strided[::-1]:
         if isinstance(placement, _StridedShard):
-            assert placement.split_factor == cuts[placement.dim], f"{placements} do not make one block"
+            assert placement.split_factor == cuts[placement.dim], f"{placements} do not make one slice"
         elif not isinstance(placement, Shard):
             assert placement.is_replicate(), f"a weight is no sum, but {placement}"
             continue
@@ -126,10 +126,10 @@ def block(
 
 
 def _publishes(parameter: nn.Parameter) -> bool:
-    """Whether this rank is the one that publishes its block.
+    """Return True if this rank is the one that publishes its slice.
 
-    A mesh that is a slice of a larger one, as FSDP's is for a weight that tensor parallelism leaves alone, has its
-    block on the other slices too; the slice with the first rank publishes.
+    A mesh that is part of a larger one, as FSDP's is for a weight that tensor parallelism leaves alone, has the same
+    shards as the other parts; the part with the first rank publishes.
     """
     if not isinstance(parameter, DTensor):
         return dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""The state of a torchtitan model: read from and written to Hugging Face folders, and checkpointed."""
+"""Reads and writes a torchtitan model: Hugging Face folders, and training state to continue from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from forge_rl.engines.titan.shards import box_of, named_weights, values_of
+from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
 from forge_rl.weights.names import parts
 
@@ -24,7 +24,7 @@ _AGAIN = "download or export the model again"
 
 
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
-    """Read this rank's block of every weight from a Hugging Face folder.
+    """Read this rank's slice of every weight from a Hugging Face folder.
 
     Raises:
         ModelError: a weight is missing or has another shape, or a file cannot be read.
@@ -34,7 +34,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
         files: dict[Path, safe_open] = {}
         for ours, parameter in named_weights(model):
             block = values_of(parameter)
-            for part in parts(ours, parameter.shape, box_of(parameter)):
+            for part in parts(ours, parameter.shape, slice_of(parameter)):
                 name = part.name
                 if name == "lm_head.weight" and tied and name not in index:
                     name = "model.embed_tokens.weight"
@@ -54,7 +54,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which safetensors file holds each weight."""
+    """Map each weight to the safetensors file that holds it."""
     sharded = folder / "model.safetensors.index.json"
     if sharded.exists():
         try:
@@ -71,7 +71,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _open(path: Path) -> safe_open:
-    """A safetensors file, mapped.
+    """Map a safetensors file into memory.
 
     Raises:
         ModelError: it is missing or broken.
@@ -88,8 +88,8 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
     Args:
         model: the policy.
         source: folder that the run started from; its config and tokenizer files are copied.
-        folder: where to write; exists.
-        dtype: of the written tensors.
+        folder: folder to write to; exists.
+        dtype: format of the written tensors.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -159,7 +159,7 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
-    """Raises CheckpointError if a training state is of this model, but other weights of it were trained."""
+    """Raise CheckpointError if a training state is this model's, but other weights of it were trained."""
 
     def weights(keys: set[str], kind: str) -> set[str]:
         return {key.removeprefix(kind) for key in keys if key.startswith(kind)}
@@ -174,14 +174,14 @@ def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """One line. What fails on any rank reaches all as a CheckpointException, which is not an Exception."""
+    """Return one line; what fails on any rank reaches all as a CheckpointException, which is not an Exception."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> dict[str, torch.Tensor]:
-    """Flat views of all state by name; AdamW makes its own only at the first step, so it is made here."""
+    """Return flat views of all state by name; AdamW makes its own only at the first step, so it is made here."""
     state: dict[str, torch.Tensor] = {"version": torch.tensor(version)}
     steps = torch.tensor(0.0)
     for name, parameter in named_weights(model):

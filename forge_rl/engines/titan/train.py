@@ -21,9 +21,9 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
 from forge_rl.algorithms import Loss, logprob_gap, token_logprobs
 from forge_rl.data.packing import Row
-from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.platform import device_type, local_device
-from forge_rl.engines.titan.model import Architecture, attention_mask, build_model, read_architecture
+from forge_rl.engines.platform import device_type, local_device, resolve_dtype
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.model import attention_mask, build_model, read_architecture
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
@@ -34,41 +34,18 @@ from forge_rl.weights.transports.protocol import LocalShard
 
 
 class TitanEngine:
-    """One rank's share of the policy, its optimizer, and if asked for a frozen reference.
+    """A `TrainEngine` on torchtitan: one rank's shard (FSDP2) of the policy and its optimizer."""
 
-    Args:
-        folder: Hugging Face model folder that both policy and reference start from.
-        dtype: format of the forward and backward pass. Weights and optimizer state are float32.
-        row_tokens: longest row that will be trained.
-        optimizer: AdamW's settings.
-        recompute: recompute activations in the backward pass instead of keeping them.
-        reference: keep a frozen copy of the starting weights, for a KL penalty.
-        frozen: weights that are not trained, as patterns of Hugging Face names.
-
-    The process group must be initialised; every rank of it holds a shard (FSDP2).
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        dtype: torch.dtype,
-        row_tokens: int,
-        optimizer: OptimizerConfig,
-        recompute: bool = False,
-        reference: bool = False,
-        frozen: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, settings: TrainSettings) -> None:
         self.rank = dist.get_rank()
-        self.architecture = read_architecture(folder)
-        self.dtype = dtype
+        self.version = 0
+        self.architecture = read_architecture(settings.folder)
         self.device = local_device(self.rank)
-        self._config = optimizer
-        self._row_tokens = row_tokens
-        self._recompute = recompute
-        self.model = self._build(folder)
-        freeze(self.model, frozen)
-        self._reference = self._build(folder).requires_grad_(False) if reference else None
+        self._settings = settings
+        self.model = self._build()
+        freeze(self.model, settings.frozen)
+        self._reference = self._build().requires_grad_(False) if settings.reference else None
+        optimizer = settings.optimizer
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.model.parameters() if parameter.requires_grad],
             lr=optimizer.lr,
@@ -76,28 +53,12 @@ class TitanEngine:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
-        self.version = 0
-        """Optimizer steps behind the weights."""
         self._offloaded: OffloadedState | None = None
 
     def train_step(
         self, rows: Sequence[Row], loss: Loss, *, trained_tokens: int, temperature: float, total_steps: int
     ) -> dict[str, Value]:
-        """One optimizer step on this rank's rows; every rank calls it with as many rows.
-
-        Args:
-            rows: this rank's, each one microbatch.
-            loss: sums per-token losses.
-            trained_tokens: over all rows of all ranks: the loss is their sum divided by it.
-            temperature: that the episodes were sampled at.
-            total_steps: of the run, for the learning rate's course.
-
-        Returns:
-            Mergeable metrics of this rank.
-
-        Raises:
-            ForgeError: the gradient is not finite; weights and optimizer are left as they were.
-        """
+        """Take one optimizer step; see `TrainEngine.train_step`."""
         self.onload()
         metrics: dict[str, Value] = {}
         for row in rows:
@@ -105,7 +66,7 @@ class TitanEngine:
             (row_loss / trained_tokens).backward()
             for name, value in row_metrics.items():
                 metrics[name] = value if name not in metrics else merge(metrics[name], value)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.optimizer.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if not torch.isfinite(norm):
@@ -114,7 +75,7 @@ class TitanEngine:
                 f"the gradient norm of step {self.version + 1} is {float(norm)}",
                 hint="lower --trainer.optimizer.lr, or look at episodes.jsonl for what was trained on",
             )
-        lr = self._config.lr_at(self.version, total_steps)
+        lr = self._settings.optimizer.lr_at(self.version, total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -125,29 +86,21 @@ class TitanEngine:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
-        """Log-probability of every masked target under the current weights, each row [L] float32, 0 elsewhere."""
+        """Score every masked target; see `TrainEngine.logprobs`."""
         self.onload()
         found = [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
         _reshard(self.model)
         return found
 
     def offload(self) -> int:
-        """Move weights, optimizer state and reference to host memory; what uses them next brings them back first.
-
-        Returns:
-            Bytes that left the device; 0 if they were away already.
-        """
+        """Move all state to host memory; see `TrainEngine.offload`."""
         if self._offloaded is not None:
             return 0
         self._offloaded = OffloadedState(self._held())
         return self._offloaded.bytes
 
     def onload(self) -> int:
-        """Bring back what `offload` moved, bit by bit the same. Returns its bytes; 0 if nothing was away.
-
-        Raises:
-            ForgeError: the device has no room; it can be tried again.
-        """
+        """Bring back what `offload` moved; see `TrainEngine.onload`."""
         if self._offloaded is None:
             return 0
         self._offloaded.bring_back()
@@ -155,27 +108,27 @@ class TitanEngine:
         return moved
 
     def local_shards(self) -> Iterator[LocalShard]:
-        """What this rank publishes of the weights."""
+        """Yield what this rank publishes; see `TrainEngine.local_shards`."""
         self.onload()
         return local_shards(self.model)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor that is published."""
+        """List every tensor that is published; see `TrainEngine.specs`."""
         return specs(self.model)
 
     def save(self, folder: Path, model: Path) -> None:
-        """Write `folder/model` for Hugging Face and `folder/training` to continue from; all ranks take part."""
+        """Write a checkpoint; see `TrainEngine.save`."""
         self.onload()
         save_training_state(self.model, self.optimizer, self.version, folder / "training")
         save_hf(self.model, model, folder / "model", self.architecture.dtype)
 
     def load_training_state(self, folder: Path) -> None:
-        """Continue from what `save` wrote into its folder `training`."""
+        """Continue from a checkpoint; see `TrainEngine.load_training_state`."""
         self.onload()
         self.version = load_training_state(self.model, self.optimizer, folder)
 
     def _held(self) -> Iterator[torch.Tensor]:
-        """All that lasts from step to step, as this rank has it; gradients do not."""
+        """Yield all that lasts from step to step, as this rank has it; gradients do not."""
         for model in (self.model, self._reference):
             if model is not None:
                 _reshard(model)
@@ -197,7 +150,7 @@ class TitanEngine:
             "entropy": Mean(float(entropy[row.mask].sum()), tokens),
             "tokens/trained": Sum(tokens),
         }
-        # Only of tokens that these weights produced does the gap tell whether trainer and engine agree.
+        # The gap tells whether trainer and engine agree, on tokens that these weights produced; on others it is drift.
         fresh = row.versions == self.version
         for name, compared in (("logprob_gap", row.mask & fresh), ("logprob_drift", row.mask & ~fresh)):
             gap = logprob_gap(logprobs.detach(), row.behaviour, compared)
@@ -210,7 +163,7 @@ class TitanEngine:
         return loss_sum, metrics
 
     def _score(self, model: Decoder, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob and entropy of each masked target, [L] float32 with 0 elsewhere.
+        """Return logprob and entropy of each masked target, [L] float32 with 0 elsewhere.
 
         The output projection, a fifth of a small model's work, runs on masked positions only.
         """
@@ -233,35 +186,41 @@ class TitanEngine:
             row, **{name: value.to(self.device) for name, value in vars(row).items() if torch.is_tensor(value)}
         )
 
-    def _build(self, folder: Path) -> Decoder:
+    @property
+    def parameters(self) -> int:
+        """Number of the policy's parameters, over all ranks."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _build(self) -> Decoder:
         world = dist.get_world_size()
-        shard = world > 1 or self.dtype != torch.float32
+        dtype = resolve_dtype(self._settings.dtype)
+        shard = world > 1 or dtype != torch.float32
         with torch.device("meta" if shard else self.device):
-            model = build_model(self.architecture, max_positions=self._row_tokens)
+            model = build_model(self.architecture, max_positions=self._settings.row_tokens)
         if shard:
-            self._parallelize(model, self.architecture, world)
+            self._parallelize(model, world, dtype)
             model.to_empty(device=self.device)
-        elif self._recompute:
+        elif self._settings.recompute:
             FullAC.Config().build(dump_folder="").apply(model)
         with torch.no_grad():
             model.init_states()
-        load_weights(model, folder, tied=self.architecture.tied)
+        load_weights(model, self._settings.folder, tied=self.architecture.tied)
         return model.to(self.device)
 
-    def _parallelize(self, model: Decoder, architecture: Architecture, world: int) -> None:
+    def _parallelize(self, model: Decoder, world: int, dtype: torch.dtype) -> None:
         parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
-        parallelize = parallelize_llama if architecture.family == "llama" else parallelize_qwen3
+        parallelize = parallelize_llama if self.architecture.family == "llama" else parallelize_qwen3
         parallelize(
             model,
             parallel_dims=ParallelDims.from_config(parallelism, world),
             training=TrainingConfig(
-                seq_len=self._row_tokens,
-                mixed_precision_param=str(self.dtype).removeprefix("torch."),
+                seq_len=self._settings.row_tokens,
+                mixed_precision_param=str(dtype).removeprefix("torch."),
                 mixed_precision_reduce="float32",
             ),
             parallelism=parallelism,
             compile_config=CompileConfig(enable=False),
-            ac_config=FullAC.Config() if self._recompute else None,
+            ac_config=FullAC.Config() if self._settings.recompute else None,
             dump_folder="",
         )
         # The loss is a sum over a global token count: gradients of ranks add up, they are not averaged.

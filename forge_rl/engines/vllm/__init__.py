@@ -1,6 +1,14 @@
-"""Decoding on vLLM: the only place that imports it."""
+"""Decoding on vLLM: the only place that imports it. Importing this package alone does not."""
 
-from forge_rl.engines.vllm.engine import VLLMEngine
-from forge_rl.engines.vllm.transfer import register
+import contextlib
 
-__all__ = ["VLLMEngine", "register"]
+BACKEND = "forge_rl"
+"""Name of our weight transfer in vLLM."""
+
+
+def register() -> None:
+    """Make our weight transfer known to vLLM, which calls this in each of its processes (see pyproject.toml)."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # this process has it already
+        WeightTransferEngineFactory.register_engine(BACKEND, f"{__name__}.transfer", "BucketTransferEngine")

@@ -7,9 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from pathlib import Path
 
-import torch
 from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -17,20 +15,23 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge_rl.engines import ENGINE_DIED
-from forge_rl.engines.platform import device_type
+from forge_rl.engines.platform import device_type, resolve_dtype
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.vllm import BACKEND
+from forge_rl.engines.vllm.internals import engine_pids, stop_decoding
 from forge_rl.engines.vllm.stream import decode
-from forge_rl.engines.vllm.transfer import BACKEND, OWNER, SegmentUpdateInfo, WorkerExtension
-from forge_rl.errors import WeightsError
+from forge_rl.engines.vllm.transfer import OWNER, BucketUpdateInfo, WorkerExtension
+from forge_rl.errors import ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
-from forge_rl.types import Chunk, Sampling, Turn
+from forge_rl.types import Chunk, Sampling
 from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import LoadReport, Manifest
-from forge_rl.weights.transports.protocol import LocalBucket
+from forge_rl.weights.transports.protocol import TensorBucket
 
 
 class VLLMEngine:
-    """One vLLM engine, in processes of its own below this one."""
+    """A `DecodeEngine` on vLLM, in processes of its own below this one."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -39,75 +40,34 @@ class VLLMEngine:
         self._paused = False
         self._asleep = False
         self._changing = asyncio.Lock()
-        """Held while what is below changes, so that it follows what is above and what was loaded."""
+        """Held while vLLM's state, which is below, follows what was asked for, which is above, and what was loaded."""
         self._stopped = False
-        """Whether vLLM decodes nothing."""
+        """True while vLLM decodes nothing."""
         self._released: list[str] = []
-        """What is not in memory: "weights", "kv_cache"."""
-        for process in llm.engine_core.resources.engine_manager.processes:
-            when_process_ends(process.pid, self._on_engine_death)
+        """Parts that are not in memory: "weights", "kv_cache"."""
+        for pid in engine_pids(llm):
+            when_process_ends(pid, self._on_engine_death)
 
     @classmethod
-    async def start(
-        cls,
-        folder: Path,
-        *,
-        dtype: torch.dtype,
-        max_model_tokens: int,
-        max_requests: int,
-        kv_cache_bytes: int | None,
-        memory_share: float,
-        eager: bool,
-        seed: int,
-    ) -> VLLMEngine:
-        """Start an engine; its weights are the folder's until the first load.
+    async def start(cls, settings: DecodeSettings) -> VLLMEngine:
+        """Start an engine.
 
-        Args:
-            folder: Hugging Face model folder.
-            dtype: of weights and activations.
-            max_model_tokens: longest prompt and answer together.
-            max_requests: most requests decoded at a time; more wait.
-            kv_cache_bytes: room for keys and values; None takes what memory_share leaves on CUDA.
-            memory_share: of the GPU's memory that the engine may take.
-            eager: no compilation and no CUDA graphs; always so on CPU.
-            seed: of the engine's own stream.
+        Raises:
+            ModelError: vLLM does not start with this model.
         """
-        arguments = AsyncEngineArgs(
-            model=str(folder),
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_model_tokens,
-            max_num_seqs=max_requests,
-            kv_cache_memory_bytes=kv_cache_bytes,
-            gpu_memory_utilization=memory_share,
-            enforce_eager=eager or device_type() == "cpu",
-            enable_sleep_mode=device_type() == "cuda",
-            distributed_executor_backend="uni",
-            # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
-            enable_chunked_prefill=device_type() != "cpu",
-            max_num_batched_tokens=max(max_model_tokens, 4096),
-            logprobs_mode="processed_logprobs",
-            # The output projection in float32, as in the trainer: logits rounded to bfloat16 alone cost 0.03 a logprob.
-            hf_overrides={"head_dtype": "float32"},
-            enable_prefix_caching=True,
-            disable_log_stats=True,
-            seed=seed,
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
-            additional_config={OWNER: os.getpid()},
-        )
-        engine = cls(AsyncLLM.from_engine_args(arguments))
-        await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        try:
+            engine = cls(AsyncLLM.from_engine_args(_arguments(settings)))
+            await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        except (ValueError, RuntimeError) as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raise ModelError(
+                f"vLLM does not start with {settings.folder}: {lines[-1] if lines else type(error).__name__}",
+                hint="see logs/generator-*.log in the run folder for vLLM's own report",
+            ) from error
         return engine
 
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Decode one answer, a chunk for each step; closing the generator ends the request.
-
-        Greedy answers carry no logprobs (NaN): they are for evaluation, not for training.
-
-        Raises:
-            WeightsError: the last load failed.
-            ConfigError: vLLM does not take such a request.
-        """
+        """Decode one completion; see `DecodeEngine.stream`."""
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
         try:
@@ -118,64 +78,32 @@ class VLLMEngine:
             self._on_engine_death()  # as soon as its process has ended this one would: no need to wait for that
             raise
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Turn:
-        """One whole answer; see stream."""
-        async with contextlib.aclosing(self.stream(prompt_ids, sampling)) as chunks:
-            parts = [chunk async for chunk in chunks]
-        return Turn(
-            prompt_ids=tuple(prompt_ids),
-            token_ids=tuple(token for chunk in parts for token in chunk.token_ids),
-            logprobs=tuple(logprob for chunk in parts for logprob in chunk.logprobs),
-            versions=tuple(version for chunk in parts for version in chunk.versions),
-            text="".join(chunk.text for chunk in parts),
-            truncated=parts[-1].finish == "length",
-        )
-
     async def pause(self) -> None:
-        """Stop at a token boundary: from then on nothing is decoded. Requests are kept, with their keys and values."""
+        """Stop at a token boundary; see `DecodeEngine.pause`."""
         self._paused = True
-        await self._settle()
+        await self._apply()
 
     async def resume(self) -> None:
-        """Go on after pause; nothing happens while the engine sleeps, or holds no whole version."""
+        """Go on after `pause`; see `DecodeEngine.resume`."""
         self._paused = False
-        await self._settle()
+        await self._apply()
 
     async def sleep(self) -> None:
-        """Stop as pause does, and give memory back: keys and values, and on CUDA the weights, which go to the host.
-
-        Requests are kept; what was computed of them is computed again after wake.
-        """
+        """Stop and give memory back; see `DecodeEngine.sleep`."""
         self._asleep = True
-        await self._settle()
+        await self._apply()
 
     async def wake(self) -> None:
-        """Go on after sleep, unless the engine is also paused."""
+        """Go on after `sleep`; see `DecodeEngine.wake`."""
         self._asleep = False
-        await self._settle()
+        await self._apply()
 
     async def serve_model(self) -> None:
         """Call the weights that the engine was started with version 0."""
         await self._llm.update_weight_version("0")
 
-    async def load(
-        self, manifest: Manifest, buckets: AsyncIterator[LocalBucket], *, reader: str = "an engine"
-    ) -> LoadReport:
-        """Replace the weights by those of a version.
-
-        Requests in flight stop at a token boundary, keep their tokens, and go on under the new version; all that was
-        computed from them with the old weights is computed again. A paused engine stays paused. When a load has begun
-        and fails, the engine serves nothing until another one succeeds.
-
-        Args:
-            manifest: of the version.
-            buckets: its buckets; one may be gone as soon as the next one is asked for.
-            reader: this engine, in errors.
-
-        Raises:
-            WeightsError: a bucket is gone, or the version does not fit the model.
-            AttestationError: what was read is not what was published.
-        """
+    async def load(self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str) -> LoadReport:
+        """Replace the weights; see `DecodeEngine.load`."""
         clock = PhaseClock()
         with clock.phase("wait"):
             bucket = await anext(buckets, None)
@@ -189,7 +117,7 @@ class VLLMEngine:
                 await self._llm.start_weight_update()
                 while bucket is not None:
                     with clock.phase("load"):
-                        update = SegmentUpdateInfo.of(manifest.version, bucket)
+                        update = BucketUpdateInfo.of(manifest.version, bucket)
                         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
                     with clock.phase("wait"):
                         bucket = await anext(buckets, None)
@@ -207,7 +135,7 @@ class VLLMEngine:
                 raise
             self._failure = ""
         with clock.phase("pause"):
-            await self._settle()
+            await self._apply()
         return LoadReport(
             version=read["version"],
             fingerprints=read["fingerprints"],
@@ -215,7 +143,7 @@ class VLLMEngine:
             seconds=_stages(clock.finish_step(), read["seconds"]),
         )
 
-    async def _settle(self) -> None:
+    async def _apply(self) -> None:
         """Bring vLLM to the state that was asked for last."""
         async with self._changing:
             if self._asleep and "kv_cache" not in self._released:
@@ -231,12 +159,11 @@ class VLLMEngine:
 
     async def _stop(self, *, clear_cache: bool) -> None:
         if not self._stopped or clear_cache:
-            # AsyncLLM.pause_generation does this, and then sleeps for 20 ms so that all outputs have been handed out.
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+            await stop_decoding(self._llm, clear_cache=clear_cache)
             self._stopped = True
 
     async def _release(self) -> None:
-        """Give memory back. Not by AsyncLLM.sleep: its wake_up would resume a paused engine."""
+        """Give memory back; AsyncLLM.sleep would not do, as its wake_up resumes a paused engine."""
         if device_type() == "cpu":
             await self._llm.collective_rpc("forge_rl_release_kv_cache")
             self._released = ["kv_cache"]
@@ -261,8 +188,35 @@ class VLLMEngine:
             os._exit(ENGINE_DIED)
 
 
+def _arguments(settings: DecodeSettings) -> AsyncEngineArgs:
+    on_cpu = device_type() == "cpu"
+    return AsyncEngineArgs(
+        model=str(settings.folder),
+        dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
+        max_model_len=settings.max_model_tokens,
+        max_num_seqs=settings.max_requests,
+        kv_cache_memory_bytes=settings.kv_cache_bytes if on_cpu else None,
+        gpu_memory_utilization=settings.memory_share,
+        enforce_eager=settings.eager or on_cpu,
+        enable_sleep_mode=not on_cpu,
+        distributed_executor_backend="uni",
+        # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
+        enable_chunked_prefill=not on_cpu,
+        max_num_batched_tokens=max(settings.max_model_tokens, 4096),
+        logprobs_mode="processed_logprobs",
+        # The output projection in float32, as in the trainer: logits rounded to bfloat16 alone cost 0.03 a logprob.
+        hf_overrides={"head_dtype": "float32"},
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        seed=settings.seed,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
+        additional_config={OWNER: os.getpid()},
+    )
+
+
 def _stages(whole: dict[str, float], inside: dict[str, float]) -> dict[str, float]:
-    """Seconds by stage, each counted once: those that the worker measured were inside the calls that we measured."""
+    """Return seconds by stage, each counted once: what the worker measured was inside the calls measured here."""
     names = ("wait", "pause", "load", "finish")
     seconds = {name: whole.get(f"seconds/{name}", 0.0) for name in names}
     for name in ("load", "finish"):

@@ -1,4 +1,4 @@
-"""A CPU tensor's memory, given back to the machine while the tensor lives."""
+"""Gives a CPU tensor's memory back to the machine while the tensor lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One answer of vLLM's, as it is decoded: each step's tokens with their logprobs and the version that produced them."""
+"""Streams one completion of vLLM: each step's tokens with their logprobs and the version that produced them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
+from forge_rl.engines.vllm.internals import version_starts
 from forge_rl.errors import ConfigError
 from forge_rl.types import Chunk, Sampling
 
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 
 async def decode(llm: AsyncLLM, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-    """Decode one answer; when this generator is closed, vLLM drops the request.
+    """Decode one completion; when this generator is closed, vLLM drops the request.
 
     Raises:
         ConfigError: vLLM does not take such a request.
-        RuntimeError: vLLM ended it without an answer.
+        RuntimeError: vLLM ended it without a completion.
     """
     request = uuid.uuid4().hex
     prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)}
@@ -34,12 +35,12 @@ async def decode(llm: AsyncLLM, prompt_ids: Sequence[int], sampling: Sampling) -
     try:
         async with contextlib.aclosing(llm.generate(prompt, _parameters(sampling), request_id=request)) as outputs:
             async for output in outputs:
-                (answer,) = output.outputs
-                if answer.finish_reason not in (None, "stop", "length"):
-                    raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
-                starts = _version_starts(llm, request, answer)
-                count = len(answer.token_ids)
-                chunk = _chunk(answer, sampling, _versions(starts, sent, sent + count))
+                (completion,) = output.outputs
+                if completion.finish_reason not in (None, "stop", "length"):
+                    raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
+                starts = version_starts(llm, request, completion)
+                count = len(completion.token_ids)
+                chunk = _chunk(completion, sampling, _versions(starts, sent, sent + count))
                 sent += count
                 yield chunk
     except VLLMValidationError as error:
@@ -60,31 +61,19 @@ def _parameters(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _version_starts(llm: AsyncLLM, request: str, answer: CompletionOutput) -> list[tuple[str, int]]:
-    """Each version of an answer with the number of its first token.
-
-    vLLM tells them with the end of an answer only. Until then they are where it keeps them: nothing is awaited between
-    its handing out an output and this look, so they are those of this output's tokens.
-    """
-    if answer.finish_reason is not None:
-        return [(span.version, span.start) for span in answer.weight_versions or ()]
-    (internal,) = llm.output_processor.external_req_ids[request]
-    return llm.output_processor.request_states[internal].weight_version_starts
-
-
 def _versions(starts: list[tuple[str, int]], first: int, end: int) -> tuple[int, ...]:
-    """Of the tokens from `first` up to `end`; -1 where the engine had loaded none."""
+    """Return the version of each token from `first` up to `end`; -1 where the engine had loaded none."""
     places = [start for _, start in starts]
     spans = [bisect_right(places, token) - 1 for token in range(first, end)]
     return tuple(int(starts[span][0]) if span >= 0 and starts[span][0].isdecimal() else -1 for span in spans)
 
 
-def _chunk(answer: CompletionOutput, sampling: Sampling, versions: tuple[int, ...]) -> Chunk:
-    ids = tuple(answer.token_ids)
+def _chunk(completion: CompletionOutput, sampling: Sampling, versions: tuple[int, ...]) -> Chunk:
+    ids = tuple(completion.token_ids)
     steps = (
         []
-        if answer.logprobs is None
-        else [{token: entry.logprob for token, entry in step.items()} for step in answer.logprobs]
+        if completion.logprobs is None
+        else [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
     )
     if sampling.temperature == 0:
         logprobs = (math.nan,) * len(ids)
@@ -95,6 +84,6 @@ def _chunk(answer: CompletionOutput, sampling: Sampling, versions: tuple[int, ..
         likeliest = (sorted(step.items(), key=lambda pair: -pair[1]) for step in steps)
         top = tuple(tuple(pairs[: sampling.top_logprobs]) for pairs in likeliest)
     finish: Literal["", "stop", "length"] = ""
-    if answer.finish_reason is not None:
-        finish = "length" if answer.finish_reason == "length" else "stop"
-    return Chunk(token_ids=ids, logprobs=logprobs, versions=versions, text=answer.text, finish=finish, top=top)
+    if completion.finish_reason is not None:
+        finish = "length" if completion.finish_reason == "length" else "stop"
+    return Chunk(token_ids=ids, logprobs=logprobs, versions=versions, text=completion.text, finish=finish, top=top)

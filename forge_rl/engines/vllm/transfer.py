@@ -1,52 +1,38 @@
-"""Weights into vLLM's model: runs in vLLM's worker, and reads them bucket by bucket from shared memory."""
+"""Loads weights into vLLM's model, bucket by bucket; runs in vLLM's worker."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from forge_rl.engines.vllm.memory import release
+from forge_rl.engines.vllm import internals
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.weights.fingerprints import Move, fingerprint, move
-from forge_rl.weights.manifest import SegmentRef, TensorEntry
-from forge_rl.weights.segment import check, readable
+from forge_rl.weights.manifest import TensorEntry
 from forge_rl.weights.slices import TensorSlice
-from forge_rl.weights.transports.protocol import LocalBucket
-
-BACKEND = "forge_rl"
-"""Name of our weight transfer in vLLM."""
+from forge_rl.weights.transports.protocol import TensorBucket
 
 OWNER = "forge_rl_owner"
-"""Of the entry in vLLM's additional_config that has the process id without which a worker ends."""
-
-
-def register() -> None:
-    """vLLM's plugin hook (see pyproject.toml): makes our weight transfer known in each of vLLM's processes."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SegmentTransferEngine")
+"""Entry in vLLM's additional_config with the id of the process without which a worker ends."""
 
 
 class WorkerExtension:
     """Methods that vLLM adds to its worker, for collective_rpc."""
 
-    weight_transfer_engine: SegmentTransferEngine
-    model_runner: Any
-    _weight_update_active: bool
+    weight_transfer_engine: BucketTransferEngine
 
     def forge_rl_load_report(self) -> dict[str, Any]:
-        """Of the last load: `version`, `fingerprints` and `in_place` as in LoadReport; and the `seconds` that
+        """Report the last load: `version`, `fingerprints` and `in_place` as in LoadReport; and the `seconds` that
         fingerprints took, by the stage that they were a part of."""
         return self.weight_transfer_engine.report
 
@@ -56,59 +42,43 @@ class WorkerExtension:
         Returns:
             Message and hint of the ForgeError that failed it here, which vLLM reports without its class.
         """
-        self._weight_update_active = False
+        internals.allow_another_update(self)
         return self.weight_transfer_engine.give_up()
 
     def forge_rl_release_kv_cache(self) -> None:
-        """Give back what keys and values take of a CPU's memory, which vLLM's own sleep and discard cannot; they are
-        zeros then, as when the engine had started."""
-        release(self.model_runner.kv_caches)
+        """Give back what keys and values take of a CPU's memory."""
+        internals.release_kv_cache(self)
 
 
 @dataclass
-class SegmentInitInfo(WeightTransferInitInfo):
+class NoInitInfo(WeightTransferInitInfo):
     """Nothing is agreed on beforehand."""
 
 
 @dataclass
-class SegmentUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket of a version, in types that vLLM can send."""
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket of a version, in types that vLLM sends to a worker in another process."""
 
     version: int
-    path: str
-    bytes: int
-    token: str
-    tensors: list[tuple[str, list[int], str, int]]
-    """Name, shape, dtype and offset of each."""
+    bucket: bytes
+    """A pickled `TensorBucket`."""
 
     @staticmethod
-    def of(version: int, bucket: LocalBucket) -> dict[str, Any]:
-        """The fields for a bucket."""
-        ref = bucket.segment
-        tensors = [(entry.name, list(entry.shape), entry.dtype, entry.offset) for entry in bucket.tensors]
-        return {"version": version, "path": ref.path, "bytes": ref.bytes, "token": ref.token, "tensors": tensors}
-
-    def bucket(self) -> LocalBucket:
-        """The bucket that the fields are of."""
-        return LocalBucket(
-            segment=SegmentRef(path=self.path, bytes=self.bytes, token=self.token),
-            tensors=tuple(
-                TensorEntry(name=name, shape=tuple(shape), dtype=dtype, bucket="", offset=offset)
-                for name, shape, dtype, offset in self.tensors
-            ),
-        )
+    def of(version: int, bucket: TensorBucket) -> dict[str, Any]:
+        """Pack a bucket into the fields."""
+        return {"version": version, "bucket": pickle.dumps(bucket)}
 
 
-class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateInfo]):
-    """Loads a version into vLLM's model, one bucket of shared memory after the other.
+class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
+    """Loads a version into vLLM's model, one bucket after the other.
 
     vLLM collects what belongs to a layer, such as q, k and v, and puts it into the parameters when it is complete. What
     it still holds of a bucket that was loaded is copied, since the bucket may be gone as soon as the next one is asked
     for: that is less than a layer's weights.
     """
 
-    init_info_cls = SegmentInitInfo
-    update_info_cls = SegmentUpdateInfo
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketUpdateInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -118,7 +88,7 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
         if owner is not None:
             when_process_ends(owner, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-    def init_transfer_engine(self, init_info: SegmentInitInfo) -> None:
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         fingerprint(torch.zeros(8, 8), (8, 8))  # loads the compiled loop, which takes a while
 
     def start_weight_update(self) -> None:
@@ -128,14 +98,14 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
         self._fingerprints: dict[str, int] = {}
         self._loaded: set[str] = set()
         self._parameters = _Parameters(self.model)
-        initialize_layerwise_reload(self.model)
+        internals.begin_reload(self.model)
         self._expected = {name for name, _ in self.model.named_parameters()}
         if self.model_config.hf_config.tie_word_embeddings:
             self._expected.discard("lm_head.weight")
 
-    def receive_weights(self, update_info: SegmentUpdateInfo) -> None:
+    def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         try:
-            self._load(update_info.version, update_info.bucket())
+            self._load(update_info.version, pickle.loads(update_info.bucket))
         except ForgeError as error:
             self._problem = error
             raise
@@ -147,11 +117,7 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
             self._problem = error
             raise
         del self._parameters
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
-            # vLLM reloads the embedding but not the output projection that is tied to it, and on CPU that one computes
-            # with a repacked copy of the old weights.
-            self.model.lm_head.quant_method.process_weights_after_loading(self.model.lm_head)
+        internals.finish_reload(self.model, self.model_config)
         with self._clock.phase("finish"):
             live = dict(_Parameters(self.model).holding(self._entries))
             self._fingerprints |= _fingerprints(live)
@@ -165,67 +131,41 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
 
     def give_up(self) -> tuple[str, str] | None:
         """Put vLLM's model back into a state in which a load can begin; its weights are of no version."""
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.load_numel = 0
-                info.loaded_weights.clear()
-        finalize_layerwise_reload(self.model, self.model_config)
+        internals.abandon_reload(self.model, self.model_config)
         problem, self._problem = self._problem, None
         return (problem.message, problem.hint) if problem else None
 
     def shutdown(self) -> None:
         """Nothing to release."""
 
-    def _load(self, version: int, bucket: LocalBucket) -> None:
-        memory = readable(bucket.segment)
-        views = {entry.name: entry.of(memory) for entry in bucket.tensors}
-        with self._clock.phase("load"):
-            repacked = [entry for entry in bucket.tensors if not self._parameters.hold_bytes_of(entry)]
-            self._fingerprints |= _fingerprints({entry: views[entry.name] for entry in repacked})
-        last = ""
+    def _load(self, version: int, bucket: TensorBucket) -> None:
+        with bucket.open() as tensors:
+            with self._clock.phase("load"):
+                repacked = [entry for entry in bucket.entries if not self._parameters.hold_bytes_of(entry)]
+                self._fingerprints |= _fingerprints({entry: tensors[entry.name] for entry in repacked})
+            last = ""
 
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal last
-            for name, view in views.items():
-                last = name
-                yield name, view
+            def weights() -> Iterator[tuple[str, torch.Tensor]]:
+                nonlocal last
+                for name, tensor in tensors.items():
+                    last = name
+                    yield name, tensor
 
-        try:
-            self._loaded |= self.model.load_weights(weights())
-        except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
-            raise WeightsError(
-                f"version {version} does not fit the engine's model: {last} of shape {tuple(views[last].shape)} led to "
-                f"{type(error).__name__}: {error}",
-                hint="publish the model that the engine was started with",
-            ) from error
-        self._release(memory)
-        check(bucket.segment)
+            try:
+                self._loaded |= self.model.load_weights(weights())
+            except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
+                raise WeightsError(
+                    f"version {version} does not fit the engine's model: {last} of shape "
+                    f"{tuple(tensors[last].shape)} led to {type(error).__name__}: {error}",
+                    hint="publish the model that the engine was started with",
+                ) from error
+            internals.copy_held(self.model, tensors)
         self._version = version
-        self._entries += bucket.tensors
-
-    def _release(self, memory: torch.Tensor) -> None:
-        """Copy what vLLM still holds of a bucket for layers that are not complete."""
-        address = memory.untyped_storage().data_ptr()
-
-        def owned(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.device == memory.device:
-                return value.clone() if value.untyped_storage().data_ptr() == address else value
-            if isinstance(value, tuple):
-                return tuple(owned(item) for item in value)
-            return {key: owned(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-        for layer in self.model.modules():
-            for _, call in get_layerwise_info(layer).loaded_weights:
-                call.arguments.update({name: owned(value) for name, value in call.arguments.items()})
+        self._entries += bucket.entries
 
     def _check_complete(self) -> None:
         missing = sorted(self._expected - self._loaded)
-        for name, layer in self.model.named_modules():
-            info = get_layerwise_info(layer)
-            # Of linear layers only: embeddings may be padded.
-            if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
-                missing.append(f"part of {name}")
+        missing += [f"part of {name}" for name in internals.partly_loaded(self.model)]
         if missing:
             raise WeightsError(
                 f"version {self._version} leaves {len(missing)} of the engine's weights as they were: {missing[:3]}",
@@ -234,7 +174,7 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
 
 
 class _Parameters:
-    """Where a model computes with the published bytes as they are.
+    """Finds the parameters in which a model computes with the published bytes as they are.
 
     vLLM repacks some layers for the CPU; their bytes as such exist no more. A fused parameter (qkv, gate-up) is the
     rows of its parts, one after the other.
@@ -246,7 +186,7 @@ class _Parameters:
         self._fused = {part: (whole, parts) for whole, parts in mapping.items() for part in parts}
 
     def hold_bytes_of(self, entry: TensorEntry) -> bool:
-        """Whether a parameter, maybe a fused one, has the entry's format."""
+        """Return True if a parameter, maybe a fused one, has the entry's format."""
         parameter = self._parameters.get(self._place(entry.name)[0])
         return (
             parameter is not None
@@ -257,7 +197,7 @@ class _Parameters:
         )
 
     def holding(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """The entries that are in place, with the rows of the live parameters that hold them."""
+        """Yield the entries that are in place, with the rows of the live parameters that hold them."""
         rows = {entry.name: entry.shape[0] for entry in entries if entry.shape}
         for entry in entries:
             if self.hold_bytes_of(entry):
@@ -270,7 +210,7 @@ class _Parameters:
                     yield entry, live
 
     def _place(self, name: str) -> tuple[str, list[str]]:
-        """Name of the parameter that holds a weight, and the weights that lie before it there."""
+        """Return the parameter that holds a weight, and the weights that lie before it there."""
         module = name.rpartition(".")[0].rpartition(".")[2]
         if module not in self._fused:
             return name, []

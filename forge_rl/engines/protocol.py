@@ -1,0 +1,209 @@
+"""Interfaces of the engines: a `DecodeEngine` samples from the policy, a `TrainEngine` trains it.
+
+Another backend is one folder beside `vllm/` or `titan/` that implements one of them, and a line in `factory.py`. It
+must pass `tests/engine_conformance.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from forge_rl.algorithms.losses import Loss
+from forge_rl.data.packing import Row
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.platform import Dtype
+from forge_rl.metrics import Value
+from forge_rl.types import Chunk, Sampling
+from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
+from forge_rl.weights.transports.protocol import LocalShard, TensorBucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """Settings of a decode engine."""
+
+    folder: Path
+    """Hugging Face model folder; its weights are the engine's until the first load."""
+    dtype: Dtype
+    """Format of weights and activations."""
+    max_model_tokens: int
+    """Longest prompt and completion together."""
+    max_requests: int
+    """Most requests decoded at a time; more wait."""
+    kv_cache_bytes: int
+    """Room for keys and values on a CPU; on CUDA they take what memory_share leaves."""
+    memory_share: float
+    """Share of the GPU's memory that the engine may take."""
+    eager: bool
+    """No compilation and no CUDA graphs; always so on CPU."""
+    seed: int
+    """Seed of requests that bring none."""
+
+
+class DecodeEngine(Protocol):
+    """Decodes, and takes new weights while requests are in flight.
+
+    engine = await start_decode_engine(settings)
+    await engine.load(manifest, transport.fetch(manifest), reader="engine 0")
+    async for chunk in engine.stream(prompt_ids, Sampling(max_tokens=64)):
+        print(chunk.text, chunk.versions)
+    """
+
+    def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Decode one completion, a chunk for each step; closing the generator ends the request.
+
+        Each token comes with the logprob that it was drawn with (NaN where temperature is 0: greedy completions are
+        for evaluation) and with the version that produced it. The last chunk, and no other, has `finish` set.
+
+        Raises:
+            WeightsError: the last load failed.
+            ConfigError: the engine does not take such a request.
+        """
+
+    async def pause(self) -> None:
+        """Stop at a token boundary: from then on nothing is decoded. Requests are kept, with their keys and values."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`; nothing happens while the engine sleeps, or holds no whole version."""
+
+    async def sleep(self) -> None:
+        """Stop as `pause` does, and give memory back: keys and values, and on CUDA the weights, which go to the host.
+
+        Requests are kept; what was computed of them is computed again after `wake`.
+        """
+
+    async def wake(self) -> None:
+        """Go on after `sleep`, unless the engine is also paused."""
+
+    async def serve_model(self) -> None:
+        """Call the weights that the engine was started with version 0."""
+
+    async def load(self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str) -> LoadReport:
+        """Replace the weights by those of a version.
+
+        Requests in flight stop at a token boundary, keep their tokens, and go on under the new version; all that was
+        computed from them with the old weights is computed again. A paused engine stays paused. When a load has begun
+        and fails, the engine serves nothing until another one succeeds.
+
+        Args:
+            manifest: the version's.
+            buckets: the version's; one may be gone as soon as the next one is asked for.
+            reader: this engine's name, for errors.
+
+        Raises:
+            WeightsError: a bucket is gone, or the version does not fit the model.
+            AttestationError: what was read is not what was published.
+        """
+
+    def close(self) -> None:
+        """End the engine's processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Settings of one rank of a train engine."""
+
+    folder: Path
+    """Hugging Face model folder that the policy and the reference start from."""
+    dtype: Dtype
+    """Format of the forward and backward pass; weights and optimizer state are float32."""
+    row_tokens: int
+    """Longest row that will be trained."""
+    optimizer: OptimizerConfig
+    recompute: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    reference: bool = False
+    """Keep a frozen copy of the starting weights, for a KL penalty."""
+    frozen: tuple[str, ...] = ()
+    """Weights that are not trained: patterns of Hugging Face names."""
+
+
+class TrainEngine(Protocol):
+    """One rank's share of the policy, its optimizer, and if asked for a frozen reference.
+
+        engine = make_train_engine(settings)  # in each rank's process, after init_distributed
+        metrics = engine.train_step(rows, loss, trained_tokens=n, temperature=1.0, total_steps=100)
+        reports = await transport.write(drafted, engine.local_shards(), rank=engine.rank)
+
+    Every rank calls the same methods in the same order. What needs the state brings it back from host memory first.
+    """
+
+    rank: int
+    version: int
+    """Optimizer steps behind the weights."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of the policy's parameters, over all ranks."""
+
+    def train_step(
+        self, rows: Sequence[Row], loss: Loss, *, trained_tokens: int, temperature: float, total_steps: int
+    ) -> dict[str, Value]:
+        """Take one optimizer step: forward, backward, clip, update. The version rises by one.
+
+        Args:
+            rows: this rank's rows, each one microbatch; as many on every rank.
+            loss: sums per-token losses.
+            trained_tokens: number over all rows of all ranks; the loss is the sum divided by it.
+            temperature: the one that the episodes were sampled at.
+            total_steps: steps of the whole run, for the course of the learning rate.
+
+        Returns:
+            Mergeable metrics of this rank.
+
+        Raises:
+            ForgeError: the gradient is not finite; weights and optimizer are left as they were.
+        """
+
+    def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
+        """Score every masked target under the current weights.
+
+        Returns:
+            A tensor for each row, `[L] float32`: position t scores `row.targets[t]`; 0 where the mask is False.
+        """
+
+    def offload(self) -> int:
+        """Move weights, optimizer state and reference to host memory.
+
+        Returns:
+            Bytes that left the device; 0 if they had left already.
+        """
+
+    def onload(self) -> int:
+        """Bring back what `offload` moved, bit by bit the same.
+
+        Returns:
+            Bytes that came back; 0 if nothing had left.
+
+        Raises:
+            ForgeError: the device has no room; it can be tried again.
+        """
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor that is published, under Hugging Face names, the same on all ranks; a tied weight once."""
+
+    def local_shards(self) -> Iterator[LocalShard]:
+        """This rank's part of what is published: views that, with those of all ranks, tile each weight once."""
+
+    def save(self, folder: Path, model: Path) -> None:
+        """Write `folder/model` for Hugging Face and `folder/training` to continue from; both exist, empty.
+
+        Args:
+            folder: the checkpoint's.
+            model: folder that the run started from; its config and tokenizer are copied.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+
+    def load_training_state(self, folder: Path) -> None:
+        """Continue from what `save` wrote into its folder `training`.
+
+        Raises:
+            CheckpointError: it is incomplete, corrupt, or of another model.
+        """

@@ -1,0 +1,138 @@
+"""All use of vLLM's private names, so that another version of vLLM changes one file. Tried on vLLM 0.32.0."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from forge_rl.engines.vllm.memory import release
+from forge_rl.errors import ForgeError
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+TRIED_ON = "0.32.0"
+_OF_ENGINE = (
+    "engine_core.resources.engine_manager.processes",
+    "engine_core.pause_scheduler_async",
+    "output_processor.external_req_ids",
+    "output_processor.request_states",
+)
+_OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights")
+
+
+def check_names(owner: Any, names: tuple[str, ...]) -> None:
+    """Refuse a vLLM in which a private name has gone.
+
+    Raises:
+        ForgeError: names it, and the version.
+    """
+    try:
+        operator.attrgetter(*names)(owner)
+    except AttributeError as error:
+        raise ForgeError(
+            f"vLLM {vllm.__version__} lacks an inner name that forge_rl uses: {error}",
+            hint=f"install vLLM {TRIED_ON}, or adapt forge_rl/engines/vllm/internals.py",
+        ) from error
+
+
+def engine_pids(llm: AsyncLLM) -> list[int]:
+    """Ids of the engine's own processes, below this one; none when it runs in this one."""
+    check_names(llm, _OF_ENGINE)
+    return [process.pid for process in llm.engine_core.resources.engine_manager.processes]
+
+
+async def stop_decoding(llm: AsyncLLM, *, clear_cache: bool) -> None:
+    """Stop at a token boundary and keep all requests.
+
+    AsyncLLM.pause_generation does this, and then sleeps for 20 ms so that all outputs have been handed out.
+    """
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> list[tuple[str, int]]:
+    """Each version of a completion with the number of its first token.
+
+    vLLM tells them with the end of a completion only. Until then they are where it keeps them: nothing is awaited
+    between its handing out an output and this look, so they are those of this output's tokens.
+    """
+    if output.finish_reason is not None:
+        return [(span.version, span.start) for span in output.weight_versions or ()]
+    (internal,) = llm.output_processor.external_req_ids[request]
+    starts: list[tuple[str, int]] = llm.output_processor.request_states[internal].weight_version_starts
+    return starts
+
+
+def allow_another_update(worker: Any) -> None:
+    """Let a worker begin a weight update after one that it did not finish."""
+    check_names(worker, ("_weight_update_active",))
+    worker._weight_update_active = False
+
+
+def release_kv_cache(worker: Any) -> None:
+    """Give back what keys and values take of a CPU's memory, which vLLM's own sleep and discard cannot; they are zeros
+    then, as when the engine had started."""
+    check_names(worker, ("model_runner.kv_caches",))
+    release(worker.model_runner.kv_caches)
+
+
+def begin_reload(model: torch.nn.Module) -> None:
+    """Have the model's loaders collect the weights of a layer until they are complete."""
+    initialize_layerwise_reload(model)
+    check_names(get_layerwise_info(model), _OF_LAYER)
+
+
+def finish_reload(model: Any, model_config: Any) -> None:
+    """Put what was collected into the parameters, and the loaders back as they were."""
+    finalize_layerwise_reload(model, model_config)
+    if model_config.hf_config.tie_word_embeddings and next(model.parameters()).device.type == "cpu":
+        # vLLM reloads the embedding but not the output projection that is tied to it, and on CPU that one computes
+        # with a repacked copy of the old weights.
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Put the model into a state in which a reload can begin; its weights are of no version."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
+    finalize_layerwise_reload(model, model_config)
+
+
+def partly_loaded(model: torch.nn.Module) -> Iterator[str]:
+    """Names of linear layers that have some of their weights and not all; embeddings may be padded."""
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+            yield name
+
+
+def copy_held(model: torch.nn.Module, passing: Mapping[str, torch.Tensor]) -> None:
+    """Copy what the model's loaders still hold of tensors that are about to go, for layers that are not complete."""
+    going = {_storage(tensor) for tensor in passing.values()}
+
+    def owned(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.clone() if _storage(value) in going else value
+        if isinstance(value, tuple):
+            return tuple(owned(item) for item in value)
+        return {key: owned(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    for layer in model.modules():
+        for _, call in get_layerwise_info(layer).loaded_weights:
+            call.arguments.update({name: owned(value) for name, value in call.arguments.items()})
+
+
+def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    """Device and address of the bytes behind a tensor; a meta tensor's address is 0."""
+    return tensor.device, tensor.untyped_storage().data_ptr()

@@ -1,0 +1,118 @@
+"""Each engine does what its protocol says; a decode engine is started once, in a process of its own, for all checks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from monarch.actor import concurrent_endpoint
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.engines.factory import decode_environment, make_train_engine, start_decode_engine
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import DecodeSettings, TrainSettings
+from forge_rl.runtime.service import Service, ServiceActor
+from tests.engine_conformance import DECODE, TRAIN, Decoder, Trainers
+from tests.fake_actors import cluster
+from tests.fakes import make_model
+from tests.tiny import make_tiny_model
+
+RunCheck = Callable[[str], str]
+
+
+class VLLMHost(ServiceActor):
+    """A process with one engine, in which the checks run."""
+
+    def __init__(self, settings: DecodeSettings, scratch: Path) -> None:
+        self._settings = settings
+        self._scratch = scratch
+        self._decoder: Decoder | None = None
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        folder = self._settings.folder
+        engine = await start_decode_engine(self._settings)
+        self._decoder = Decoder(
+            engine=engine,
+            folder=self._scratch,
+            tokenizer=Tokenizer(folder),
+            unfinished=engine._llm.output_processor.get_num_unfinished_requests,  # type: ignore[attr-defined]
+            base=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        )
+
+    @concurrent_endpoint
+    async def run(self, check: str) -> str:
+        """Run a check; returns its traceback, or nothing."""
+        assert self._decoder is not None
+        torch.manual_seed(1)
+        try:
+            await asyncio.wait_for(DECODE[check](self._decoder), 300)
+        except Exception:
+            await self._decoder.engine.wake()  # the next check finds it as this one did
+            await self._decoder.engine.resume()
+            return traceback.format_exc()
+        return ""
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        if self._decoder is not None:
+            self._decoder.engine.close()
+
+
+@contextlib.asynccontextmanager
+async def hosted(host: type[ServiceActor], folder: Path) -> AsyncIterator[RunCheck]:
+    """Starts an engine on the tiny model; yields what runs a check on it."""
+    model = make_tiny_model(folder / "model", bundled_model(default_cache()), tied=False)
+    settings = DecodeSettings(
+        folder=model,
+        dtype="float32",
+        max_model_tokens=512,
+        max_requests=64,
+        kv_cache_bytes=1 << 28,
+        memory_share=0.4,
+        eager=False,
+        seed=0,
+    )
+    loop = asyncio.get_running_loop()
+    async with cluster(folder) as (made, faults):
+        service = Service("engines", made, faults)
+        (folder / "versions").mkdir()
+        replica = service.spawn(host, settings, folder / "versions", env=decode_environment(0, replicas=1))
+        await service.watch(replica, deadline_s=240)
+        await service.call(replica, "setup", deadline_s=240)
+        yield lambda check: loop.run_until_complete(service.call(replica, "run", check, deadline_s=330))
+        await service.call(replica, "close", deadline_s=60)
+        await service.stop()
+
+
+@pytest.fixture(scope="module", params=[VLLMHost])
+def run_on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCheck]:
+    with asyncio.Runner() as runner:
+        context = hosted(request.param, tmp_path_factory.mktemp("engine"))
+        yield runner.run(context.__aenter__())
+        runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize("check", DECODE)
+def test_a_decode_engine(check: str, run_on_engine: RunCheck) -> None:
+    failure = run_on_engine(check)
+    assert not failure, failure
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True)])
+@pytest.mark.parametrize("check", TRAIN)
+def test_a_train_engine(check: str, family: str, tied: bool, tmp_path: Path) -> None:
+    make_model(tmp_path / "hf", family, tie_word_embeddings=tied)
+    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, decay="cosine")
+    settings = TrainSettings(folder=tmp_path / "hf", dtype="float32", row_tokens=256, optimizer=optimizer)
+    trainers = Trainers(lambda: make_train_engine(settings), folder=tmp_path / "hf", scratch=tmp_path / "saved")
+    TRAIN[check](trainers)
