@@ -20,7 +20,7 @@ from monarch.rdma import RDMABuffer
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport
-from forge_rl.weights.segment import check, create_anonymous, readable, writable
+from forge_rl.weights.segment import create_anonymous, writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard, Transport
 
@@ -127,14 +127,14 @@ class ReaderActor(ServiceActor):
         fingerprints: dict[str, int] = {}
         with _anonymous_peak() as peak:
             async for bucket in transport.fetch(manifest):
-                memory = readable(bucket.segment)
-                moves = [
-                    Move(self._weights[entry.name], entry.of(memory), entry.shape, TensorSlice.whole(entry.shape))
-                    for entry in bucket.tensors
-                ]
-                found = await asyncio.to_thread(move, moves)
-                check(bucket.segment)
-                fingerprints |= {entry.name: value for entry, value in zip(bucket.tensors, found, strict=True)}
+                with bucket.open() as tensors:
+                    moves = [
+                        Move(self._weights[e.name], tensors[e.name], e.shape, TensorSlice.whole(e.shape))
+                        for e in bucket.entries
+                    ]
+                    found = await asyncio.to_thread(move, moves)
+                    del moves
+                fingerprints |= {entry.name: value for entry, value in zip(bucket.entries, found, strict=True)}
         return fingerprints, peak[0]
 
     @concurrent_endpoint

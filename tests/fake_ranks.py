@@ -18,7 +18,6 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
-from forge_rl.weights.segment import check, readable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard, Transport
 from forge_rl.weights.transports.torchstore import TorchStoreTransport
@@ -78,11 +77,9 @@ async def read(
         async for bucket in buckets:
             if pause is not None:
                 await pause.wait()
-            memory = readable(bucket.segment)
-            for entry in bucket.tensors:
-                found[entry.name] = entry.of(memory).clone()
-            check(bucket.segment)
-            for entry in bucket.tensors:
+            with bucket.open() as tensors:
+                found |= {name: tensor.clone() for name, tensor in tensors.items()}
+            for entry in bucket.entries:
                 assert fingerprint(found[entry.name], entry.shape) == entry.fingerprint, entry.name
     return found
 
@@ -141,10 +138,9 @@ class FakeRank(ServiceActor):
         """Give up after the first bucket; returns how many tensors it held."""
         async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
             async for bucket in buckets:
-                memory = readable(bucket.segment)
-                assert all(entry.of(memory).numel() for entry in bucket.tensors)
-                check(bucket.segment)
-                return len(bucket.tensors)
+                with bucket.open() as tensors:
+                    assert all(tensor.numel() for tensor in tensors.values())
+                return len(bucket.entries)
         raise AssertionError("there was no bucket")
 
     @concurrent_endpoint

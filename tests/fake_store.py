@@ -24,7 +24,7 @@ from forge_rl.services.weight_store_actor import WeightStoreActor
 from forge_rl.weights.fingerprints import Move, fingerprint
 from forge_rl.weights.leases import WeightReader
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
-from forge_rl.weights.segment import check, readable
+from forge_rl.weights.segment import readable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports import shared_memory
 from forge_rl.weights.transports.protocol import LocalShard, Transport, to_write
@@ -193,9 +193,8 @@ async def read(transport: Transport, manifest: Manifest) -> dict[str, int]:
     """What every element of each tensor says; their fingerprints must be those of the manifest."""
     found = {}
     async for bucket in transport.fetch(manifest):
-        memory = readable(bucket.segment)
-        copies = {entry: entry.of(memory).clone() for entry in bucket.tensors}
-        check(bucket.segment)
+        with bucket.open() as tensors:
+            copies = {entry: tensors[entry.name].clone() for entry in bucket.entries}
         for entry, values in copies.items():
             (value,) = values.unique().tolist()
             assert fingerprint(values, entry.shape) == entry.fingerprint, f"{entry.name} says {value}"

@@ -24,7 +24,6 @@ from forge_rl.weights import segment
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.slices import TensorSlice
-from forge_rl.weights.transports.protocol import LocalBucket
 from tests.tiny import make_tiny_model
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
@@ -43,7 +42,7 @@ class FolderTransport:
 
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
-    ) -> AsyncGenerator[LocalBucket, None]:
+    ) -> AsyncGenerator[segment.SegmentBucket, None]:
         for number, bucket in enumerate(manifest.buckets):
             if number == self.fail_at:
                 raise WeightsError(f"bucket {bucket.key} did not come")
@@ -52,7 +51,7 @@ class FolderTransport:
             memory = segment.writable(ref)
             memory.copy_(segment.readable(bucket.segment))
             try:
-                yield LocalBucket(segment=ref, tensors=manifest.entries(bucket.key))
+                yield segment.SegmentBucket(segment=ref, entries=manifest.entries(bucket.key))
             finally:
                 memory.fill_(0x7F)
                 os.unlink(ref.path)

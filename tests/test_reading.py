@@ -14,9 +14,9 @@ from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
 from forge_rl.weights.reading import ReadReport, combine_reports, read_boxes
-from forge_rl.weights.segment import renew, writable
+from forge_rl.weights.segment import SegmentBucket, renew, writable
 from forge_rl.weights.slices import TensorSlice
-from forge_rl.weights.transports.protocol import LocalBucket, LocalShard
+from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_host import forget, reserve, transport
 
@@ -125,7 +125,7 @@ class Freeing(SharedMemoryTransport):
 
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
-    ) -> AsyncGenerator[LocalBucket, None]:
+    ) -> AsyncGenerator[SegmentBucket, None]:
         async for bucket in super().fetch(manifest, names):
             asyncio.get_running_loop().call_soon(renew, bucket.segment)
             yield bucket
@@ -141,7 +141,7 @@ class Forgetful(SharedMemoryTransport):
 
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
-    ) -> AsyncGenerator[LocalBucket, None]:
+    ) -> AsyncGenerator[SegmentBucket, None]:
         found = [bucket async for bucket in super().fetch(manifest, names)]
         for bucket in found[:-1]:
             yield bucket

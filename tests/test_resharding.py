@@ -400,7 +400,7 @@ class Watched(SharedMemoryTransport):
 
     async def fetch(self, manifest: Manifest, names: Any = None) -> Any:
         async for bucket in super().fetch(manifest, names):
-            self.fetched |= {entry.bucket for entry in bucket.tensors}
+            self.fetched |= {entry.bucket for entry in bucket.entries}
             yield bucket
 
 

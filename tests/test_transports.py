@@ -147,7 +147,7 @@ def test_only_the_buckets_of_the_named_tensors_come(world: EnvSession, names: Co
         assert same(found, dict.fromkeys(names, version))
         holding = [key for key in manifest.keys if {e.name for e in manifest.entries(key)} & {*names}]
         came = [bucket async for bucket in world.transport.fetch(manifest, names)]
-        assert [{entry.bucket for entry in bucket.tensors} for bucket in came] == [{key} for key in holding]
+        assert [{entry.bucket for entry in bucket.entries} for bucket in came] == [{key} for key in holding]
         await world.transport.free(manifest.keys)
 
     world.run(main())

@@ -12,9 +12,8 @@ import torch
 from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import Move, combine, move
 from forge_rl.weights.manifest import Manifest
-from forge_rl.weights.segment import check, readable
 from forge_rl.weights.slices import TensorSlice
-from forge_rl.weights.transports.protocol import LocalBucket, Transport
+from forge_rl.weights.transports.protocol import TensorBucket, Transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +55,12 @@ async def read_boxes(
     read = 0
     async with contextlib.aclosing(transport.fetch(manifest, wants.keys())) as buckets:
         async for bucket in buckets:
-            moves = _moves(bucket, wants, into)
-            sums = await asyncio.to_thread(move, list(moves.values()))
-            check(bucket.segment)
-            fingerprints |= zip(moves, sums, strict=True)
-            read += sum(each.source.nbytes for each in moves.values())
-            del moves  # it has views of the bucket, which may be gone now
+            with bucket.open() as tensors:
+                moves = _moves(bucket, tensors, wants, into)
+                sums = await asyncio.to_thread(move, list(moves.values()))
+                fingerprints |= zip(moves, sums, strict=True)
+                read += sum(each.source.nbytes for each in moves.values())
+                del moves  # it has views of the bucket, which may be gone once the block ends
     if missed := wants.keys() - fingerprints.keys():
         raise WeightsError(f"the buckets of version {manifest.version} did not hold {sorted(missed)[:3]}")
     return ReadReport(version=manifest.version, bytes=read, slices=dict(wants), fingerprints=fingerprints)
@@ -92,11 +91,13 @@ def combine_reports(reports: Sequence[ReadReport]) -> dict[str, int]:
 
 
 def _moves(
-    bucket: LocalBucket, wants: Mapping[str, TensorSlice], into: Callable[[str], torch.Tensor]
+    bucket: TensorBucket,
+    tensors: Mapping[str, torch.Tensor],
+    wants: Mapping[str, TensorSlice],
+    into: Callable[[str], torch.Tensor],
 ) -> dict[str, Move]:
-    memory = readable(bucket.segment)
     moves = {}
-    for entry in bucket.tensors:
+    for entry in bucket.entries:
         if entry.name not in wants:
             continue
         box, target = wants[entry.name], into(entry.name).detach()
@@ -106,5 +107,5 @@ def _moves(
                 f"what is read is {box.size} of {entry.torch_dtype}",
                 hint="publish in the engine's dtype, and load the same model",
             )
-        moves[entry.name] = Move(target, box.of(entry.of(memory)), entry.shape, box)
+        moves[entry.name] = Move(target, box.of(tensors[entry.name]), entry.shape, box)
     return moves

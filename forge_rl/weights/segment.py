@@ -7,6 +7,7 @@ segments are used again, and mapping fresh pages costs more than copying.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -15,13 +16,14 @@ import stat
 import struct
 import threading
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.manifest import SegmentRef
+from forge_rl.weights.manifest import SegmentRef, TensorEntry
 
 PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8s16sQ")
@@ -110,6 +112,26 @@ def check(ref: SegmentRef) -> None:
 def release(ref: SegmentRef) -> None:
     """Forget this process's mappings of a segment; tensors that use them keep them alive."""
     _MAPPINGS.release(ref.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentBucket:
+    """A bucket in this host's shared memory: a `TensorBucket` whose tensors are views of its mapping."""
+
+    segment: SegmentRef
+    entries: tuple[TensorEntry, ...]
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """As `TensorBucket.open`."""
+        memory = readable(self.segment)
+        tensors = {entry.name: entry.of(memory) for entry in self.entries}
+        del memory
+        try:
+            yield tensors
+        finally:
+            tensors.clear()  # a mapping that the caller still names keeps no memory
+        check(self.segment)
 
 
 @dataclass(kw_only=True)

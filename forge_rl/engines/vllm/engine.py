@@ -26,7 +26,7 @@ from forge_rl.runtime.processes import when_process_ends
 from forge_rl.types import Chunk, Sampling, Turn
 from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import LoadReport, Manifest
-from forge_rl.weights.transports.protocol import LocalBucket
+from forge_rl.weights.transports.protocol import TensorBucket
 
 
 class VLLMEngine:
@@ -159,7 +159,7 @@ class VLLMEngine:
         await self._llm.update_weight_version("0")
 
     async def load(
-        self, manifest: Manifest, buckets: AsyncIterator[LocalBucket], *, reader: str = "an engine"
+        self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str = "an engine"
     ) -> LoadReport:
         """Replace the weights by those of a version.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,9 @@ from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.weights.fingerprints import Move, fingerprint, move
-from forge_rl.weights.manifest import SegmentRef, TensorEntry
-from forge_rl.weights.segment import check, readable
+from forge_rl.weights.manifest import TensorEntry
 from forge_rl.weights.slices import TensorSlice
-from forge_rl.weights.transports.protocol import LocalBucket
+from forge_rl.weights.transports.protocol import TensorBucket
 
 BACKEND = "forge_rl"
 """Name of our weight transfer in vLLM."""
@@ -72,31 +72,16 @@ class SegmentInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SegmentUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket of a version, in types that vLLM can send."""
+    """One bucket of a version, in types that vLLM sends to a worker in another process."""
 
     version: int
-    path: str
-    bytes: int
-    token: str
-    tensors: list[tuple[str, list[int], str, int]]
-    """Name, shape, dtype and offset of each."""
+    bucket: bytes
+    """A pickled `TensorBucket`."""
 
     @staticmethod
-    def of(version: int, bucket: LocalBucket) -> dict[str, Any]:
+    def of(version: int, bucket: TensorBucket) -> dict[str, Any]:
         """The fields for a bucket."""
-        ref = bucket.segment
-        tensors = [(entry.name, list(entry.shape), entry.dtype, entry.offset) for entry in bucket.tensors]
-        return {"version": version, "path": ref.path, "bytes": ref.bytes, "token": ref.token, "tensors": tensors}
-
-    def bucket(self) -> LocalBucket:
-        """The bucket that the fields are of."""
-        return LocalBucket(
-            segment=SegmentRef(path=self.path, bytes=self.bytes, token=self.token),
-            tensors=tuple(
-                TensorEntry(name=name, shape=tuple(shape), dtype=dtype, bucket="", offset=offset)
-                for name, shape, dtype, offset in self.tensors
-            ),
-        )
+        return {"version": version, "bucket": pickle.dumps(bucket)}
 
 
 class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateInfo]):
@@ -135,7 +120,7 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
 
     def receive_weights(self, update_info: SegmentUpdateInfo) -> None:
         try:
-            self._load(update_info.version, update_info.bucket())
+            self._load(update_info.version, pickle.loads(update_info.bucket))
         except ForgeError as error:
             self._problem = error
             raise
@@ -177,40 +162,38 @@ class SegmentTransferEngine(WeightTransferEngine[SegmentInitInfo, SegmentUpdateI
     def shutdown(self) -> None:
         """Nothing to release."""
 
-    def _load(self, version: int, bucket: LocalBucket) -> None:
-        memory = readable(bucket.segment)
-        views = {entry.name: entry.of(memory) for entry in bucket.tensors}
-        with self._clock.phase("load"):
-            repacked = [entry for entry in bucket.tensors if not self._parameters.hold_bytes_of(entry)]
-            self._fingerprints |= _fingerprints({entry: views[entry.name] for entry in repacked})
-        last = ""
+    def _load(self, version: int, bucket: TensorBucket) -> None:
+        with bucket.open() as tensors:
+            with self._clock.phase("load"):
+                repacked = [entry for entry in bucket.entries if not self._parameters.hold_bytes_of(entry)]
+                self._fingerprints |= _fingerprints({entry: tensors[entry.name] for entry in repacked})
+            last = ""
 
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal last
-            for name, view in views.items():
-                last = name
-                yield name, view
+            def weights() -> Iterator[tuple[str, torch.Tensor]]:
+                nonlocal last
+                for name, tensor in tensors.items():
+                    last = name
+                    yield name, tensor
 
-        try:
-            self._loaded |= self.model.load_weights(weights())
-        except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
-            raise WeightsError(
-                f"version {version} does not fit the engine's model: {last} of shape {tuple(views[last].shape)} led to "
-                f"{type(error).__name__}: {error}",
-                hint="publish the model that the engine was started with",
-            ) from error
-        self._release(memory)
-        check(bucket.segment)
+            try:
+                self._loaded |= self.model.load_weights(weights())
+            except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
+                raise WeightsError(
+                    f"version {version} does not fit the engine's model: {last} of shape "
+                    f"{tuple(tensors[last].shape)} led to {type(error).__name__}: {error}",
+                    hint="publish the model that the engine was started with",
+                ) from error
+            self._copy_held(tensors)
         self._version = version
-        self._entries += bucket.tensors
+        self._entries += bucket.entries
 
-    def _release(self, memory: torch.Tensor) -> None:
+    def _copy_held(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy what vLLM still holds of a bucket for layers that are not complete."""
-        address = memory.untyped_storage().data_ptr()
+        passing = {_storage(tensor) for tensor in tensors.values()}
 
         def owned(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.device == memory.device:
-                return value.clone() if value.untyped_storage().data_ptr() == address else value
+            if isinstance(value, torch.Tensor):
+                return value.clone() if _storage(value) in passing else value
             if isinstance(value, tuple):
                 return tuple(owned(item) for item in value)
             return {key: owned(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -280,6 +263,11 @@ class _Parameters:
             return name.replace(f".{module}.", f".{part}.")
 
         return of(whole), [of(part) for part in parts[: parts.index(module)]]
+
+
+def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    """Device and address of the bytes behind a tensor; a meta tensor's address is 0."""
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _fingerprints(tensors: dict[TensorEntry, torch.Tensor]) -> dict[str, int]:

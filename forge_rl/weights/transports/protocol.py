@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry, is_of
+from forge_rl.weights.manifest import Bucket, Manifest, ShardReport, TensorEntry, is_of
 from forge_rl.weights.slices import TensorSlice
 
 
@@ -23,13 +24,28 @@ class LocalShard:
     """Of the box's size, any dtype, on any device, contiguous in its last dim."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalBucket:
-    """A bucket in this host's shared memory, ready to be read."""
+class TensorBucket(Protocol):
+    """Named tensors of a version that arrive together, wherever their bytes lie: shared memory, or a GPU.
 
-    segment: SegmentRef
-    tensors: tuple[TensorEntry, ...]
-    """Of the version that is read, in this bucket."""
+    It pickles, and any process of this host can open it:
+
+        async for bucket in transport.fetch(manifest):
+            with bucket.open() as tensors:
+                for entry in bucket.entries:
+                    model[entry.name].copy_(tensors[entry.name])
+    """
+
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Name, shape and dtype of each tensor."""
+
+    def open(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Make the tensors readable, by name, while the block runs; nobody may write to them or keep them.
+
+        Raises:
+            WeightsError: the bytes are gone, or, at the end of the block, were replaced while it ran: what was read
+                must not be used.
+        """
 
 
 def to_write(drafted: Manifest, shards: Iterable[LocalShard]) -> Iterator[tuple[TensorEntry, LocalShard]]:
@@ -76,7 +92,7 @@ class Transport(Protocol):
             WeightsError: a shard is of a tensor that the draft does not have, or the version was given up meanwhile.
         """
 
-    def fetch(self, manifest: Manifest, names: Collection[str] | None = None) -> AsyncGenerator[LocalBucket, None]:
+    def fetch(self, manifest: Manifest, names: Collection[str] | None = None) -> AsyncGenerator[TensorBucket, None]:
         """The buckets that hold the named tensors (all by default), one after the other as they come.
 
         A bucket may be gone as soon as the next one is asked for. The caller holds a lease on the version, and closes

@@ -15,8 +15,8 @@ from typing import Any
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry
-from forge_rl.weights.segment import check, writable
-from forge_rl.weights.transports.protocol import LocalBucket, LocalShard, to_read, to_write
+from forge_rl.weights.segment import SegmentBucket, check, writable
+from forge_rl.weights.transports.protocol import LocalShard, to_read, to_write
 from forge_rl.weights.volume import writing
 
 _DEADLINE_S = 600.0
@@ -52,7 +52,7 @@ class SharedMemoryTransport:
 
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
-    ) -> AsyncGenerator[LocalBucket, None]:
+    ) -> AsyncGenerator[SegmentBucket, None]:
         wanted = to_read(manifest, names)
         if any(bucket.host != self._host for bucket, _ in wanted):
             await self._ask(self._host, "pull", manifest)
@@ -61,7 +61,7 @@ class SharedMemoryTransport:
             if bucket.host != self._host:
                 segment = await self._ask(self._host, "local", bucket.key)
             assert segment is not None, "reserve gave every bucket its place"
-            yield LocalBucket(segment=segment, tensors=entries)
+            yield SegmentBucket(segment=segment, entries=entries)
 
     async def free(self, keys: Collection[str]) -> None:
         if keys:

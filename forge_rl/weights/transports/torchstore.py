@@ -23,8 +23,8 @@ import torch
 from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, Piece, SegmentRef, ShardReport, TensorEntry
-from forge_rl.weights.segment import available_bytes, create_anonymous, release, writable
-from forge_rl.weights.transports.protocol import LocalBucket, LocalShard, to_read, to_write
+from forge_rl.weights.segment import SegmentBucket, available_bytes, create_anonymous, release, writable
+from forge_rl.weights.transports.protocol import LocalShard, to_read, to_write
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
@@ -93,7 +93,7 @@ class TorchStoreTransport:
 
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
-    ) -> AsyncGenerator[LocalBucket, None]:
+    ) -> AsyncGenerator[SegmentBucket, None]:
         """As `Transport.fetch`. At most two buckets' bytes are in memory: one to be read, the other on its way."""
         wanted = to_read(manifest, names)
         ahead = _Ahead(self._get, [part for _, entries in wanted for part in _parts_of(entries)])
@@ -102,7 +102,7 @@ class TorchStoreTransport:
                 with _anonymous(bucket) as segment:
                     await _fill(segment, entries, ahead)
                     ahead.start()
-                    yield LocalBucket(segment=segment, tensors=entries)
+                    yield SegmentBucket(segment=segment, entries=entries)
         finally:
             await ahead.close()
 
