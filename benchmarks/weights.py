@@ -215,14 +215,12 @@ async def _one_host(bench: _Bench) -> dict[str, list[float]]:
     writer = await bench.spawn(writing, WriterActor)
     readers = [await bench.spawn(reading, ReaderActor) for _ in range(max(READERS))]
     found: dict[str, list[float]] = {}
+    cores = bench.report.machine["cores"]
     for counts in bench.repeats():
         row: dict[str, float] = {}
-        for name, method, argument in (
-            ("memcpy", "memcpy", 1),
-            ("memcpy_parallel", "memcpy", bench.report.machine["cores"]),
-        ):
-            row[name] = await writer.call(method, argument, deadline_s=_DEADLINE_S)
-        row["attestation"] = median(await writer.call("attestation_s", 10, deadline_s=_DEADLINE_S))
+        for name, threads in (("memcpy", 1), ("memcpy_parallel", cores)):
+            row[name] = await writer.call("memcpy", threads, deadline_s=_DEADLINE_S)
+        row["attestation"] = median(await writer.call("attestation_s", 10, cores, deadline_s=_DEADLINE_S))
         for count in READERS:
             seconds = await bench.sync(store, writer, readers[:count])
             row |= {f"{name}_{count}": value for name, value in seconds.items()}

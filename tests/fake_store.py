@@ -169,8 +169,10 @@ def shards(values: Mapping[str, int], rank: int) -> list[LocalShard]:
     for name, shape in SHAPES.items():
         rows = -(-shape[0] // RANKS)
         count = max(0, min(rows, shape[0] - rank * rows))
-        box = TensorSlice((rank * rows, *(0 for _ in shape[1:])), (count, *shape[1:]))
-        made.append(LocalShard(name=name, box=box, values=torch.full(box.size, float(values[name]))))
+        tensor_slice = TensorSlice((rank * rows, *(0 for _ in shape[1:])), (count, *shape[1:]))
+        made.append(
+            LocalShard(name=name, tensor_slice=tensor_slice, values=torch.full(tensor_slice.size, float(values[name])))
+        )
     return made
 
 

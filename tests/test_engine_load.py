@@ -81,7 +81,7 @@ class Shelf:
             ]
         )
         reports = [
-            ShardReport(name=entry.name, box=TensorSlice.whole(entry.shape), fingerprint=value)
+            ShardReport(name=entry.name, tensor_slice=TensorSlice.whole(entry.shape), fingerprint=value)
             for entry, value in zip(manifest.tensors, sums, strict=True)
         ]
         self.manifest = complete(replace(manifest, buckets=tuple(buckets)), [reports])

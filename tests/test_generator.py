@@ -31,7 +31,8 @@ async def publish(store: WeightStore, model: torch.nn.Module, version: int) -> M
     weights = dict(model.named_parameters())
     specs = [TensorSpec(name=name, shape=tuple(weight.shape)) for name, weight in weights.items()]
     shards = [
-        LocalShard(name=name, box=TensorSlice.whole(weight.shape), values=weight) for name, weight in weights.items()
+        LocalShard(name=name, tensor_slice=TensorSlice.whole(weight.shape), values=weight)
+        for name, weight in weights.items()
     ]
     async with store.publishing(version, specs, torch.float32) as publication:
         reports = await store.transport().write(publication.draft, shards, rank=0)

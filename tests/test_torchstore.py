@@ -116,10 +116,12 @@ def test_each_rank_puts_one_part_of_each_bucket_that_it_holds_something_of(share
         manifest = await publish(transport, 1)
         parts: dict[str, list[tuple[int, int]]] = {}
         for entry in manifest.tensors:
-            assert [piece.box for piece in entry.pieces] == [box for box in LAYOUT[entry.name][1] if box.numel]
+            assert [piece.tensor_slice for piece in entry.pieces] == [
+                tensor_slice for tensor_slice in LAYOUT[entry.name][1] if tensor_slice.numel
+            ]
             for piece in entry.pieces:
                 assert piece.part.startswith(f"{entry.bucket}/")
-                parts.setdefault(piece.part, []).append((piece.offset, piece.box.numel * 2))
+                parts.setdefault(piece.part, []).append((piece.offset, piece.tensor_slice.numel * 2))
         for places in parts.values():
             end = 0
             for offset, size in places:
@@ -285,7 +287,7 @@ SMALL = [TensorSpec(name=f"w{i}", shape=(256,)) for i in range(4)]
 
 def small_shards() -> Iterator[LocalShard]:
     for spec in SMALL:
-        yield LocalShard(name=spec.name, box=TensorSlice.whole(spec.shape), values=torch.ones(spec.shape))
+        yield LocalShard(name=spec.name, tensor_slice=TensorSlice.whole(spec.shape), values=torch.ones(spec.shape))
 
 
 async def held_now() -> tuple[int, int]:

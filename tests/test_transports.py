@@ -369,7 +369,11 @@ def test_any_cut_of_any_model_comes_back(world: EnvSession, shapes, dtype, bucke
     cuts = {name: data.draw(tilings(tuple(whole.shape), step=8)) for name, whole in wholes.items()}
     ranks = max(len(slices) for slices in cuts.values())
     shards = [
-        [LocalShard(name=n, box=b[rank], values=b[rank].of(wholes[n])) for n, b in cuts.items() if rank < len(b)]
+        [
+            LocalShard(name=n, tensor_slice=b[rank], values=b[rank].of(wholes[n]))
+            for n, b in cuts.items()
+            if rank < len(b)
+        ]
         for rank in range(ranks)
     ]
 

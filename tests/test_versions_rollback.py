@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from forge_rl.errors import WeightsError
-from tests.fake_versions import index, of_era, publish, run, settle
+from tests.fake_versions import index, of_epoch, publish, run, settle
 from tests.fakes import manifest_of_bytes
 
 
@@ -21,8 +21,8 @@ def test_going_back_forgets_what_came_after_and_its_numbers_come_again():
             versions.lease(2)
         base, freed = versions.begin(2)
         assert (base, freed) == (manifest_of_bytes(1, 10), ())
-        assert await versions.commit(of_era(1, 2)) == ()
-        assert versions.lease() == of_era(1, 2)
+        assert await versions.commit(of_epoch(1, 2)) == ()
+        assert versions.lease() == of_epoch(1, 2)
         assert versions.rollback(0) == ("1/0",)  # 2 is being read
         assert versions.latest is None
         assert versions.begin(1) == (None, ())
@@ -51,14 +51,14 @@ def test_a_forgotten_version_stays_while_it_is_read_and_its_namesake_beside_it()
         with pytest.raises(WeightsError, match="held: none"):
             versions.lease(1)
         versions.begin(1)
-        await versions.commit(of_era(1, 1))
+        await versions.commit(of_epoch(1, 1))
         assert versions.lease(1).epoch == 1
         assert versions.bytes == 20
         assert versions.release(1, epoch=0) == ()
         assert versions.release(1, epoch=0) == ("1/0",)
         assert not versions.needs("1/0")
         versions.begin(2)
-        assert await versions.commit(of_era(1, 2)) == ()
+        assert await versions.commit(of_epoch(1, 2)) == ()
         assert versions.release(1, epoch=1) == ("1/1.0",)
 
     run(main())
@@ -75,14 +75,14 @@ def test_who_waits_for_a_forgotten_version_waits_for_the_new_one():
         waiters.append(asyncio.ensure_future(versions.wait_for(1)))
         await settle()
         versions.begin(1)
-        await versions.commit(of_era(1, 1))
+        await versions.commit(of_epoch(1, 1))
         await settle()
         assert [waiter.done() for waiter in waiters] == [False, False, True]
         versions.begin(2)
-        await versions.commit(of_era(1, 2))
+        await versions.commit(of_epoch(1, 2))
         assert await waiters[0] == 2
         versions.begin(3)
-        await versions.commit(of_era(1, 3))
+        await versions.commit(of_epoch(1, 3))
         assert await waiters[1] == 3
 
     run(main())
@@ -100,7 +100,7 @@ def test_after_going_back_an_earlier_abort_fails_nobody():
         waiter = asyncio.ensure_future(versions.wait_for(2))
         await settle()
         versions.begin(2)
-        await versions.commit(of_era(1, 2))
+        await versions.commit(of_epoch(1, 2))
         assert await waiter == 2
 
     run(main())
@@ -120,7 +120,7 @@ def test_a_publish_that_was_begun_before_going_back_can_neither_be_committed_nor
         waiter = asyncio.ensure_future(versions.wait_for(2))
         assert await versions.abort(2, "it died before", epoch=0) == ()
         await settle()
-        await versions.commit(of_era(1, 2))
+        await versions.commit(of_epoch(1, 2))
         assert await waiter == 2
         assert versions.lease().epoch == 1
 

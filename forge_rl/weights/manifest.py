@@ -64,11 +64,11 @@ class Bucket:
 class Piece:
     """One rank's part of a tensor, for transports that keep each rank's bytes apart."""
 
-    box: TensorSlice
+    tensor_slice: TensorSlice
     part: str
     """Key of what the rank stored."""
     offset: int
-    """Of its first byte there; the box lies contiguous."""
+    """Of its first byte there; the slice lies contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,9 @@ class ShardReport:
     """What one trainer rank wrote of one tensor."""
 
     name: str
-    box: TensorSlice
+    tensor_slice: TensorSlice
     fingerprint: int
-    """Of the elements in the box."""
+    """Of the elements in the slice."""
     piece: Piece | None = None
 
 
@@ -248,7 +248,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manif
             entries.append(entry)
             continue
         reports = by_name.pop(entry.name, [])
-        if wrong := tiling_error(entry.shape, [report.box for report in reports]):
+        if wrong := tiling_error(entry.shape, [report.tensor_slice for report in reports]):
             raise WeightsError(f"the ranks' shards of {entry.name!r} for version {drafted.version} do not fit: {wrong}")
         entries.append(
             replace(

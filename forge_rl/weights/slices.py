@@ -1,4 +1,4 @@
-"""Boxes: which part of a tensor a rank holds or a reader wants. Every parallel layout comes down to them."""
+"""Slices: which part of a tensor a rank holds or a reader wants. Every parallel layout comes down to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TensorSlice:
         return TensorSlice(start=start, size=tuple(max(0, end - at) for end, at in zip(ends, start, strict=True)))
 
     def within(self, outer: TensorSlice) -> TensorSlice:
-        """The same block, counted from the first element of a box that encloses it."""
+        """The same block, counted from the first element of a slice that encloses it."""
         return TensorSlice(start=tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), size=self.size)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,11 +45,11 @@ class TensorSlice:
 def tiling_error(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
     """What is wrong if the slices do not hold every element of a tensor exactly once; None if nothing is."""
     whole = TensorSlice.whole(shape)
-    for index, box in enumerate(slices):
-        if box.intersect(whole) != box:
-            return f"{box} reaches outside of shape {tuple(shape)}"
+    for index, tensor_slice in enumerate(slices):
+        if tensor_slice.intersect(whole) != tensor_slice:
+            return f"{tensor_slice} reaches outside of shape {tuple(shape)}"
         for other in slices[:index]:
-            if box.intersect(other).numel:
-                return f"{box} overlaps {other}"
-    held = sum(box.numel for box in slices)
+            if tensor_slice.intersect(other).numel:
+                return f"{tensor_slice} overlaps {other}"
+    held = sum(tensor_slice.numel for tensor_slice in slices)
     return None if held == whole.numel else f"they hold {held} of {whole.numel} elements"

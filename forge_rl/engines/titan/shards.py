@@ -39,11 +39,11 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
     Of ranks that hold the same block of a weight, the first on each replicated mesh axis publishes it.
     """
     for name, parameter in named_weights(model):
-        box = box_of(parameter)
-        if box.numel and _publishes(parameter):
+        tensor_slice = box_of(parameter)
+        if tensor_slice.numel and _publishes(parameter):
             values = values_of(parameter)
-            for part in parts(name, parameter.shape, box):
-                yield LocalShard(name=part.name, box=part.box, values=part.of(values))
+            for part in parts(name, parameter.shape, tensor_slice):
+                yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=part.of(values))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -87,9 +87,11 @@ def box_of(parameter: nn.Parameter) -> TensorSlice:
     """Which block of a weight this rank holds."""
     if not isinstance(parameter, DTensor):
         return TensorSlice.whole(parameter.shape)
-    box = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
-    assert box.size == tuple(values_of(parameter).shape), f"{parameter.placements} do not put {box} here"
-    return box
+    tensor_slice = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
+    assert tensor_slice.size == tuple(values_of(parameter).shape), (
+        f"{parameter.placements} do not put {tensor_slice} here"
+    )
+    return tensor_slice
 
 
 def block(

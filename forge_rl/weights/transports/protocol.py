@@ -19,9 +19,9 @@ class LocalShard:
     """What one trainer rank holds of one tensor, and no other rank writes."""
 
     name: str
-    box: TensorSlice
+    tensor_slice: TensorSlice
     values: torch.Tensor
-    """Of the box's size, any dtype, on any device, contiguous in its last dim."""
+    """Of the slice's size, any dtype, on any device, contiguous in its last dim."""
 
 
 class TensorBucket(Protocol):

@@ -73,7 +73,7 @@ class TorchStoreTransport:
         Raises:
             WeightsError: the version was given up meanwhile.
         """
-        held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.box.numel)
+        held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.tensor_slice.numel)
         reports: list[ShardReport] = []
         putting: asyncio.Task[None] | None = None  # a bucket travels while the next one is filled
         try:
@@ -178,7 +178,7 @@ class _Ahead:
 
 def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
     """Cast and fingerprint a rank's slices of one bucket into one buffer, `[bytes] uint8`."""
-    sizes = [shard.box.numel * entry.torch_dtype.itemsize for entry, shard in held]
+    sizes = [shard.tensor_slice.numel * entry.torch_dtype.itemsize for entry, shard in held]
     offsets, used = [], 0
     for size in sizes:
         offsets.append(used)
@@ -186,14 +186,14 @@ def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[to
     buffer = torch.empty(used, dtype=torch.uint8)
     moves = []
     for (entry, shard), offset, size in zip(held, offsets, sizes, strict=True):
-        target = buffer[offset : offset + size].view(entry.torch_dtype).view(shard.box.size)
-        moves.append(Move(target, shard.values.detach(), entry.shape, shard.box))
+        target = buffer[offset : offset + size].view(entry.torch_dtype).view(shard.tensor_slice.size)
+        moves.append(Move(target, shard.values.detach(), entry.shape, shard.tensor_slice))
     return buffer, [
         ShardReport(
             name=shard.name,
-            box=shard.box,
+            tensor_slice=shard.tensor_slice,
             fingerprint=fingerprint,
-            piece=Piece(box=shard.box, part=part, offset=offset),
+            piece=Piece(tensor_slice=shard.tensor_slice, part=part, offset=offset),
         )
         for (_, shard), offset, fingerprint in zip(held, offsets, move(moves), strict=True)
     ]
@@ -219,11 +219,11 @@ def _unpack(part: str, values: torch.Tensor, segment: SegmentRef, entries: Seque
         for piece in entry.pieces:
             if piece.part != part:
                 continue
-            size = piece.box.numel * entry.torch_dtype.itemsize
+            size = piece.tensor_slice.numel * entry.torch_dtype.itemsize
             held = values[piece.offset : piece.offset + size]
             if held.numel() != size:
                 raise WeightsError(f"{part} is cut short at {values.numel()} bytes, within {entry.name!r}")
-            piece.box.of(entry.of(bucket)).copy_(held.view(entry.torch_dtype).view(piece.box.size))
+            piece.tensor_slice.of(entry.of(bucket)).copy_(held.view(entry.torch_dtype).view(piece.tensor_slice.size))
 
 
 @contextlib.contextmanager
