@@ -33,7 +33,6 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.job import local_hosts
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import BUCKET_BYTES, TensorSpec
 
 READERS = (1, 2, 4)
@@ -162,10 +161,10 @@ class _Bench:
             loads = [reader.call("load", manifest, host, deadline_s=_DEADLINE_S) for reader in readers]
             results = await asyncio.gather(*loads)
             for index, (fingerprints, _) in enumerate(results):
-                attest(manifest, fingerprints, f"reader {index}")
+                manifest.attest(fingerprints, f"reader {index}")
         ended = time.perf_counter()
-        held = sum(path.stat().st_size for folder in store._folders for path in folder.iterdir())
-        kept = 2 * manifest.bytes * len(store._folders)
+        held = sum(path.stat().st_size for folder in store.folders for path in folder.iterdir())
+        kept = 2 * manifest.bytes * len(store.folders)
         extras = [extra, *(each for _, each in results)]
         self.peak_extra = max(self.peak_extra, held - kept + max(extras))
         return {"publish": published - began, "load": ended - published, "end_to_end": ended - began}

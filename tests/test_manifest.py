@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_rl.errors import WeightsError
+from forge_rl.errors import AttestationError, WeightsError
 from forge_rl.weights.manifest import (
     Bucket,
     Manifest,
@@ -211,3 +211,18 @@ def test_a_version_without_tensors_is_refused():
 def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(WeightsError, match="version 3 holds two tensors of one name"):
         draft([*specs(), TensorSpec(name="a", shape=(1,))], version=3, dtype=torch.float32)
+
+
+def test_attestation_names_the_tensors_that_differ():
+    entries = tuple(
+        TensorEntry(name=name, shape=(2,), dtype="float32", bucket="1/0", offset=64 * number, fingerprint=number)
+        for number, name in enumerate("abc")
+    )
+    manifest = Manifest(version=1, tensors=entries, buckets=())
+    manifest.attest({"a": 0, "b": 1, "c": 2}, "an engine")
+    with pytest.raises(
+        AttestationError, match="an engine holds other weights than version 1: 1 of 3 tensors differ: b"
+    ):
+        manifest.attest({"a": 0, "b": 7, "c": 2}, "an engine")
+    with pytest.raises(AttestationError, match="2 of 3 tensors differ: b, c"):
+        manifest.attest({"a": 0}, "an engine")

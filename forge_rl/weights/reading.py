@@ -42,8 +42,8 @@ async def read_slices(
             It may be a slice of a larger parameter, such as q's rows of a fused qkv projection.
 
     Raises:
-        WeightsError: the version lacks a tensor, a tensor_slice lies outside of it, a place does not fit, or a bucket was freed
-            meanwhile; some slices may have been written by then.
+        WeightsError: the version lacks a tensor, a slice lies outside of it, a place does not fit, or a bucket was
+            freed meanwhile; some slices may have been written by then.
     """
     shapes = {entry.name: entry.shape for entry in manifest.tensors}
     if lacking := wants.keys() - shapes.keys():

@@ -1,5 +1,7 @@
 """The torchstore transport: buckets lie in a storage volume of torchstore, in a process of its own.
 
+torchstore is optional: nothing here imports it before a store is opened.
+
 What a rank writes of a bucket is one part, under a key with a random end: what a publish that was given up still writes
 is never taken for what a later one wrote. The bucket's own key says that the bucket is wanted: whoever finds it gone
 after storing a part takes the part back.
@@ -9,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
-import inspect
+import importlib.util
 import os
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,8 +29,11 @@ from forge_rl.weights.transports.protocol import LocalShard, to_read, to_write
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
+INSTALL = "install it by: pip install 'forge_rl[torchstore]'"
+
 _ALIGN = 64
 _DEADLINE_S = 600.0
+_MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-mib"
 
 
 class TorchStoreTransport:
@@ -38,11 +41,16 @@ class TorchStoreTransport:
 
     name = "torchstore"
     imports = ("torchstore",)
-    """What the store's process must import first: several actors share it."""
+    """Modules that the store's process must import first: several actors share it."""
 
     def __init__(self, controller: object, strategy: object) -> None:
         self._controller = controller
         self._strategy = strategy
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether torchstore can be imported."""
+        return importlib.util.find_spec("torchstore") is not None
 
     @staticmethod
     async def open(mesh: ProcMesh) -> TorchStoreTransport:
@@ -54,9 +62,11 @@ class TorchStoreTransport:
         from torchstore.storage_volume import StorageVolume
         from torchstore.strategy import SingletonStrategy
 
+        from forge_rl.weights.transports.torchstore_controller import AsyncController
+
         strategy = SingletonStrategy()
         volumes = await StorageVolume.spawn(num_volumes=1, mesh=mesh, id_func=strategy.get_volume_id)
-        controller = mesh.spawn("torchstore_controller", _controller_class())
+        controller = mesh.spawn("torchstore_controller", AsyncController)
         await controller.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=volumes)
         return TorchStoreTransport(controller, await controller.get_controller_strategy.call_one())
 
@@ -75,36 +85,22 @@ class TorchStoreTransport:
         """
         held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.tensor_slice.numel)
         reports: list[ShardReport] = []
-        putting: asyncio.Task[None] | None = None  # a bucket travels while the next one is filled
-        try:
-            for bucket, shards_of in groupby(held, key=lambda pair: pair[0].bucket):
-                part = f"{bucket}/{rank}-{secrets.token_hex(8)}"
-                buffer, packed = await asyncio.to_thread(_pack, part, list(shards_of))
-                reports += packed
-                if putting is not None:
-                    await asyncio.shield(putting)
-                putting = asyncio.create_task(self._put(bucket, part, buffer))
-            if putting is not None:
-                await asyncio.shield(putting)
-        finally:
-            if putting is not None:
-                await asyncio.gather(putting, return_exceptions=True)
+        for bucket, shards_of in groupby(held, key=lambda pair: pair[0].bucket):
+            part = f"{bucket}/{rank}-{secrets.token_hex(8)}"
+            buffer, packed = await asyncio.to_thread(_pack, part, list(shards_of))
+            await _to_its_end(self._put(bucket, part, buffer))
+            reports += packed
         return reports
 
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
     ) -> AsyncGenerator[SegmentBucket, None]:
-        """As `Transport.fetch`. At most two buckets' bytes are in memory: one to be read, the other on its way."""
-        wanted = to_read(manifest, names)
-        ahead = _Ahead(self._get, [part for _, entries in wanted for part in _parts_of(entries)])
-        try:
-            for bucket, entries in wanted:
-                with _anonymous(bucket) as segment:
-                    await _fill(segment, entries, ahead)
-                    ahead.start()
-                    yield SegmentBucket(segment=segment, entries=entries)
-        finally:
-            await ahead.close()
+        """As `Transport.fetch`. At most two buckets' bytes are in memory: as they came, and put together."""
+        for bucket, entries in to_read(manifest, names):
+            with _anonymous(bucket) as segment:
+                for part in dict.fromkeys(piece.part for entry in entries for piece in entry.pieces):
+                    await asyncio.to_thread(_unpack, part, await self._get(part), segment, entries)
+                yield SegmentBucket(segment=segment, entries=entries)
 
     async def free(self, keys: Collection[str]) -> None:
         """As `Transport.free`, with all parts, also those that no manifest names because a publish was given up."""
@@ -151,29 +147,13 @@ class TorchStoreTransport:
             ) from error
 
 
-class _Ahead:
-    """Gets parts one after the other; the next one travels, once started, while the caller is busy."""
-
-    def __init__(self, get: Callable[[str], Awaitable[torch.Tensor]], parts: Sequence[str]) -> None:
-        self._get = get
-        self._left = deque(parts)
-        self._task: asyncio.Future[torch.Tensor] | None = None
-
-    def start(self) -> None:
-        if self._task is None and self._left:
-            self._task = asyncio.ensure_future(self._get(self._left.popleft()))
-
-    async def take(self) -> torch.Tensor:
-        self.start()
-        assert self._task is not None, "there are as many parts as are taken"
-        part = await self._task
-        self._task = None
-        return part
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+async def _to_its_end(work: Coroutine[None, None, None]) -> None:
+    """Await something that cannot be stopped once begun: a cancellation waits for it."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    finally:
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
@@ -197,19 +177,6 @@ def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[to
         )
         for (_, shard), offset, fingerprint in zip(held, offsets, move(moves), strict=True)
     ]
-
-
-def _parts_of(entries: Iterable[TensorEntry]) -> list[str]:
-    return list(dict.fromkeys(piece.part for entry in entries for piece in entry.pieces))
-
-
-async def _fill(segment: SegmentRef, entries: Sequence[TensorEntry], ahead: _Ahead) -> None:
-    parts = _parts_of(entries)
-    for number, part in enumerate(parts):
-        values = await ahead.take()
-        if number + 1 < len(parts):  # all parts of a bucket take no more memory than it does
-            ahead.start()
-        await asyncio.to_thread(_unpack, part, values, segment, entries)
 
 
 def _unpack(part: str, values: torch.Tensor, segment: SegmentRef, entries: Sequence[TensorEntry]) -> None:
@@ -244,9 +211,6 @@ def _anonymous(bucket: Bucket) -> Iterator[SegmentRef]:
         os.close(fd)
 
 
-_MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-mib"
-
-
 def _check_room(what: str, needed: int) -> None:
     free = available_bytes()
     if needed > free:
@@ -264,36 +228,3 @@ def _cause_of(error: Exception) -> str:
     """The last line of what Monarch says."""
     said = str(error.args[0] if error.args else error).strip()
     return said.splitlines()[-1].strip() if said else type(error).__name__
-
-
-def _controller_class() -> type:
-    """torchstore's controller; that of 0.1.2 mixes sync and async endpoints, which Monarch 0.7 refuses to spawn."""
-    from torchstore.controller import Controller
-
-    if importlib.metadata.version("torchstore") != "0.1.2":
-        return cast(type, Controller)
-    return __getattr__("AsyncController")
-
-
-def __getattr__(name: str) -> type:
-    """Make `AsyncController` on first use, also where it is unpickled; importing this module imports no Monarch."""
-    if name != "AsyncController":
-        raise AttributeError(name)
-    from monarch.actor import endpoint
-    from torchstore.controller import Controller
-
-    def asynchronous(method: object) -> object:
-        async def call(self: object, *args: object, **kwargs: object) -> object:
-            return method(self, *args, **kwargs)  # type: ignore[operator]
-
-        call.__name__ = method.__name__  # type: ignore[attr-defined]
-        return endpoint(call)
-
-    endpoints = {
-        name: asynchronous(member._method)
-        for name, member in vars(Controller).items()
-        if hasattr(member, "_method") and not inspect.iscoroutinefunction(member._method)
-    }
-    made = type("AsyncController", (Controller,), {**endpoints, "__module__": __name__})
-    globals()["AsyncController"] = made
-    return made
