@@ -27,7 +27,7 @@ def of_epoch(epoch: int, version: int, size: int = 10) -> Manifest:
     return replace(manifest_of(version, {f"{version}/{epoch}.0": size}), epoch=epoch)
 
 
-async def settle() -> None:
+async def run_tasks() -> None:
     """Let every task go on as far as it can."""
     for _ in range(5):
         await asyncio.sleep(0)

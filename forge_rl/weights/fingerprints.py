@@ -35,13 +35,13 @@ class Move(NamedTuple):
     """A block of a tensor to be copied and fingerprinted."""
 
     target: torch.Tensor | None
-    """Where to, of the slice's size, in the published dtype; None only fingerprints the source."""
+    """Destination, of the slice's size and the published dtype; None only fingerprints the source."""
     source: torch.Tensor
-    """Of the slice's size; of any dtype if there is a target."""
+    """Values, of the slice's size; of any dtype if there is a target."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     tensor_slice: TensorSlice
-    """Where in the whole tensor the block lies."""
+    """Place of the block in the whole tensor."""
 
 
 def fingerprint(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> int:
@@ -49,11 +49,13 @@ def fingerprint(values: torch.Tensor, shape: Sequence[int], tensor_slice: Tensor
 
     Args:
         values: the block, any dtype and device.
-        shape: of the whole tensor.
-        tensor_slice: where in it the block lies; by default it is all of it.
+        shape: shape of the whole tensor.
+        tensor_slice: place of the block in it; all of it by default.
 
     Returns:
-        An unsigned 64-bit integer; `combine` adds those of all blocks up to that of the whole.
+        An unsigned 64-bit integer; `combine` adds those of all blocks up to that of the whole:
+
+            combine([fingerprint(top, shape, top_slice), fingerprint(rest, shape, rest_slice)])
     """
     return move([Move(None, values.detach(), tuple(shape), tensor_slice or TensorSlice.whole(shape))])[0]
 
@@ -173,7 +175,7 @@ def _check_words(shape: Sequence[int], tensor_slice: TensorSlice, dtype: torch.d
 
 
 def _is_viewable(values: torch.Tensor, word: torch.dtype) -> bool:
-    """Whether a tensor's memory can be seen as words of another dtype."""
+    """True if a tensor's memory can be seen as words of another dtype."""
     try:
         values.view(word)
     except RuntimeError:

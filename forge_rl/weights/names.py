@@ -48,16 +48,16 @@ _HF_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weig
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a block of a torchtitan weight holds of one published tensor."""
+    """Part of one published tensor that a block of a torchtitan weight holds."""
 
     name: str
-    """Hugging Face's."""
+    """Name in Hugging Face."""
     shape: tuple[int, ...]
-    """Of the whole published tensor."""
+    """Shape of the whole published tensor."""
     tensor_slice: TensorSlice
-    """Of the published tensor."""
+    """Place of the part in the published tensor."""
     index: int | None = None
-    """Of the expert in the block; None where the block is the part."""
+    """Number of the expert within the block; None where the block is the part."""
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """A view of this part of the block."""
@@ -65,11 +65,11 @@ class Part:
 
 
 def parts(name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
-    """The published tensors that a block of a torchtitan weight holds, and which slice of each.
+    """List the published tensors that a block of a torchtitan weight holds, and the slice of each.
 
     Args:
-        name: torchtitan's.
-        shape: of the whole weight.
+        name: torchtitan's name of the weight.
+        shape: shape of the whole weight.
         tensor_slice: the block; by default the whole weight.
 
     Raises:

@@ -18,15 +18,15 @@ from forge_rl.weights.transports.protocol import TensorBucket, Transport
 
 @dataclass(frozen=True, kw_only=True)
 class ReadReport:
-    """What one reader took of a version."""
+    """Report of one reader: the slices of a version that it took."""
 
     version: int
     bytes: int
-    """Read from shared memory, as published."""
+    """Bytes read from shared memory, as published."""
     slices: dict[str, TensorSlice]
-    """By Hugging Face name."""
+    """Slices that were read, by Hugging Face name."""
     fingerprints: dict[str, int]
-    """Of the slices, over the bytes that were read; `combine_reports` adds those of all readers up."""
+    """Fingerprints of the bytes that were read, by name; `combine_reports` adds those of all readers up."""
 
 
 async def read_slices(
@@ -35,10 +35,10 @@ async def read_slices(
     """Copy slices of a version into their places, fetching only the buckets that hold them.
 
     Args:
-        transport: of this host.
+        transport: transport of this host.
         manifest: the version; the caller holds a lease on it.
-        wants: by Hugging Face name, which slice of it.
-        into: for a name, where its slice goes: of the slice's size and the published dtype, contiguous in its last dim.
+        wants: slices to read, by Hugging Face name.
+        into: place for a name: of the slice's size and the published dtype, contiguous in its last dim.
             It may be a slice of a larger parameter, such as q's rows of a fused qkv projection.
 
     Raises:

@@ -23,7 +23,7 @@ from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.volume import writing
 
 READS_IN_FLIGHT = 2
-"""From one host. While one bucket is checked, another one travels."""
+"""Reads at a time from one host. While one bucket is checked, another one travels."""
 
 _LEAST_RATE = 4 << 20  # bytes/s
 _LEAST_TIMEOUT_S = 60

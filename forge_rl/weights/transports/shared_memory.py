@@ -23,11 +23,11 @@ _DEADLINE_S = 600.0
 
 
 class SharedMemoryTransport:
-    """A client of the store's volumes, as `Transport` says.
+    """Client of the store's volumes: a `Transport`.
 
     Args:
-        host: that this client is on; it writes and reads segments there.
-        volumes: by host, the actor that owns the host's volume, with the endpoints of WeightStoreActor.
+        host: host of this client; it writes and reads segments there.
+        volumes: actor that owns each host's volume, by host, with the endpoints of WeightStoreActor.
     """
 
     name = "shared_memory"

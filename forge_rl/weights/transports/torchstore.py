@@ -37,7 +37,7 @@ _MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-
 
 
 class TorchStoreTransport:
-    """A client of one torchstore, as `Transport` says. Pickles: it holds actor handles only."""
+    """Client of one torchstore: a `Transport`. It pickles, since it holds actor handles only."""
 
     name = "torchstore"
     imports = ("torchstore",)
@@ -49,7 +49,7 @@ class TorchStoreTransport:
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether torchstore can be imported."""
+        """True if torchstore can be imported."""
         return importlib.util.find_spec("torchstore") is not None
 
     @staticmethod
@@ -71,14 +71,14 @@ class TorchStoreTransport:
         return TorchStoreTransport(controller, await controller.get_controller_strategy.call_one())
 
     async def reserve(self, drafted: Manifest) -> Manifest:
-        """As `Transport.reserve`. torchstore has no bound of its own: past the free memory the kernel kills it."""
+        """Mark the buckets as wanted. torchstore has no bound of its own: past the free memory the kernel kills it."""
         needed = sum(bucket.bytes for bucket in drafted.written)
         _check_room(f"version {drafted.version} in torchstore", needed)
         await asyncio.gather(*(self._ask("put", bucket.key, "wanted") for bucket in drafted.written))
         return drafted
 
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
-        """As `Transport.write`. When it ends, also by an error, nothing of it is under way any more.
+        """Put a rank's part of each bucket. When it ends, also by an error, nothing of it is under way any more.
 
         Raises:
             WeightsError: the version was given up meanwhile.
@@ -95,7 +95,7 @@ class TorchStoreTransport:
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
     ) -> AsyncGenerator[SegmentBucket, None]:
-        """As `Transport.fetch`. At most two buckets' bytes are in memory: as they came, and put together."""
+        """Get buckets one by one. At most two buckets' bytes are in memory: as they came, and put together."""
         for bucket, entries in to_read(manifest, names):
             with _anonymous(bucket) as segment:
                 for part in dict.fromkeys(piece.part for entry in entries for piece in entry.pieces):
@@ -103,7 +103,7 @@ class TorchStoreTransport:
                 yield SegmentBucket(segment=segment, entries=entries)
 
     async def free(self, keys: Collection[str]) -> None:
-        """As `Transport.free`, with all parts, also those that no manifest names because a publish was given up."""
+        """Delete buckets with all parts, also those that no manifest names because a publish was given up."""
         await asyncio.gather(*(self._delete(key) for key in keys))
         gone = set(keys)
         parts = [key for key in await self._ask("keys") if key.rpartition("/")[0] in gone]
@@ -218,7 +218,7 @@ def _check_room(what: str, needed: int) -> None:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Whether an actor of torchstore's says that it does not hold a key."""
+    """True if an actor of torchstore's says that it does not hold a key."""
     if isinstance(error, KeyError):  # its client makes one of whatever went wrong
         return "Unable to locate" in str(error)
     return isinstance(getattr(error, "exception", None), KeyError)
