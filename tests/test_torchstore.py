@@ -24,6 +24,7 @@ from forge_rl.runtime.service import Service
 from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports import torchstore as module
+from forge_rl.weights.transports import torchstore_controller as controller
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.torchstore import TorchStoreTransport
 from tests.conftest import started_processes
@@ -246,12 +247,10 @@ def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
 
 
 def test_a_newer_torchstore_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    from torchstore.controller import Controller
-
-    assert module._controller_class() is module.AsyncController
-    assert issubclass(module.AsyncController, Controller)
+    assert issubclass(controller.AsyncController, controller.Controller)
+    assert len(controller._endpoints()) == 5
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.0")
-    assert module._controller_class() is Controller
+    assert controller._endpoints() == {}
 
 
 class MemoryTransport(TorchStoreTransport):

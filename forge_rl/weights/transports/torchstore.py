@@ -14,7 +14,8 @@ import contextlib
 import importlib.util
 import os
 import secrets
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
@@ -85,22 +86,36 @@ class TorchStoreTransport:
         """
         held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.tensor_slice.numel)
         reports: list[ShardReport] = []
-        for bucket, shards_of in groupby(held, key=lambda pair: pair[0].bucket):
-            part = f"{bucket}/{rank}-{secrets.token_hex(8)}"
-            buffer, packed = await asyncio.to_thread(_pack, part, list(shards_of))
-            await _to_its_end(self._put(bucket, part, buffer))
-            reports += packed
+        putting: asyncio.Task[None] | None = None  # a bucket travels while the next one is filled
+        try:
+            for bucket, shards_of in groupby(held, key=lambda pair: pair[0].bucket):
+                part = f"{bucket}/{rank}-{secrets.token_hex(8)}"
+                buffer, packed = await asyncio.to_thread(_pack, part, list(shards_of))
+                reports += packed
+                if putting is not None:
+                    await asyncio.shield(putting)
+                putting = asyncio.create_task(self._put(bucket, part, buffer))
+            if putting is not None:
+                await asyncio.shield(putting)
+        finally:
+            if putting is not None:
+                await asyncio.gather(putting, return_exceptions=True)
         return reports
 
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
     ) -> AsyncGenerator[SegmentBucket, None]:
-        """Get buckets one by one. At most two buckets' bytes are in memory: as they came, and put together."""
-        for bucket, entries in to_read(manifest, names):
-            with _anonymous(bucket) as segment:
-                for part in dict.fromkeys(piece.part for entry in entries for piece in entry.pieces):
-                    await asyncio.to_thread(_unpack, part, await self._get(part), segment, entries)
-                yield SegmentBucket(segment=segment, entries=entries)
+        """Get buckets one by one. At most two buckets' bytes are in memory: one to be read, the other on its way."""
+        wanted = to_read(manifest, names)
+        ahead = _Ahead(self._get, [part for _, entries in wanted for part in _parts_of(entries)])
+        try:
+            for bucket, entries in wanted:
+                with _anonymous(bucket) as segment:
+                    await _fill(segment, entries, ahead)
+                    ahead.start()
+                    yield SegmentBucket(segment=segment, entries=entries)
+        finally:
+            await ahead.close()
 
     async def free(self, keys: Collection[str]) -> None:
         """Delete buckets with all parts, also those that no manifest names because a publish was given up."""
@@ -147,13 +162,29 @@ class TorchStoreTransport:
             ) from error
 
 
-async def _to_its_end(work: Coroutine[None, None, None]) -> None:
-    """Await something that cannot be stopped once begun: a cancellation waits for it."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    finally:
-        await asyncio.gather(task, return_exceptions=True)
+class _Ahead:
+    """Gets parts one after the other; the next one travels, once started, while the caller is busy."""
+
+    def __init__(self, get: Callable[[str], Awaitable[torch.Tensor]], parts: Sequence[str]) -> None:
+        self._get = get
+        self._left = deque(parts)
+        self._task: asyncio.Future[torch.Tensor] | None = None
+
+    def start(self) -> None:
+        if self._task is None and self._left:
+            self._task = asyncio.ensure_future(self._get(self._left.popleft()))
+
+    async def next(self) -> torch.Tensor:
+        self.start()
+        assert self._task is not None, "there are as many parts as are asked for"
+        part = await self._task
+        self._task = None
+        return part
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
@@ -177,6 +208,19 @@ def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[to
         )
         for (_, shard), offset, fingerprint in zip(held, offsets, move(moves), strict=True)
     ]
+
+
+def _parts_of(entries: Iterable[TensorEntry]) -> list[str]:
+    return list(dict.fromkeys(piece.part for entry in entries for piece in entry.pieces))
+
+
+async def _fill(segment: SegmentRef, entries: Sequence[TensorEntry], ahead: _Ahead) -> None:
+    parts = _parts_of(entries)
+    for number, part in enumerate(parts):
+        values = await ahead.next()
+        if number + 1 < len(parts):  # all parts of a bucket take no more memory than it does
+            ahead.start()
+        await asyncio.to_thread(_unpack, part, values, segment, entries)
 
 
 def _unpack(part: str, values: torch.Tensor, segment: SegmentRef, entries: Sequence[TensorEntry]) -> None:
