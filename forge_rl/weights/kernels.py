@@ -10,6 +10,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 KEY_LOW, KEY_HIGH, KEY_SHIFT = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.uint64(0x27D4EB2F)
 """a, b and c of a fingerprint; see fingerprints.py."""
@@ -50,6 +53,73 @@ def fingerprint_rows(source: Words, step: int, rows: int, words: int, first: int
     return total
 
 
+_LANES = 8
+
+
+@intrinsic
+def _stream(typing: Any, target: Any, source: Any, vectors: Any, first: Any) -> Any:
+    """Copy and fingerprint `vectors` times _LANES words by stores that bypass the cache, to an address aligned to 64.
+
+    As memcpy does for large copies: it saves reading the target's lines first, a quarter of the time, and no plain
+    loop of numba's says it.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, source, vectors, first = arguments
+        i32, i64 = ir.IntType(32), ir.IntType(64)
+        vector = ir.VectorType(i64, _LANES)
+
+        def constant(*values: int) -> Any:
+            return ir.Constant(vector, [value % (1 << 64) for value in values * (_LANES // len(values))])
+
+        def spread(scalar: Any) -> Any:
+            one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(i32, 0))
+            lanes = ir.Constant(ir.VectorType(i32, _LANES), [0] * _LANES)
+            return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), lanes)
+
+        keys = (int(KEY_LOW), 0), (int(KEY_HIGH), int(KEY_SHIFT))
+        starts = [
+            builder.add(
+                spread(builder.mul(first, ir.Constant(i64, key))),
+                constant(*(lane * key + shift for lane in range(_LANES))),
+            )
+            for key, shift in keys
+        ]
+        before = builder.block
+        head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        index, total, low, high = builder.phi(i64), builder.phi(vector), builder.phi(vector), builder.phi(vector)
+        for phi, value in zip((index, total, low, high), (ir.Constant(i64, 0), constant(0), *starts), strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", index, vectors), body, end)
+
+        builder.position_at_end(body)
+        at = builder.mul(index, ir.Constant(i64, 8 * _LANES))
+        words = builder.load(builder.inttoptr(builder.add(source, at), vector.as_pointer()), align=8)
+        stored = builder.store(words, builder.inttoptr(builder.add(target, at), vector.as_pointer()), align=8 * _LANES)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(i32, 1)]))
+        mask = constant(int(_MASK))
+        product = builder.mul(
+            builder.and_(builder.add(words, low), mask),
+            builder.and_(builder.add(builder.lshr(words, constant(32)), high), mask),
+        )
+        index.add_incoming(builder.add(index, ir.Constant(i64, 1)), body)
+        total.add_incoming(builder.add(total, product), body)
+        low.add_incoming(builder.add(low, constant(keys[0][0] * _LANES)), body)
+        high.add_incoming(builder.add(high, constant(keys[1][0] * _LANES)), body)
+        builder.branch(head)
+
+        builder.position_at_end(end)
+        builder.fence("seq_cst")  # such stores are weakly ordered
+        result = ir.Constant(i64, 0)
+        for lane in range(_LANES):
+            result = builder.add(result, builder.extract_element(total, ir.Constant(i32, lane)))
+        return result
+
+    return types.uint64(types.uint64, types.uint64, types.int64, types.uint64), generate
+
+
 @numba.njit(nogil=True, cache=True)
 def copy_rows(
     target: Words, target_step: int, source: Words, step: int, rows: int, words: int, first: int, first_step: int
@@ -60,8 +130,14 @@ def copy_rows(
         read = source[row * step : row * step + words]
         written = target[row * target_step : row * target_step + words]
         index = np.uint64(first + row * first_step)
+        done = 0
+        if written.itemsize == 8 and written.ctypes.data % 64 == 0:
+            done = words // _LANES * _LANES
+            to, of = np.uint64(written.ctypes.data), np.uint64(read.ctypes.data)
+            total += _stream(to, of, words // _LANES, index)
+            index += np.uint64(done)
         low, high = index * KEY_LOW, index * KEY_HIGH + KEY_SHIFT
-        for item in range(words):
+        for item in range(done, words):
             written[item] = read[item]
             word = np.uint64(read[item])
             total += ((word + low) & _MASK) * (((word >> _HALF) + high) & _MASK)
