@@ -98,18 +98,19 @@ def test_a_commit_whose_answer_was_lost_holds_also_after_going_back(shm: Path):
     async def main() -> None:
         async with shared(shm, keep_versions=2) as (store, watched):
             await publish(store, 1)
-            call = store._service.call
+            replica = store._service.replicas[0]
+            call = replica.call
 
-            async def lose_the_answer(replica: Any, method: str, *args: object, deadline_s: float) -> Any:
-                answer = await call(replica, method, *args, deadline_s=deadline_s)
+            async def lose_the_answer(method: str, *args: object, deadline_s: float) -> Any:
+                answer = await call(method, *args, deadline_s=deadline_s)
                 if method == "commit":
                     raise WeightsError("no answer")
                 return answer
 
-            store._service.call = lose_the_answer  # type: ignore[assignment,method-assign]
+            replica.call = lose_the_answer  # type: ignore[assignment,method-assign]
             with pytest.raises(WeightsError, match="no answer"):
                 await publish(store, 2)
-            store._service.call = call  # type: ignore[method-assign]
+            replica.call = call  # type: ignore[method-assign]
             async with store.lease(2) as manifest:
                 assert await read(store.transport(), manifest) == all_of(2)
                 await store.rollback(1)

@@ -301,15 +301,16 @@ def test_a_lease_whose_answer_was_not_waited_for_ends(shm: Path):
     async def main() -> None:
         async with shared(shm, keep_versions=1) as (store, watched):
             await publish(store, 1)
-            call = store._service.call
+            replica = store._service.replicas[0]
+            call = replica.call
 
-            async def lose_the_answer(replica: Any, method: str, *args: object, deadline_s: float) -> Any:
-                answer = await call(replica, method, *args, deadline_s=deadline_s)
+            async def lose_the_answer(method: str, *args: object, deadline_s: float) -> Any:
+                answer = await call(method, *args, deadline_s=deadline_s)
                 if method == "lease":
                     await asyncio.Event().wait()
                 return answer
 
-            store._service.call = lose_the_answer  # type: ignore[assignment,method-assign]
+            replica.call = lose_the_answer  # type: ignore[assignment,method-assign]
             asking = asyncio.create_task(store.lease().__aenter__())
             await until_state(watched, lambda state: bool(state.leases))
             asking.cancel()
