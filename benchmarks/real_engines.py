@@ -58,7 +58,7 @@ class Engines:
         """Publish the next version, and load it into all engines."""
         specs = [TensorSpec(name=name, shape=tuple(part.shape)) for name, part in self._weights.items()]
         shards = [
-            LocalShard(name=name, box=TensorSlice.whole(part.shape), values=part)
+            LocalShard(name=name, tensor_slice=TensorSlice.whole(part.shape), values=part)
             for name, part in self._weights.items()
         ]
         async with self._store.publishing(self.version + 1, specs, self._dtype) as publication:

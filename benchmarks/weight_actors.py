@@ -45,7 +45,7 @@ class WriterActor(ServiceActor):
     async def write(self, drafted: Manifest, transport: Transport) -> tuple[list[ShardReport], int]:
         """What the rank wrote, and bytes of its own that it took at most for it."""
         shards = [
-            LocalShard(name=name, box=TensorSlice.whole(weight.shape), values=weight)
+            LocalShard(name=name, tensor_slice=TensorSlice.whole(weight.shape), values=weight)
             for name, weight in self._weights.items()
         ]
         with _anonymous_peak() as peak:
@@ -58,9 +58,9 @@ class WriterActor(ServiceActor):
         return self._memcpy(threads)
 
     @concurrent_endpoint
-    async def attestation_s(self, pairs: int) -> list[float]:
-        """By how many seconds fingerprints lengthen the publish's own loop, into the same memory, of each pair of
-        runs with and without them."""
+    async def attestation_s(self, pairs: int, threads: int) -> list[float]:
+        """Seconds that the publish's own loop, which copies and fingerprints, takes longer than a plain copy of the
+        same bytes into the same memory, of each pair of runs."""
         at, moves = 0, []
         assert self._scratch is not None, "memcpy comes first"
         for weight in self._weights.values():
@@ -68,13 +68,11 @@ class WriterActor(ServiceActor):
             moves.append(Move(target, weight, tuple(weight.shape), TensorSlice.whole(weight.shape)))
             at += weight.nbytes
         found = []
-        for pair in range(pairs):
-            seconds = {}
-            for attest in (True, False) if pair % 2 else (False, True):  # neither comes always first
-                began = time.perf_counter()
-                move(moves, attest=attest)
-                seconds[attest] = time.perf_counter() - began
-            found.append(seconds[True] - seconds[False])
+        for _ in range(pairs):
+            plain = self._memcpy(threads)
+            began = time.perf_counter()
+            move(moves)
+            found.append(time.perf_counter() - began - plain)
         return found
 
     @concurrent_endpoint

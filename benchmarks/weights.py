@@ -33,7 +33,6 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.job import local_hosts
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import BUCKET_BYTES, TensorSpec
 
 READERS = (1, 2, 4)
@@ -162,10 +161,10 @@ class _Bench:
             loads = [reader.call("load", manifest, host, deadline_s=_DEADLINE_S) for reader in readers]
             results = await asyncio.gather(*loads)
             for index, (fingerprints, _) in enumerate(results):
-                attest(manifest, fingerprints, f"reader {index}")
+                manifest.attest(fingerprints, f"reader {index}")
         ended = time.perf_counter()
-        held = sum(path.stat().st_size for folder in store._folders for path in folder.iterdir())
-        kept = 2 * manifest.bytes * len(store._folders)
+        held = sum(path.stat().st_size for folder in store.folders for path in folder.iterdir())
+        kept = 2 * manifest.bytes * len(store.folders)
         extras = [extra, *(each for _, each in results)]
         self.peak_extra = max(self.peak_extra, held - kept + max(extras))
         return {"publish": published - began, "load": ended - published, "end_to_end": ended - began}
@@ -215,14 +214,12 @@ async def _one_host(bench: _Bench) -> dict[str, list[float]]:
     writer = await bench.spawn(writing, WriterActor)
     readers = [await bench.spawn(reading, ReaderActor) for _ in range(max(READERS))]
     found: dict[str, list[float]] = {}
+    cores = bench.report.machine["cores"]
     for counts in bench.repeats():
         row: dict[str, float] = {}
-        for name, method, argument in (
-            ("memcpy", "memcpy", 1),
-            ("memcpy_parallel", "memcpy", bench.report.machine["cores"]),
-        ):
-            row[name] = await writer.call(method, argument, deadline_s=_DEADLINE_S)
-        row["attestation"] = median(await writer.call("attestation_s", 10, deadline_s=_DEADLINE_S))
+        for name, threads in (("memcpy", 1), ("memcpy_parallel", cores)):
+            row[name] = await writer.call("memcpy", threads, deadline_s=_DEADLINE_S)
+        row["attestation"] = median(await writer.call("attestation_s", 10, cores, deadline_s=_DEADLINE_S))
         for count in READERS:
             seconds = await bench.sync(store, writer, readers[:count])
             row |= {f"{name}_{count}": value for name, value in seconds.items()}

@@ -1,5 +1,6 @@
 """Fixtures for all tests, and what must be true when they end: no process and no file of theirs is left."""
 
+import asyncio
 import contextlib
 import getpass
 import mmap
@@ -69,6 +70,16 @@ def nothing_left() -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"processes are left: {sorted(left)}"
+
+
+@pytest.fixture(scope="session")
+def store_process() -> Iterator[None]:
+    """The process that the tests' stores share, from before a test that looks for processes that are left."""
+    from tests.fake_store import shared_process
+
+    asyncio.run(shared_process().start())
+    yield
+    asyncio.run(shared_process().close())
 
 
 @pytest.fixture

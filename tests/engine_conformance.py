@@ -51,7 +51,7 @@ def publish(model: torch.nn.Module, folder: Path, version: int, *, bucket_bytes:
     wholes = {entry: TensorSlice.whole(entry.shape) for entry in drafted.tensors}
     sums = move([Move(e.of(memory[e.bucket]), weights[e.name].detach(), e.shape, w) for e, w in wholes.items()])
     reports = [
-        ShardReport(name=entry.name, box=whole, fingerprint=value)
+        ShardReport(name=entry.name, tensor_slice=whole, fingerprint=value)
         for (entry, whole), value in zip(wholes.items(), sums, strict=True)
     ]
     buckets = tuple(replace(bucket, segment=refs[bucket.key]) for bucket in drafted.buckets)
@@ -450,7 +450,7 @@ def step(engine: TrainEngine, seed: int) -> None:
 
 
 def published(engine: TrainEngine) -> dict[tuple[str, TensorSlice], torch.Tensor]:
-    return {(shard.name, shard.box): shard.values.clone() for shard in engine.local_shards()}
+    return {(shard.name, shard.tensor_slice): shard.values.clone() for shard in engine.local_shards()}
 
 
 def same(one: TrainEngine, other: TrainEngine) -> bool:

@@ -38,7 +38,7 @@ LAYOUT: dict[str, tuple[tuple[int, ...], tuple[TensorSlice, ...]]] = {
     # One rank has it.
     "scale": ((), (TensorSlice((), ()),)),
 }
-"""Of each tensor its shape, and which box which rank holds."""
+"""Of each tensor its shape, and which slice which rank holds."""
 
 BUCKET_BYTES = 16 << 10
 
@@ -55,7 +55,9 @@ def values_of(version: int, name: str) -> torch.Tensor:
 
 def shards_of(version: int, rank: int) -> list[LocalShard]:
     return [
-        LocalShard(name=name, box=slices[rank], values=torch.nn.Parameter(slices[rank].of(values_of(version, name))))
+        LocalShard(
+            name=name, tensor_slice=slices[rank], values=torch.nn.Parameter(slices[rank].of(values_of(version, name)))
+        )
         for name, (_, slices) in LAYOUT.items()
         if rank < len(slices)
     ]
@@ -123,7 +125,8 @@ class FakeRank(ServiceActor):
         """Write all tensors of a draft, whatever they are, as the only rank."""
         whole = ((entry.name, entry.shape) for entry in drafted.tensors)
         shards = (
-            LocalShard(name=name, box=TensorSlice.whole(shape), values=torch.zeros(shape)) for name, shape in whole
+            LocalShard(name=name, tensor_slice=TensorSlice.whole(shape), values=torch.zeros(shape))
+            for name, shape in whole
         )
         return await transport.write(drafted, shards, rank=0)
 

@@ -74,8 +74,12 @@ class RemoteActor(ServiceActor):
             if is_of(entry.bucket, version):
                 values = entry.of(writable(refs[entry.bucket]))
                 values.view(-1).view(torch.uint8).random_(0, 256)
-                box = TensorSlice.whole(entry.shape)
-                reports.append(ShardReport(name=entry.name, box=box, fingerprint=fingerprint(values, entry.shape)))
+                tensor_slice = TensorSlice.whole(entry.shape)
+                reports.append(
+                    ShardReport(
+                        name=entry.name, tensor_slice=tensor_slice, fingerprint=fingerprint(values, entry.shape)
+                    )
+                )
         return complete(drafted, [reports])
 
     @concurrent_endpoint

@@ -1,29 +1,33 @@
-"""A store in this process, small versions whose values say what they are, and processes that write and read them."""
+"""Stores whose state can be looked at, small versions whose values say what they are, and processes that use them."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
-import inspect
 import os
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.errors import WeightsError
+from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.services.weight_store_actor import WeightStoreActor
 from forge_rl.weights.fingerprints import Move, fingerprint
 from forge_rl.weights.leases import WeightReader
-from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
+from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport, TensorSpec
 from forge_rl.weights.segment import readable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports import shared_memory
@@ -39,60 +43,101 @@ VERSION_BYTES = 2560 + 192 + 64 + 2048
 """Of a whole version's buckets in float32, tensors being aligned to 64 bytes."""
 
 
-class RemoteError(Exception):
-    """As Monarch hands on what an endpoint raised."""
+@dataclass(frozen=True, kw_only=True)
+class StoreState:
+    """What a store's actor holds."""
 
-    def __init__(self, exception: Exception) -> None:
-        super().__init__(str(exception))
-        self.exception = exception
-
-
-class LocalActor:
-    """The endpoints of an actor that lives in this process, for callers that would call a remote one."""
-
-    def __init__(self, actor: ServiceActor) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Any:
-        body = inspect.unwrap(getattr(type(self._actor), name)._method)
-
-        async def call_one(*args: object) -> Any:
-            try:
-                return await body(self._actor, *args)
-            except Exception as error:
-                raise RemoteError(error) from error
-
-        return SimpleNamespace(call_one=call_one)
+    versions: dict[int, Manifest]
+    leases: set[str]
+    unneeded: list[str]
+    used: dict[str, SegmentRef]
+    freed: list[SegmentRef]
+    spare: list[SegmentRef]
+    bytes: int
+    reclaimed: int
 
 
-class LocalService:
-    """As `Service`, with one replica in this process."""
+class WatchedStoreActor(WeightStoreActor):
+    """The store's own actor, which also tells what it holds."""
 
-    def __init__(self, actor: ServiceActor) -> None:
-        death = asyncio.get_running_loop().create_future()
-        self.replicas = [SimpleNamespace(actor=LocalActor(actor), death=death, alive=True)]
+    @concurrent_endpoint
+    async def state(self) -> StoreState:
+        volume, index = self.volume, self._index
+        return StoreState(
+            versions=dict(index._versions),
+            leases=set(self._leases),
+            unneeded=list(self._unneeded),
+            used=dict(volume._used),
+            freed=list(volume._freed),
+            spare=list(volume._spare),
+            bytes=volume.bytes,
+            reclaimed=volume.reclaimed,
+        )
 
-    async def call(self, replica: Any, method: str, *args: object, deadline_s: float) -> Any:
-        try:
-            return await asyncio.wait_for(getattr(replica.actor, method).call_one(*args), deadline_s)
-        except RemoteError as error:
-            raise error.exception from error
-
-    async def stop(self) -> None:
-        self.replicas.clear()
+    @concurrent_endpoint
+    async def abandon(self) -> None:
+        """Let go of the volume's lock as the kernel does when the process is killed, and of nothing else."""
+        os.close(self.volume._lock)
+        self._volume = None
 
 
-async def open_local(shm: Path, **config: Any) -> tuple[WeightStore, WeightStoreActor]:
-    """A store with all of its own code, but in this process."""
-    settings = WeightStore.Config(shm=shm, **config)
-    actor = WeightStoreActor(settings, "local")
-    service = LocalService(actor)
-    volumes = {"local": service.replicas[0].actor}
-    store = WeightStore(settings, service, {"local": SharedMemoryTransport("local", volumes)}, "")  # type: ignore[arg-type]
-    folder, _ = await service.replicas[0].call("open_volume", volumes, deadline_s=10)
-    store._folders.append(folder)
-    store._bucket_bytes = BUCKET_BYTES
-    return store, actor
+class SharedProcess:
+    """A cluster with one process, in which any number of services live one after the other."""
+
+    def __init__(self, logs: Path) -> None:
+        self._cluster = Cluster(logs)
+
+    async def start(self) -> None:
+        faults = Faults()
+        faults.install()  # stays: Monarch's own hook would interrupt the tests that follow
+        self._mesh = self._cluster.spawn("shared")
+        service = Service(new_service_name(), self, faults)  # type: ignore[arg-type]
+        await service.spawn(ServiceActor).call("process_id", deadline_s=60)
+
+    def spawn(self, name: str, **_: object) -> Any:
+        return self._mesh
+
+    def log_file(self, name: str) -> Path:
+        return self._cluster.log_file("shared")
+
+    async def stop(self, name: str) -> None:
+        """Do nothing: the process goes on."""
+
+    async def close(self) -> None:
+        await self._cluster.close()
+
+
+@cache
+def shared_process() -> SharedProcess:
+    """This test run's process for stores; it ends with the run."""
+    logs = Path(tempfile.mkdtemp(prefix="store-"))
+    atexit.register(shutil.rmtree, logs, ignore_errors=True)
+    return SharedProcess(logs)
+
+
+class WatchedStore:
+    """A store on a real process that other tests use too, and its actor's state."""
+
+    def __init__(self, store: WeightStore, service: Service) -> None:
+        self.store = store
+        self._service = service
+
+    async def call(self, method: str, *args: object) -> Any:
+        return await self._service.replicas[0].call(method, *args, deadline_s=10)
+
+    async def state(self) -> StoreState:
+        return cast(StoreState, await self.call("state"))
+
+
+async def open_shared(shm: Path, *, keep_versions: int = 2, keep_bytes: int = 1 << 40) -> WatchedStore:
+    """A store in the shared process."""
+    service = Service("weights", shared_process(), Faults())  # type: ignore[arg-type]
+    replica = service.spawn(WatchedStoreActor, "local", shm, keep_versions, keep_bytes)
+    volumes = {"local": replica.actor}
+    folder, _ = await replica.call("open_volume", volumes, deadline_s=60)
+    transports = {"local": SharedMemoryTransport("local", volumes)}
+    store = WeightStore(service, transports, bucket_bytes=BUCKET_BYTES, choice="", folders=[folder])
+    return WatchedStore(store, service)
 
 
 def run(main: Awaitable[None]) -> None:
@@ -103,13 +148,13 @@ def run(main: Awaitable[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def local(shm: Path, **config: object) -> AsyncIterator[tuple[WeightStore, WeightStoreActor]]:
-    """A store in this process."""
-    store, actor = await open_local(shm, **config)
+async def shared(shm: Path, **config: int) -> AsyncIterator[tuple[WeightStore, WatchedStore]]:
+    """A store in the shared process."""
+    watched = await open_shared(shm, **config)
     try:
-        yield store, actor
+        yield watched.store, watched
     finally:
-        await store.stop()
+        await watched.store.stop()
 
 
 @contextlib.asynccontextmanager
@@ -140,8 +185,8 @@ def nothing_in(shm: Path) -> bool:
     return not list(shm.iterdir())
 
 
-async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110
+async def until_state(watched: WatchedStore, true: Callable[[StoreState], bool]) -> None:
+    while not true(await watched.state()):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
@@ -169,8 +214,10 @@ def shards(values: Mapping[str, int], rank: int) -> list[LocalShard]:
     for name, shape in SHAPES.items():
         rows = -(-shape[0] // RANKS)
         count = max(0, min(rows, shape[0] - rank * rows))
-        box = TensorSlice((rank * rows, *(0 for _ in shape[1:])), (count, *shape[1:]))
-        made.append(LocalShard(name=name, box=box, values=torch.full(box.size, float(values[name]))))
+        tensor_slice = TensorSlice((rank * rows, *(0 for _ in shape[1:])), (count, *shape[1:]))
+        made.append(
+            LocalShard(name=name, tensor_slice=tensor_slice, values=torch.full(tensor_slice.size, float(values[name])))
+        )
     return made
 
 
@@ -223,13 +270,9 @@ def stopping_halfway(reached: Callable[[], None], go_on: Callable[[], object]) -
 
 
 class Straggler:
-    """A forked process that is halfway through writing a rank's shards, until it is told to go on or is killed.
+    """A forked process that is halfway through writing a rank's shards, until it is told to go on or is killed."""
 
-    Args:
-        lock: the volume's, which must not be this process's too.
-    """
-
-    def __init__(self, transport: SharedMemoryTransport, drafted: Manifest, held: list[LocalShard], lock: int) -> None:
+    def __init__(self, transport: SharedMemoryTransport, drafted: Manifest, held: list[LocalShard]) -> None:
         placed = list(to_write(drafted, held))
         is_halfway, says_halfway = os.pipe()
         may_go_on, self._go_on = os.pipe()
@@ -237,7 +280,6 @@ class Straggler:
         if self.pid == 0:
             status = 1
             try:
-                os.close(lock)
                 os.close(self._go_on)
                 with stopping_halfway(lambda: os.write(says_halfway, b"x"), lambda: os.read(may_go_on, 1)):
                     transport._write(drafted, placed)

@@ -22,12 +22,12 @@ async def publish(
     return before, after
 
 
-def of_era(epoch: int, version: int, size: int = 10) -> Manifest:
+def of_epoch(epoch: int, version: int, size: int = 10) -> Manifest:
     """A manifest of one tensor in a bucket of its own, after the run went back so often."""
     return replace(manifest_of(version, {f"{version}/{epoch}.0": size}), epoch=epoch)
 
 
-async def settle() -> None:
+async def run_tasks() -> None:
     """Let every task go on as far as it can."""
     for _ in range(5):
         await asyncio.sleep(0)

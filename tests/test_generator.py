@@ -16,8 +16,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Sampling, Turn
-from forge_rl.weights.attestation import attest
-from forge_rl.weights.manifest import Manifest, TensorEntry, TensorSpec
+from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
@@ -31,7 +30,8 @@ async def publish(store: WeightStore, model: torch.nn.Module, version: int) -> M
     weights = dict(model.named_parameters())
     specs = [TensorSpec(name=name, shape=tuple(weight.shape)) for name, weight in weights.items()]
     shards = [
-        LocalShard(name=name, box=TensorSlice.whole(weight.shape), values=weight) for name, weight in weights.items()
+        LocalShard(name=name, tensor_slice=TensorSlice.whole(weight.shape), values=weight)
+        for name, weight in weights.items()
     ]
     async with store.publishing(version, specs, torch.float32) as publication:
         reports = await store.transport().write(publication.draft, shards, rank=0)
@@ -98,18 +98,3 @@ async def _check_engine(folder: Path, tmp_path: Path) -> None:
     finally:
         faults.closing = True
         await cluster.close()
-
-
-def test_attestation_names_the_tensors_that_differ() -> None:
-    entries = tuple(
-        TensorEntry(name=name, shape=(2,), dtype="float32", bucket="1/0", offset=64 * number, fingerprint=number)
-        for number, name in enumerate("abc")
-    )
-    manifest = Manifest(version=1, tensors=entries, buckets=())
-    attest(manifest, {"a": 0, "b": 1, "c": 2}, "an engine")
-    with pytest.raises(
-        AttestationError, match="an engine holds other weights than version 1: 1 of 3 tensors differ: b"
-    ):
-        attest(manifest, {"a": 0, "b": 7, "c": 2}, "an engine")
-    with pytest.raises(AttestationError, match="2 of 3 tensors differ: b, c"):
-        attest(manifest, {"a": 0}, "an engine")

@@ -32,7 +32,7 @@ ONLY_IN = {
     "torchtitan": ("forge_rl.engines.titan",),
     "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform"),
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway"),
-    "torchstore": ("forge_rl.weights.transports.torchstore",),
+    "torchstore": ("forge_rl.weights.transports",),
     "os.environ": ("forge_rl.runtime.cluster", "apps"),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),
     "os.putenv": (),

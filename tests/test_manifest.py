@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_rl.errors import WeightsError
+from forge_rl.errors import AttestationError, WeightsError
 from forge_rl.weights.manifest import (
     Bucket,
     Manifest,
@@ -29,7 +29,7 @@ def specs(*, changed: tuple[str, ...] = tuple(MODEL), **shapes: tuple[int, ...])
 def reports(drafted: Manifest, fingerprint: int = 1) -> list[ShardReport]:
     """Of one rank that holds all."""
     return [
-        ShardReport(name=entry.name, box=TensorSlice.whole(entry.shape), fingerprint=fingerprint)
+        ShardReport(name=entry.name, tensor_slice=TensorSlice.whole(entry.shape), fingerprint=fingerprint)
         for entry in drafted.tensors
         if is_of(entry.bucket, drafted.version)
     ]
@@ -155,12 +155,12 @@ def test_a_version_is_told_from_one_whose_number_begins_alike():
 
 def test_ranks_together_make_a_whole_tensor():
     drafted = draft([TensorSpec(name="w", shape=(4, 3))], version=7, dtype=torch.float32)
-    pieces = [Piece(box=TensorSlice((row, 0), (2, 3)), part=f"7/0/{row}", offset=0) for row in (2, 0)]
+    pieces = [Piece(tensor_slice=TensorSlice((row, 0), (2, 3)), part=f"7/0/{row}", offset=0) for row in (2, 0)]
     manifest = complete(
         drafted,
         [
-            [ShardReport(name="w", box=pieces[0].box, fingerprint=5, piece=pieces[0])],
-            [ShardReport(name="w", box=pieces[1].box, fingerprint=(1 << 64) - 1, piece=pieces[1])],
+            [ShardReport(name="w", tensor_slice=pieces[0].tensor_slice, fingerprint=5, piece=pieces[0])],
+            [ShardReport(name="w", tensor_slice=pieces[1].tensor_slice, fingerprint=(1 << 64) - 1, piece=pieces[1])],
             [],
         ],
     )
@@ -184,7 +184,7 @@ def test_ranks_together_make_a_whole_tensor():
 )
 def test_a_tensor_that_was_not_written_exactly_once_is_refused(slices: list[TensorSlice], said: str):
     drafted = draft(specs(), version=3, dtype=torch.float32)
-    ranks = [[ShardReport(name="a", box=box, fingerprint=0)] for box in slices]
+    ranks = [[ShardReport(name="a", tensor_slice=tensor_slice, fingerprint=0)] for tensor_slice in slices]
     ranks.append([report for report in reports(drafted) if report.name != "a"])
     with pytest.raises(WeightsError, match=said) as caught:
         complete(drafted, ranks)
@@ -193,12 +193,12 @@ def test_a_tensor_that_was_not_written_exactly_once_is_refused(slices: list[Tens
 
 def test_what_was_not_to_be_written_is_refused():
     drafted = draft(specs(), version=3, dtype=torch.float32)
-    more = ShardReport(name="z", box=TensorSlice((0,), (1,)), fingerprint=0)
+    more = ShardReport(name="z", tensor_slice=TensorSlice((0,), (1,)), fingerprint=0)
     with pytest.raises(WeightsError, match=r"version 3 was not to hold \['z'\]"):
         complete(drafted, [reports(drafted), [more]])
     # Nor what stays where an older version has it.
     drafted = draft(specs(changed=("b",)), version=4, dtype=torch.float32, base=published())
-    again = ShardReport(name="a", box=TensorSlice.whole((4, 3)), fingerprint=0)
+    again = ShardReport(name="a", tensor_slice=TensorSlice.whole((4, 3)), fingerprint=0)
     with pytest.raises(WeightsError, match=r"version 4 was not to hold \['a'\]"):
         complete(drafted, [[*reports(drafted), again]])
 
@@ -211,3 +211,18 @@ def test_a_version_without_tensors_is_refused():
 def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(WeightsError, match="version 3 holds two tensors of one name"):
         draft([*specs(), TensorSpec(name="a", shape=(1,))], version=3, dtype=torch.float32)
+
+
+def test_attestation_names_the_tensors_that_differ():
+    entries = tuple(
+        TensorEntry(name=name, shape=(2,), dtype="float32", bucket="1/0", offset=64 * number, fingerprint=number)
+        for number, name in enumerate("abc")
+    )
+    manifest = Manifest(version=1, tensors=entries, buckets=())
+    manifest.attest({"a": 0, "b": 1, "c": 2}, "an engine")
+    with pytest.raises(
+        AttestationError, match="an engine holds other weights than version 1: 1 of 3 tensors differ: b"
+    ):
+        manifest.attest({"a": 0, "b": 7, "c": 2}, "an engine")
+    with pytest.raises(AttestationError, match="2 of 3 tensors differ: b, c"):
+        manifest.attest({"a": 0}, "an engine")

@@ -52,21 +52,25 @@ def test_no_two_names_meet():
 
 
 def test_a_weight_is_one_part_and_its_box_stays():
-    box = TensorSlice(start=(2, 0), size=(3, 8))
-    (part,) = parts("layers.0.attention.wo.weight", (8, 8), box)
-    assert (part.name, part.shape, part.box) == ("model.layers.0.self_attn.o_proj.weight", (8, 8), box)
+    tensor_slice = TensorSlice(start=(2, 0), size=(3, 8))
+    (part,) = parts("layers.0.attention.wo.weight", (8, 8), tensor_slice)
+    assert (part.name, part.shape, part.tensor_slice) == (
+        "model.layers.0.self_attn.o_proj.weight",
+        (8, 8),
+        tensor_slice,
+    )
     values = torch.randn(3, 8)
     assert part.of(values) is values
 
 
 def test_a_block_of_a_stack_is_a_view_of_each_expert_in_it():
-    box = TensorSlice(start=(4, 0, 2), size=(2, 3, 5))  # experts 4 and 5, columns 2 to 6
+    tensor_slice = TensorSlice(start=(4, 0, 2), size=(2, 3, 5))  # experts 4 and 5, columns 2 to 6
     values = torch.randn(2, 3, 5)
-    found = list(parts("layers.1.moe.routed_experts.inner_experts.w2_EDF", (8, 3, 9), box))
+    found = list(parts("layers.1.moe.routed_experts.inner_experts.w2_EDF", (8, 3, 9), tensor_slice))
     assert [part.name for part in found] == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (4, 5)]
     for row, part in enumerate(found):
         assert part.shape == (3, 9)
-        assert part.box == TensorSlice(start=(0, 2), size=(3, 5))
+        assert part.tensor_slice == TensorSlice(start=(0, 2), size=(3, 5))
         assert torch.equal(part.of(values), values[row])
         assert part.of(values).untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
 

@@ -56,7 +56,7 @@ def logprobs(engine: TitanEngine) -> torch.Tensor:
 
 
 def published(engine: TitanEngine) -> dict[tuple[object, ...], torch.Tensor]:
-    return {(shard.name, *shard.box.start): shard.values.clone() for shard in engine.local_shards()}
+    return {(shard.name, *shard.tensor_slice.start): shard.values.clone() for shard in engine.local_shards()}
 
 
 def held(engine: TitanEngine) -> dict[str, torch.Tensor]:

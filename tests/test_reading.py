@@ -13,7 +13,7 @@ import torch
 from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
-from forge_rl.weights.reading import ReadReport, combine_reports, read_boxes
+from forge_rl.weights.reading import ReadReport, combine_reports, read_slices
 from forge_rl.weights.segment import SegmentBucket, renew, writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
@@ -34,7 +34,8 @@ def manifest(tmp_path: Path) -> Iterator[Manifest]:
     drafted = reserve(draft(specs, version=3, dtype=torch.bfloat16, bucket_bytes=6 << 10), tmp_path)
     assert [len(drafted.entries(key)) for key in drafted.keys] == [2, 2]
     shards = [
-        LocalShard(name=name, box=TensorSlice.whole(tensor.shape), values=tensor) for name, tensor in TENSORS.items()
+        LocalShard(name=name, tensor_slice=TensorSlice.whole(tensor.shape), values=tensor)
+        for name, tensor in TENSORS.items()
     ]
     yield complete(drafted, [asyncio.run(transport().write(drafted, shards, rank=0))])
     forget(drafted)
@@ -46,7 +47,7 @@ def read(
     places: dict[str, torch.Tensor],
     source: SharedMemoryTransport | None = None,
 ) -> ReadReport:
-    return asyncio.run(read_boxes(source or transport(), manifest, wants, places.__getitem__))
+    return asyncio.run(read_slices(source or transport(), manifest, wants, places.__getitem__))
 
 
 def empty(size: tuple[int, ...]) -> torch.Tensor:
@@ -67,7 +68,8 @@ def test_boxes_go_to_their_places_in_a_fused_parameter(manifest: Manifest):
     assert report.slices == wants
     assert report.bytes == (32 * 32 + 16 * 32 + 32 * 32) * 2
     assert report.fingerprints == {
-        name: fingerprint(box.of(FOLDED[name]).contiguous(), FOLDED[name].shape, box) for name, box in wants.items()
+        name: fingerprint(tensor_slice.of(FOLDED[name]).contiguous(), FOLDED[name].shape, tensor_slice)
+        for name, tensor_slice in wants.items()
     }
 
 
@@ -90,9 +92,9 @@ def test_nothing_wanted_is_nothing_read(manifest: Manifest):
     assert (report.bytes, report.fingerprints) == (0, {})
 
 
-def test_a_box_without_elements_is_read_as_nothing(manifest: Manifest):
-    box = TensorSlice((7,), (0,))
-    report = read(manifest, {"norm": box}, {"norm": empty((0,))})
+def test_a_slice_without_elements_is_read_as_nothing(manifest: Manifest):
+    tensor_slice = TensorSlice((7,), (0,))
+    report = read(manifest, {"norm": tensor_slice}, {"norm": empty((0,))})
     assert (report.bytes, report.fingerprints) == (0, {"norm": 0})
 
 
@@ -105,8 +107,8 @@ def test_a_box_without_elements_is_read_as_nothing(manifest: Manifest):
         ({"o": TensorSlice((0, 2), (32, 62))}, "begins or ends within 8 bytes"),
     ],
 )
-def test_a_box_that_cannot_be_read_is_refused(wants: dict[str, TensorSlice], message: str, manifest: Manifest):
-    places = {name: empty(box.size) for name, box in wants.items()}
+def test_a_slice_that_cannot_be_read_is_refused(wants: dict[str, TensorSlice], message: str, manifest: Manifest):
+    places = {name: empty(tensor_slice.size) for name, tensor_slice in wants.items()}
     with pytest.raises(WeightsError, match=message):
         read(manifest, wants, places)
 
@@ -160,7 +162,8 @@ def report_of(slices: dict[str, TensorSlice], *, version: int = 3, of: dict[str,
         bytes=0,
         slices=slices,
         fingerprints={
-            name: fingerprint(box.of(of[name]).contiguous(), of[name].shape, box) for name, box in slices.items()
+            name: fingerprint(tensor_slice.of(of[name]).contiguous(), of[name].shape, tensor_slice)
+            for name, tensor_slice in slices.items()
         },
     )
 

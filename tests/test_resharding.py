@@ -18,7 +18,7 @@ from torch import nn
 from forge_rl.weights import reading
 from forge_rl.weights.fingerprints import Move, fingerprint, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
-from forge_rl.weights.reading import combine_reports, read_boxes
+from forge_rl.weights.reading import combine_reports, read_slices
 from forge_rl.weights.slices import TensorSlice, tiling_error
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_host import HOST, forget, reserve, transport
@@ -266,9 +266,9 @@ def test_every_rank_reads_its_block_of_a_hugging_face_folder(name: str, written:
 def test_every_element_is_written_by_exactly_one_rank(name: str, written: dict[str, list[Written]]):
     reports = [report for rank in written[name] for report in rank.reports]
     for spec in written[name][0].specs:
-        slices = [report.box for report in reports if report.name == spec.name]
+        slices = [report.tensor_slice for report in reports if report.name == spec.name]
         assert tiling_error(spec.shape, slices) is None
-        assert all(box.numel for box in slices)
+        assert all(tensor_slice.numel for tensor_slice in slices)
 
 
 def test_the_layouts_are_those_that_are_meant(written: dict[str, list[Written]]):
@@ -331,15 +331,15 @@ class Reader:
     def _stack(self, name: str, rows: list[list[tuple[str, int | None]]]) -> None:
         """Make a parameter of one row for each expert, each row fused of pieces, each cut along a dim or whole."""
         slices = [[(piece, self._box(piece, dim)) for piece, dim in row] for row in rows]
-        parts = [[box.of(self._whole[piece]) for piece, box in row] for row in slices]
+        parts = [[tensor_slice.of(self._whole[piece]) for piece, tensor_slice in row] for row in slices]
         self.expected[name] = torch.stack([torch.cat(row) for row in parts])
         parameter = self.parameters[name] = torch.full_like(self.expected[name], float("nan"))
         for stacked, row in zip(parameter, slices, strict=True):
             at = 0
-            for piece, box in row:
-                self.wants[piece] = box
-                self.places[piece] = stacked[at : at + box.size[0]]
-                at += box.size[0]
+            for piece, tensor_slice in row:
+                self.wants[piece] = tensor_slice
+                self.places[piece] = stacked[at : at + tensor_slice.size[0]]
+                at += tensor_slice.size[0]
 
     def _box(self, name: str, dim: int | None) -> TensorSlice:
         shape = self._whole[name].shape
@@ -377,10 +377,10 @@ def test_each_reader_reads_its_part_and_nothing_else(
     for rank in range(tp * ep):
         reader = Reader(LAYOUTS[name].sizes, whole, tp=tp, tp_rank=rank % tp, ep=ep, ep_rank=rank % ep)
         watched = Watched(HOST, {})
-        report = asyncio.run(read_boxes(watched, manifest, reader.wants, reader.places.__getitem__))
+        report = asyncio.run(read_slices(watched, manifest, reader.wants, reader.places.__getitem__))
         for parameter, values in reader.parameters.items():
             assert torch.equal(values, reader.expected[parameter]), parameter
-        assert report.bytes == sum(copied) == 2 * sum(box.numel for box in reader.wants.values())
+        assert report.bytes == sum(copied) == 2 * sum(tensor_slice.numel for tensor_slice in reader.wants.values())
         assert (report.bytes < manifest.bytes) == (tp * ep > 1)
         assert watched.fetched == {entry.bucket for entry in manifest.tensors if entry.name in reader.wants}
         assert (watched.fetched < set(manifest.keys)) == (ep > 1)
@@ -423,10 +423,10 @@ def test_a_block_that_is_cut_twice_is_the_second_cut_of_the_first(rows: int, fsd
     slices = []
     for fsdp_rank in range(fsdp):
         for tp_rank in range(tp):
-            box = block((rows, 4), (fsdp, tp), (fsdp_rank, tp_rank), placements)
+            tensor_slice = block((rows, 4), (fsdp, tp), (fsdp_rank, tp_rank), placements)
             expected = cut(cut(range(rows), tp, tp_rank), fsdp, fsdp_rank)
-            assert box.size == (len(expected), 4)
+            assert tensor_slice.size == (len(expected), 4)
             if expected:
-                assert box.start == (expected.start, 0)
-            slices.append(box)
+                assert tensor_slice.start == (expected.start, 0)
+            slices.append(tensor_slice)
     assert tiling_error((rows, 4), slices) is None

@@ -1,4 +1,4 @@
-"""Boxes: against sets of indices, and tilings that miss, double or overreach."""
+"""Slices: against sets of indices, and tilings that miss, double or overreach."""
 
 import itertools
 
@@ -14,16 +14,18 @@ SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
 
 @st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorSlice:
-    """Any box of a tensor, perhaps empty."""
+def slices_in(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorSlice:
+    """Any slice of a tensor, perhaps empty."""
     start = tuple(draw(st.integers(0, n)) for n in shape)
     return TensorSlice(
         start=start, size=tuple(draw(st.integers(0, n - at)) for n, at in zip(shape, start, strict=True))
     )
 
 
-def indices(box: TensorSlice) -> set[tuple[int, ...]]:
-    return set(itertools.product(*(range(at, at + n) for at, n in zip(box.start, box.size, strict=True))))
+def indices(tensor_slice: TensorSlice) -> set[tuple[int, ...]]:
+    return set(
+        itertools.product(*(range(at, at + n) for at, n in zip(tensor_slice.start, tensor_slice.size, strict=True)))
+    )
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
@@ -33,7 +35,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 @given(shape=SHAPES, data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_what_two_boxes_share_is_what_both_hold(shape: tuple[int, ...], data: st.DataObject):
-    one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    one, other = data.draw(slices_in(shape)), data.draw(slices_in(shape))
     shared = one.intersect(other)
     assert indices(shared) == indices(one) & indices(other)
     assert shared.numel == len(indices(shared))
@@ -42,30 +44,30 @@ def test_what_two_boxes_share_is_what_both_hold(shape: tuple[int, ...], data: st
 
 @given(shape=SHAPES, data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_box_is_a_view_of_its_elements(shape: tuple[int, ...], data: st.DataObject):
-    whole, box = numbered(shape), data.draw(boxes_in(shape))
-    view = box.of(whole)
-    assert view.flatten().tolist() == sorted(int(whole[index]) for index in indices(box))
-    assert tuple(view.shape) == box.size
+def test_a_slice_is_a_view_of_its_elements(shape: tuple[int, ...], data: st.DataObject):
+    whole, tensor_slice = numbered(shape), data.draw(slices_in(shape))
+    view = tensor_slice.of(whole)
+    assert view.flatten().tolist() == sorted(int(whole[index]) for index in indices(tensor_slice))
+    assert tuple(view.shape) == tensor_slice.size
     view.fill_(-1)
-    assert int((whole == -1).sum()) == box.numel
+    assert int((whole == -1).sum()) == tensor_slice.numel
 
 
 @given(shape=SHAPES, data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_box_within_another_names_the_same_elements(shape: tuple[int, ...], data: st.DataObject):
-    whole, outer = numbered(shape), data.draw(boxes_in(shape))
-    inner = outer.intersect(data.draw(boxes_in(shape)))
+def test_a_slice_within_another_names_the_same_elements(shape: tuple[int, ...], data: st.DataObject):
+    whole, outer = numbered(shape), data.draw(slices_in(shape))
+    inner = outer.intersect(data.draw(slices_in(shape)))
     if inner.numel:
         assert torch.equal(inner.within(outer).of(outer.of(whole)), inner.of(whole))
 
 
-def test_a_tensor_without_dims_is_one_box():
-    box = TensorSlice.whole(())
-    assert box.numel == 1
-    assert tiling_error((), [box]) is None
+def test_a_tensor_without_dims_is_one_slice():
+    tensor_slice = TensorSlice.whole(())
+    assert tensor_slice.numel == 1
+    assert tiling_error((), [tensor_slice]) is None
     assert tiling_error((), []) == "they hold 0 of 1 elements"
-    assert "overlaps" in str(tiling_error((), [box, box]))
+    assert "overlaps" in str(tiling_error((), [tensor_slice, tensor_slice]))
 
 
 @given(shape=SHAPES, data=st.data())
@@ -73,11 +75,11 @@ def test_a_tensor_without_dims_is_one_box():
 def test_every_cut_of_a_tensor_is_a_tiling(shape: tuple[int, ...], data: st.DataObject):
     slices = data.draw(tilings(shape))
     assert tiling_error(shape, slices) is None
-    held = [box for box in slices if box.numel]
+    held = [tensor_slice for tensor_slice in slices if tensor_slice.numel]
     assert tiling_error(shape, held) is None
     missing = data.draw(st.sampled_from(held))
     total = TensorSlice.whole(shape).numel
-    left = [box for box in held if box != missing]
+    left = [tensor_slice for tensor_slice in held if tensor_slice != missing]
     assert tiling_error(shape, left) == f"they hold {total - missing.numel} of {total} elements"
     assert tiling_error(shape, [*held, missing]) == f"{missing} overlaps {missing}"
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from forge_rl.errors import WeightsError
-from tests.fake_store import VERSION_BYTES, all_of, exist, local, publish, read, run, shards, specs
+from tests.fake_store import VERSION_BYTES, all_of, exist, publish, read, run, shards, shared, specs
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("store_process", "nothing_left")
 
 
 def test_after_going_back_the_same_numbers_come_again_with_other_bytes(shm: Path):
     async def main() -> None:
-        async with local(shm, keep_versions=2) as (store, actor):
+        async with shared(shm, keep_versions=2) as (store, watched):
             transport = store.transport()
             for version in (1, 2, 3):
                 await publish(store, version)
@@ -36,7 +36,7 @@ def test_after_going_back_the_same_numbers_come_again_with_other_bytes(shm: Path
             for version in (5, 6):
                 await publish(store, version)
             assert not any(exist(old))
-            assert actor.volume.bytes == 2 * VERSION_BYTES
+            assert (await watched.state()).bytes == 2 * VERSION_BYTES
 
             # Back to before all that is kept, again and again, takes no more memory.
             for _ in range(3):
@@ -47,7 +47,7 @@ def test_after_going_back_the_same_numbers_come_again_with_other_bytes(shm: Path
                         pass
                 for version in (1, 2):
                     await publish(store, version, all_of(20 + version))
-                assert actor.volume.bytes == 2 * VERSION_BYTES
+                assert (await watched.state()).bytes == 2 * VERSION_BYTES
             async with store.lease() as manifest:
                 assert await read(transport, manifest) == all_of(22)
 
@@ -57,7 +57,7 @@ def test_after_going_back_the_same_numbers_come_again_with_other_bytes(shm: Path
 @pytest.mark.parametrize("namesake", ["is being written", "is there"])
 def test_a_publish_that_was_begun_before_going_back_ends_without_harm(namesake: str, shm: Path):
     async def main() -> None:
-        async with local(shm, keep_versions=2) as (store, actor):
+        async with shared(shm, keep_versions=2) as (store, watched):
             await publish(store, 1)
             begun, go_on = asyncio.Event(), asyncio.Event()
             transport = store.transport()
@@ -89,33 +89,34 @@ def test_a_publish_that_was_begun_before_going_back_ends_without_harm(namesake: 
                 assert await read(transport, manifest) == all_of(2)
             for version in (3, 4):
                 await publish(store, version)
-            assert sorted(actor.volume._used) == ["3/1.0", "3/1.1", "4/1.0", "4/1.1"]
+            assert sorted((await watched.state()).used) == ["3/1.0", "3/1.1", "4/1.0", "4/1.1"]
 
     run(main())
 
 
 def test_a_commit_whose_answer_was_lost_holds_also_after_going_back(shm: Path):
     async def main() -> None:
-        async with local(shm, keep_versions=2) as (store, actor):
+        async with shared(shm, keep_versions=2) as (store, watched):
             await publish(store, 1)
-            call = store._service.call
+            replica = store._service.replicas[0]
+            call = replica.call
 
-            async def lose_the_answer(replica: Any, method: str, *args: object, deadline_s: float) -> Any:
-                answer = await call(replica, method, *args, deadline_s=deadline_s)
+            async def lose_the_answer(method: str, *args: object, deadline_s: float) -> Any:
+                answer = await call(method, *args, deadline_s=deadline_s)
                 if method == "commit":
                     raise WeightsError("no answer")
                 return answer
 
-            store._service.call = lose_the_answer  # type: ignore[assignment,method-assign]
+            replica.call = lose_the_answer  # type: ignore[assignment,method-assign]
             with pytest.raises(WeightsError, match="no answer"):
                 await publish(store, 2)
-            store._service.call = call  # type: ignore[method-assign]
+            replica.call = call  # type: ignore[method-assign]
             async with store.lease(2) as manifest:
                 assert await read(store.transport(), manifest) == all_of(2)
                 await store.rollback(1)
                 await publish(store, 2, all_of(12))
                 assert await read(store.transport(), manifest) == all_of(2)
             await publish(store, 3)
-            assert sorted(actor.volume._used) == ["2/1.0", "2/1.1", "3/1.0", "3/1.1"]
+            assert sorted((await watched.state()).used) == ["2/1.0", "2/1.1", "3/1.0", "3/1.1"]
 
     run(main())

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -21,7 +20,19 @@ from forge_rl.services.weight_store import Publication
 from forge_rl.weights.leases import Holder
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import PAGE, readable
-from tests.fake_store import RANKS, SHAPES, VERSION_BYTES, Straggler, open_local, publish, read, shards, specs
+from tests.fake_store import (
+    RANKS,
+    SHAPES,
+    VERSION_BYTES,
+    StoreState,
+    Straggler,
+    open_shared,
+    publish,
+    read,
+    shards,
+    specs,
+    until_state,
+)
 
 T = TypeVar("T")
 CHANGES = st.one_of(st.just(tuple(SHAPES)), st.lists(st.sampled_from(list(SHAPES)), unique=True))
@@ -32,8 +43,8 @@ class Died(Exception):
     """What the controller meets when a rank dies."""
 
 
-class Scheduler(RuleBasedStateMachine):
-    """The store's own code on real segments, without Monarch; processes that die are real ones."""
+class StoreSchedule(RuleBasedStateMachine):
+    """The store in a process of its own, on real segments; writers and readers that die are processes too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +56,8 @@ class Scheduler(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
-        self.store, self.actor = self.run(open_local(self.shm, keep_versions=KEEP))
+        self.watched = self.run(open_shared(self.shm, keep_versions=KEEP))
+        self.store = self.watched.store
         self.values: dict[int, dict[str, int]] = {}
         """By version that was committed, what its tensors say."""
         self.leases: list[tuple[contextlib.AbstractAsyncContextManager[Manifest], Manifest]] = []
@@ -57,6 +69,10 @@ class Scheduler(RuleBasedStateMachine):
             return await asyncio.wait_for(work, 20)
 
         return self.runner.run(bounded())
+
+    @property
+    def state(self) -> StoreState:
+        return self.run(self.watched.state())
 
     @property
     def latest(self) -> int | None:
@@ -74,10 +90,11 @@ class Scheduler(RuleBasedStateMachine):
         self.run(publish(self.store, version, values, changed))
         assert self.run(self.store.wait_for(version)) == version
         self.values[version] = values
+        state = self.state
         if not self.stragglers:
-            assert not self.actor.volume._freed
-            if not self.actor._leases:
-                assert self.actor.volume.bytes <= (KEEP + 0.5) * VERSION_BYTES
+            assert not state.freed
+            if not state.leases:
+                assert state.bytes <= (KEEP + 0.5) * VERSION_BYTES
 
     def give_up(self, changed: Sequence[str], end: Any) -> None:
         """Publish, and end with an error: all who wait for the version learn it; the next one may have its number."""
@@ -96,7 +113,7 @@ class Scheduler(RuleBasedStateMachine):
             with pytest.raises(WeightsError, match=f"version {version} will not come"):
                 self.run(waiter)
         with pytest.raises(WeightsError, match=f"there is no version {version}"):
-            self.run(self.actor_call("lease", version, "never", Holder.this_process()))
+            self.run(self.watched.call("lease", version, "never", Holder.this_process()))
         self.next = version
 
     @rule(changed=CHANGES, ranks=st.integers(0, RANKS))
@@ -145,7 +162,7 @@ class Scheduler(RuleBasedStateMachine):
     def straggler(self, drafted: Manifest) -> Straggler:
         """Halfway through values that no version has."""
         values = dict.fromkeys(SHAPES, -drafted.version)
-        return Straggler(self.store.transport(), drafted, shards(values, 1), self.actor.volume._lock)  # type: ignore[arg-type]
+        return Straggler(self.store.transport(), drafted, shards(values, 1))  # type: ignore[arg-type]
 
     @precondition(lambda self: self.values)
     @rule()
@@ -160,7 +177,7 @@ class Scheduler(RuleBasedStateMachine):
     @precondition(lambda self: self.values and len(self.leases) < 3)
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
-        version = data.draw(st.sampled_from(sorted(self.actor._index._versions)))
+        version = data.draw(st.sampled_from(sorted(self.state.versions)))
         context = self.store.lease(version)
         manifest = self.run(context.__aenter__())
         assert manifest.version == version
@@ -181,7 +198,7 @@ class Scheduler(RuleBasedStateMachine):
             if manifest.version > version:
                 self.leases.remove((context, manifest))
                 self.forgotten.append((context, manifest, self.values[manifest.version]))
-        kept = self.actor._index._versions
+        kept = self.state.versions
         assert set(kept) == {held for held in self.values if held <= version and held in kept}
         self.values = {held: values for held, values in self.values.items() if held in kept}
         self.next = version + 1
@@ -199,30 +216,23 @@ class Scheduler(RuleBasedStateMachine):
         reader = subprocess.Popen(["sleep", "600"])
         try:
             holder = Holder(reader.pid, Holder.this_process().namespace)
-            manifest = self.run(self.actor_call("lease", None, "of the dead", holder))
+            manifest = self.run(self.watched.call("lease", None, "of the dead", holder))
             for _ in range(newer):
                 self.publish(tuple(SHAPES))
             assert self.run(read(self.store.transport(), manifest)) == self.values[manifest.version]
         finally:
             reader.kill()
             reader.wait()
-        self.run(self.until_released("of the dead"))
+        self.run(until_state(self.watched, lambda state: "of the dead" not in state.leases))
 
     def end_leases(self) -> None:
         for context, *_ in (*self.leases, *self.forgotten):
             self.run(context.__aexit__(None, None, None))
 
-    async def until_released(self, lease: str) -> None:
-        while lease in self.actor._leases:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-    async def actor_call(self, method: str, *args: object) -> Any:
-        return await self.store._call(method, *args)
-
     @precondition(lambda self: self.values)
     @rule()
     def map_the_latest(self) -> None:
-        for bucket in self.actor._index._versions[self.latest or 0].buckets[:1]:
+        for bucket in self.state.versions[self.latest or 0].buckets[:1]:
             assert bucket.segment is not None
             memory = readable(bucket.segment)
             self.mapped.append((memory, bytes(memory.numpy())))
@@ -230,45 +240,38 @@ class Scheduler(RuleBasedStateMachine):
     @rule()
     def the_store_dies(self) -> None:
         """Whatever is mapped stays as it is; the next store finds what is left."""
-        volume = self.actor.volume
-        held = sum(path.stat().st_size for path in volume.folder.iterdir())
+        (folder,) = self.store.folders
+        held = sum(path.stat().st_size for path in folder.iterdir())
         kept = [(memory, content) for memory, content in self.mapped if bytes(memory.numpy()) == content]
-        os.close(volume._lock)  # as the kernel does
+        self.run(self.watched.call("abandon"))
         self.end_leases()
         self.open()
-        assert self.actor.volume.reclaimed == held
-        assert not volume.folder.exists()
+        assert self.state.reclaimed == held
+        assert not folder.exists()
         assert all(bytes(memory.numpy()) == content for memory, content in kept)
         self.mapped.clear()
 
     @invariant()
-    def every_version_is_whole(self) -> None:
-        index = self.actor._index
+    def every_version_is_whole_and_no_segment_is_leaked(self) -> None:
+        state = self.state
         assert self.run(self.store.latest()) == self.latest
-        for version, manifest in index._versions.items():
+        for version, manifest in state.versions.items():
             assert self.run(read(self.store.transport(), manifest)) == self.values[version]
 
-    @invariant()
-    def what_is_held_follows_the_rules(self) -> None:
-        index = self.actor._index
         leased = {manifest.version for _, manifest in self.leases}
-        unleased = set(index._versions) - leased
-        assert leased <= set(index._versions)
-        assert self.latest is None or self.latest in index._versions
-        assert len(unleased) <= KEEP
+        assert leased <= set(state.versions)
+        assert self.latest is None or self.latest in state.versions
+        assert len(set(state.versions) - leased) <= KEEP
 
-    @invariant()
-    def no_segment_is_leaked(self) -> None:
-        volume, index = self.actor.volume, self.actor._index
-        read = [manifest for _, manifest, _ in self.forgotten]
-        needed = {key for manifest in (*index._versions.values(), *read) for key in manifest.keys}
-        held = set(volume._used)
+        forgotten = [manifest for _, manifest, _ in self.forgotten]
+        needed = {key for manifest in (*state.versions.values(), *forgotten) for key in manifest.keys}
+        held = set(state.used)
         assert needed <= held
-        assert held - needed <= set(self.actor._unneeded)
-        known = [*volume._used.values(), *volume._freed, *volume._spare]
+        assert held - needed <= set(state.unneeded)
+        known = [*state.used.values(), *state.freed, *state.spare]
         files = [path for path in self.shm.rglob("*") if path.is_file() and path.name != "lock"]
         assert sorted(map(str, files)) == sorted(ref.path for ref in known)
-        assert sum(path.stat().st_size - PAGE for path in files) == volume.bytes
+        assert sum(path.stat().st_size - PAGE for path in files) == state.bytes
 
     def teardown(self) -> None:
         for straggler in self.stragglers:
@@ -281,7 +284,7 @@ class Scheduler(RuleBasedStateMachine):
         assert not left
 
 
-TestSchedule = Scheduler.TestCase
+TestSchedule = pytest.mark.usefixtures("store_process")(StoreSchedule.TestCase)
 TestSchedule.settings = settings(
-    max_examples=200, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

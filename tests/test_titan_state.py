@@ -18,7 +18,7 @@ from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
-from forge_rl.weights.reading import read_boxes
+from forge_rl.weights.reading import read_slices
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
 from tests.fakes import hf_weights, make_model, packed, random_batch, run_ranks
@@ -172,7 +172,7 @@ def test_an_export_of_a_spread_source_leaves_no_stale_index(tmp_path: Path):
 def read_whole(manifest: Manifest) -> dict[str, torch.Tensor]:
     found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
     slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
-    asyncio.run(read_boxes(transport(), manifest, slices, found.__getitem__))
+    asyncio.run(read_slices(transport(), manifest, slices, found.__getitem__))
     return found
 
 
@@ -388,7 +388,7 @@ def test_a_stack_of_experts_is_published_as_views_of_each():
     assert len(shards) == 5
     for expert in range(4):
         shard = shards[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"]
-        assert shard.box == TensorSlice.whole((3, 8))
+        assert shard.tensor_slice == TensorSlice.whole((3, 8))
         assert torch.equal(shard.values, stack[expert])
         assert shard.values.data_ptr() == stack[expert].data_ptr()
 

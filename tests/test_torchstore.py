@@ -24,6 +24,7 @@ from forge_rl.runtime.service import Service
 from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports import torchstore as module
+from forge_rl.weights.transports import torchstore_controller as controller
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.torchstore import TorchStoreTransport
 from tests.conftest import started_processes
@@ -116,10 +117,12 @@ def test_each_rank_puts_one_part_of_each_bucket_that_it_holds_something_of(share
         manifest = await publish(transport, 1)
         parts: dict[str, list[tuple[int, int]]] = {}
         for entry in manifest.tensors:
-            assert [piece.box for piece in entry.pieces] == [box for box in LAYOUT[entry.name][1] if box.numel]
+            assert [piece.tensor_slice for piece in entry.pieces] == [
+                tensor_slice for tensor_slice in LAYOUT[entry.name][1] if tensor_slice.numel
+            ]
             for piece in entry.pieces:
                 assert piece.part.startswith(f"{entry.bucket}/")
-                parts.setdefault(piece.part, []).append((piece.offset, piece.box.numel * 2))
+                parts.setdefault(piece.part, []).append((piece.offset, piece.tensor_slice.numel * 2))
         for places in parts.values():
             end = 0
             for offset, size in places:
@@ -244,12 +247,10 @@ def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
 
 
 def test_a_newer_torchstore_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    from torchstore.controller import Controller
-
-    assert module._controller_class() is module.AsyncController
-    assert issubclass(module.AsyncController, Controller)
+    assert issubclass(controller.AsyncController, controller.Controller)
+    assert len(controller._endpoints()) == 5
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.0")
-    assert module._controller_class() is Controller
+    assert controller._endpoints() == {}
 
 
 class MemoryTransport(TorchStoreTransport):
@@ -285,7 +286,7 @@ SMALL = [TensorSpec(name=f"w{i}", shape=(256,)) for i in range(4)]
 
 def small_shards() -> Iterator[LocalShard]:
     for spec in SMALL:
-        yield LocalShard(name=spec.name, box=TensorSlice.whole(spec.shape), values=torch.ones(spec.shape))
+        yield LocalShard(name=spec.name, tensor_slice=TensorSlice.whole(spec.shape), values=torch.ones(spec.shape))
 
 
 async def held_now() -> tuple[int, int]:

@@ -19,7 +19,7 @@ from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest
-from forge_rl.weights.reading import combine_reports, read_boxes
+from forge_rl.weights.reading import combine_reports, read_slices
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_actors import cluster
 from tests.fakes import make_model, packed, random_batch
@@ -58,7 +58,7 @@ async def read(store: WeightStore) -> tuple[Manifest, dict[str, torch.Tensor]]:
     async with store.lease() as manifest:
         found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
         slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
-        report = await read_boxes(store.transport(), manifest, slices, found.__getitem__)
+        report = await read_slices(store.transport(), manifest, slices, found.__getitem__)
     assert combine_reports([report]) == {entry.name: entry.fingerprint for entry in manifest.tensors}
     return manifest, found
 

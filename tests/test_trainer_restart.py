@@ -23,7 +23,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, ShardReport
-from forge_rl.weights.reading import read_boxes
+from forge_rl.weights.reading import read_slices
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -127,7 +127,7 @@ async def read(store: WeightStore, version: int) -> dict[str, torch.Tensor]:
     async with store.lease(version) as manifest:
         found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
         slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
-        await read_boxes(store.transport(), manifest, slices, found.__getitem__)
+        await read_slices(store.transport(), manifest, slices, found.__getitem__)
     return found
 
 

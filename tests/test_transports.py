@@ -29,7 +29,7 @@ WRITERS, READERS = (0, 1), (2, 3)
 """Processes. The first writes as ranks 0 and 2, the second as 1 and 3."""
 
 
-class EnvSession:
+class TransportSetup:
     """A transport, and processes that write and read with it."""
 
     def __init__(self, runner: asyncio.Runner, transport: Transport, service: Service) -> None:
@@ -92,13 +92,13 @@ async def opened(name: str, logs: Path, shm: Path) -> AsyncIterator[tuple[Transp
 
 
 @pytest.fixture(scope="module", params=["torchstore", "shared_memory"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvSession]:
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransportSetup]:
     before = started_processes()
     shm = tmp_path_factory.mktemp("shm")
     with asyncio.Runner() as runner:
         context = opened(request.param, tmp_path_factory.mktemp("logs"), shm)
-        world = EnvSession(runner, *runner.run(context.__aenter__()))
-        yield world
+        setup = TransportSetup(runner, *runner.run(context.__aenter__()))
+        yield setup
         runner.run(context.__aexit__(None, None, None))
     assert started_processes() <= before, "processes are left"
     assert [path for path in shm.rglob("*") if path.is_file() and path.name != "lock"] == [], "segments are left"
@@ -119,241 +119,241 @@ def all_of(version: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_ranks_write_is_read_elsewhere_bit_for_bit(world: EnvSession, dtype: torch.dtype):
-    version = world.new_version()
+def test_what_ranks_write_is_read_elsewhere_bit_for_bit(setup: TransportSetup, dtype: torch.dtype):
+    version = setup.new_version()
 
     async def main() -> None:
-        manifest = await world.publish(version, dtype=dtype)
+        manifest = await setup.publish(version, dtype=dtype)
         assert len(manifest.buckets) > 3
         for entry in manifest.tensors:
             assert entry.fingerprint == fingerprint(values_of(version, entry.name).to(dtype), entry.shape)
         # Two readers side by side, and this process.
         found = await asyncio.gather(
-            *(world.call(reader, "read", manifest) for reader in READERS), read(world.transport, manifest, None)
+            *(setup.call(reader, "read", manifest) for reader in READERS), read(setup.transport, manifest, None)
         )
         assert all(same(tensors, all_of(version), dtype) for tensors in found)
-        await world.transport.free(manifest.keys)
+        await setup.transport.free(manifest.keys)
 
-    world.run(main())
+    setup.run(main())
 
 
 @pytest.mark.parametrize("names", [("out", "bias"), ("head",), ("scale",), ()])
-def test_only_the_buckets_of_the_named_tensors_come(world: EnvSession, names: Collection[str]):
-    version = world.new_version()
+def test_only_the_buckets_of_the_named_tensors_come(setup: TransportSetup, names: Collection[str]):
+    version = setup.new_version()
 
     async def main() -> None:
-        manifest = await world.publish(version)
-        found = await world.call(READERS[0], "read", manifest, names)
+        manifest = await setup.publish(version)
+        found = await setup.call(READERS[0], "read", manifest, names)
         assert same(found, dict.fromkeys(names, version))
         holding = [key for key in manifest.keys if {e.name for e in manifest.entries(key)} & {*names}]
-        came = [bucket async for bucket in world.transport.fetch(manifest, names)]
+        came = [bucket async for bucket in setup.transport.fetch(manifest, names)]
         assert [{entry.bucket for entry in bucket.entries} for bucket in came] == [{key} for key in holding]
-        await world.transport.free(manifest.keys)
+        await setup.transport.free(manifest.keys)
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_a_transport_works_wherever_it_is_unpickled(world: EnvSession):
-    version = world.new_version()
+def test_a_transport_works_wherever_it_is_unpickled(setup: TransportSetup):
+    version = setup.new_version()
 
     async def main() -> None:
-        manifest = await world.publish(version)
-        again: Transport = pickle.loads(pickle.dumps(world.transport))
-        assert again.name == world.transport.name
+        manifest = await setup.publish(version)
+        again: Transport = pickle.loads(pickle.dumps(setup.transport))
+        assert again.name == setup.transport.name
         assert same(await read(again, manifest, None), all_of(version))
         await again.free(manifest.keys)
         with pytest.raises(WeightsError):
-            await read(world.transport, manifest, None)
+            await read(setup.transport, manifest, None)
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_a_version_is_read_while_others_come_and_go(world: EnvSession):
-    first = world.new_version()
+def test_a_version_is_read_while_others_come_and_go(setup: TransportSetup):
+    first = setup.new_version()
 
     async def main() -> None:
-        held = await world.publish(first)
-        slow = asyncio.create_task(world.call(READERS[0], "read_slowly", held))
+        held = await setup.publish(first)
+        slow = asyncio.create_task(setup.call(READERS[0], "read_slowly", held))
         read_again = 0
 
         async def keep_reading() -> None:
             nonlocal read_again
             while not slow.done():
-                assert same(await world.call(READERS[1], "read", held), all_of(first))
+                assert same(await setup.call(READERS[1], "read", held), all_of(first))
                 read_again += 1
 
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_reading())
             last = None
             for _ in range(4):
-                newer = await world.publish(world.new_version())
-                assert same(await read(world.transport, newer, None), all_of(newer.version))
+                newer = await setup.publish(setup.new_version())
+                assert same(await read(setup.transport, newer, None), all_of(newer.version))
                 if last is not None:
-                    await world.transport.free(last.keys)
+                    await setup.transport.free(last.keys)
                 last = newer
-            await world.ask(READERS[0], "go_on")
+            await setup.ask(READERS[0], "go_on")
             assert same(await slow, all_of(first))
         assert read_again > 1, "the version must be read while others are published for this to be a test"
-        await world.transport.free([*held.keys, *last.keys])
+        await setup.transport.free([*held.keys, *last.keys])
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_a_delta_shares_what_has_not_changed_with_the_version_before(world: EnvSession):
-    first, second, third = (world.new_version() for _ in range(3))
+def test_a_delta_shares_what_has_not_changed_with_the_version_before(setup: TransportSetup):
+    first, second, third = (setup.new_version() for _ in range(3))
 
     async def main() -> None:
-        one = await world.publish(first)
-        two = await world.publish(second, base=one, unchanged=("embed", "experts"))
+        one = await setup.publish(first)
+        two = await setup.publish(second, base=one, unchanged=("embed", "experts"))
         assert {entry.name for bucket in two.written for entry in two.entries(bucket.key)} == {
             "out", "head", "bias", "scale"
         }  # fmt: skip
         assert two.bytes == one.bytes
         of_two = {**all_of(second), "embed": first, "experts": first}
-        assert same(await world.call(READERS[0], "read", two), of_two)
+        assert same(await setup.call(READERS[0], "read", two), of_two)
         # What only the first one needs goes.
-        await world.transport.free([key for key in one.keys if key not in two.keys])
+        await setup.transport.free([key for key in one.keys if key not in two.keys])
         with pytest.raises(WeightsError):
-            await world.call(READERS[0], "read", one)
-        assert same(await world.call(READERS[0], "read", two), of_two)
+            await setup.call(READERS[0], "read", one)
+        assert same(await setup.call(READERS[0], "read", two), of_two)
 
-        three = await world.publish(third, base=two, unchanged=[name for name in LAYOUT if name != "bias"])
+        three = await setup.publish(third, base=two, unchanged=[name for name in LAYOUT if name != "bias"])
         assert len(three.written) == 1
-        await world.transport.free([key for key in two.keys if key not in three.keys])
+        await setup.transport.free([key for key in two.keys if key not in three.keys])
         of_three = {**of_two, "bias": third}
-        assert same(await world.call(READERS[1], "read", three), of_three)
-        assert same(await world.call(READERS[1], "read", three, ("bias", "embed")), {"bias": third, "embed": first})
-        await world.transport.free(three.keys)
+        assert same(await setup.call(READERS[1], "read", three), of_three)
+        assert same(await setup.call(READERS[1], "read", three, ("bias", "embed")), {"bias": third, "embed": first})
+        await setup.transport.free(three.keys)
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_when_nothing_changed_nothing_is_written(world: EnvSession):
-    first, second = world.new_version(), world.new_version()
+def test_when_nothing_changed_nothing_is_written(setup: TransportSetup):
+    first, second = setup.new_version(), setup.new_version()
 
     async def main() -> None:
-        one = await world.publish(first)
-        drafted = await world.reserve(second, base=one, unchanged=tuple(LAYOUT))
-        reports = await world.write(drafted)
+        one = await setup.publish(first)
+        drafted = await setup.reserve(second, base=one, unchanged=tuple(LAYOUT))
+        reports = await setup.write(drafted)
         assert reports == [[]] * 4
         two = complete(drafted, reports)
         assert (two.version, two.keys) == (second, one.keys)
-        assert same(await world.call(READERS[0], "read", two), all_of(first))
-        await world.transport.free(one.keys)
+        assert same(await setup.call(READERS[0], "read", two), all_of(first))
+        await setup.transport.free(one.keys)
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_freed_buckets_are_gone_and_others_stay(world: EnvSession):
-    first, second = world.new_version(), world.new_version()
+def test_freed_buckets_are_gone_and_others_stay(setup: TransportSetup):
+    first, second = setup.new_version(), setup.new_version()
 
     async def main() -> None:
-        one, two = await world.publish(first), await world.publish(second)
+        one, two = await setup.publish(first), await setup.publish(second)
         # This process and another one have read it before, and notice all the same.
-        assert same(await read(world.transport, one, None), all_of(first))
-        assert same(await world.call(READERS[0], "read", one), all_of(first))
+        assert same(await read(setup.transport, one, None), all_of(first))
+        assert same(await setup.call(READERS[0], "read", one), all_of(first))
         for _ in range(2):  # twice is fine
-            await world.transport.free(one.keys)
+            await setup.transport.free(one.keys)
             with pytest.raises(WeightsError):
-                await read(world.transport, one, None)
+                await read(setup.transport, one, None)
             for reader in READERS:
                 with pytest.raises(WeightsError):
-                    await world.call(reader, "read", one)
-        await world.transport.free(["999/0"])
-        await world.transport.free([])
-        assert same(await world.call(READERS[0], "read", two), all_of(second))
-        await world.transport.free(two.keys)
+                    await setup.call(reader, "read", one)
+        await setup.transport.free(["999/0"])
+        await setup.transport.free([])
+        assert same(await setup.call(READERS[0], "read", two), all_of(second))
+        await setup.transport.free(two.keys)
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_what_is_freed_and_written_again_is_not_taken_for_what_it_was(world: EnvSession):
-    first, second = world.new_version(), world.new_version()
+def test_what_is_freed_and_written_again_is_not_taken_for_what_it_was(setup: TransportSetup):
+    first, second = setup.new_version(), setup.new_version()
 
     async def main() -> None:
-        one = await world.publish(first)
-        assert same(await world.call(READERS[0], "read", one), all_of(first))
-        await world.transport.free(one.keys)
-        two = await world.publish(second)
+        one = await setup.publish(first)
+        assert same(await setup.call(READERS[0], "read", one), all_of(first))
+        await setup.transport.free(one.keys)
+        two = await setup.publish(second)
         with pytest.raises(WeightsError):
-            await world.call(READERS[0], "read", one)
-        assert same(await world.call(READERS[0], "read", two), all_of(second))
-        await world.transport.free(two.keys)
+            await setup.call(READERS[0], "read", one)
+        assert same(await setup.call(READERS[0], "read", two), all_of(second))
+        await setup.transport.free(two.keys)
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_a_publish_that_was_given_up_leaves_its_version_free(world: EnvSession):
-    version, other = world.new_version(), world.new_version()
+def test_a_publish_that_was_given_up_leaves_its_version_free(setup: TransportSetup):
+    version, other = setup.new_version(), setup.new_version()
 
     async def main() -> None:
-        given_up = await world.reserve(version)
-        await world.call(WRITERS[0], "write", given_up, (0, 2), other)
-        await world.transport.free([bucket.key for bucket in given_up.written])
+        given_up = await setup.reserve(version)
+        await setup.call(WRITERS[0], "write", given_up, (0, 2), other)
+        await setup.transport.free([bucket.key for bucket in given_up.written])
         # A rank that has not heard of it writes on: in vain, before and after the version is published again.
         with pytest.raises((WeightsError, ServiceError)):
-            await world.call(WRITERS[1], "write", given_up, (1,), other)
-        manifest = await world.publish(version)
+            await setup.call(WRITERS[1], "write", given_up, (1,), other)
+        manifest = await setup.publish(version)
         with contextlib.suppress(WeightsError):
-            await world.call(WRITERS[1], "write", given_up, (3,), other)
+            await setup.call(WRITERS[1], "write", given_up, (3,), other)
         for reader in READERS:
-            assert same(await world.call(reader, "read", manifest), all_of(version))
-        await world.transport.free(manifest.keys)
+            assert same(await setup.call(reader, "read", manifest), all_of(version))
+        await setup.transport.free(manifest.keys)
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_a_version_that_finds_no_room_is_refused_before_anything_is_written(world: EnvSession):
-    version = world.new_version()
+def test_a_version_that_finds_no_room_is_refused_before_anything_is_written(setup: TransportSetup):
+    version = setup.new_version()
     huge = [TensorSpec(name="small", shape=(64,)), TensorSpec(name="huge", shape=(1 << 50,))]
 
     async def main() -> None:
-        before = await world.publish(version)
-        number = world.new_version()
+        before = await setup.publish(version)
+        number = setup.new_version()
         drafted = draft(huge, version=number, dtype=torch.bfloat16)
         for _ in range(2):  # nothing is held by the first
             with pytest.raises(WeightsError, match=r"\d{16} bytes are needed, \d+ are free") as caught:
-                await world.transport.reserve(drafted)
+                await setup.transport.reserve(drafted)
             assert caught.value.hint
-        assert same(await read(world.transport, before, None), all_of(version))
-        after = await world.publish(number)
-        assert same(await world.call(READERS[0], "read", after), all_of(number))
-        await world.transport.free([*before.keys, *after.keys])
+        assert same(await read(setup.transport, before, None), all_of(version))
+        after = await setup.publish(number)
+        assert same(await setup.call(READERS[0], "read", after), all_of(number))
+        await setup.transport.free([*before.keys, *after.keys])
 
-    world.run(main())
+    setup.run(main())
 
 
-def test_readers_that_give_up_leave_nothing_behind(world: EnvSession):
-    version = world.new_version()
+def test_readers_that_give_up_leave_nothing_behind(setup: TransportSetup):
+    version = setup.new_version()
 
     async def main() -> None:
-        manifest = await world.publish(version)
+        manifest = await setup.publish(version)
         for reader in READERS:
-            await world.call(reader, "read", manifest)  # what is mapped once may stay mapped
-        await read(world.transport, manifest, None)
-        before = [await world.ask(reader, "held") for reader in READERS], held_by_this_process()
+            await setup.call(reader, "read", manifest)  # what is mapped once may stay mapped
+        await read(setup.transport, manifest, None)
+        before = [await setup.ask(reader, "held") for reader in READERS], held_by_this_process()
         tasks = asyncio.all_tasks()
         for _ in range(3):
             for reader in READERS:
-                assert await world.call(reader, "read_one_bucket", manifest) >= 1
+                assert await setup.call(reader, "read_one_bucket", manifest) >= 1
             # Cancelled while it waits, and while a bucket is on its way.
             for turns in (0, 1, 5, 50):
-                task = asyncio.create_task(read(world.transport, manifest, None))
+                task = asyncio.create_task(read(setup.transport, manifest, None))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
         # Never begun, and begun but never ended.
-        await world.transport.fetch(manifest).aclose()
-        buckets = world.transport.fetch(manifest)
+        await setup.transport.fetch(manifest).aclose()
+        buckets = setup.transport.fetch(manifest)
         await anext(buckets)
         await buckets.aclose()
         assert asyncio.all_tasks() == tasks
-        assert ([await world.ask(reader, "held") for reader in READERS], held_by_this_process()) == before
-        await world.transport.free(manifest.keys)
+        assert ([await setup.ask(reader, "held") for reader in READERS], held_by_this_process()) == before
+        await setup.transport.free(manifest.keys)
 
-    world.run(main())
+    setup.run(main())
 
 
 @given(
@@ -363,18 +363,22 @@ def test_readers_that_give_up_leave_nothing_behind(world: EnvSession):
     data=st.data(),
 )
 @settings(max_examples=12, deadline=None)
-def test_any_cut_of_any_model_comes_back(world: EnvSession, shapes, dtype, bucket_bytes, data):
-    version = world.new_version()
+def test_any_cut_of_any_model_comes_back(setup: TransportSetup, shapes, dtype, bucket_bytes, data):
+    version = setup.new_version()
     wholes = {f"w{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
     cuts = {name: data.draw(tilings(tuple(whole.shape), step=8)) for name, whole in wholes.items()}
     ranks = max(len(slices) for slices in cuts.values())
     shards = [
-        [LocalShard(name=n, box=b[rank], values=b[rank].of(wholes[n])) for n, b in cuts.items() if rank < len(b)]
+        [
+            LocalShard(name=n, tensor_slice=b[rank], values=b[rank].of(wholes[n]))
+            for n, b in cuts.items()
+            if rank < len(b)
+        ]
         for rank in range(ranks)
     ]
 
     async def main() -> None:
-        drafted = await world.transport.reserve(
+        drafted = await setup.transport.reserve(
             draft(
                 [TensorSpec(name=name, shape=tuple(whole.shape)) for name, whole in wholes.items()],
                 version=version,
@@ -383,11 +387,11 @@ def test_any_cut_of_any_model_comes_back(world: EnvSession, shapes, dtype, bucke
             )
         )
         manifest = complete(
-            drafted, [await world.transport.write(drafted, own, rank=rank) for rank, own in enumerate(shards)]
+            drafted, [await setup.transport.write(drafted, own, rank=rank) for rank, own in enumerate(shards)]
         )
-        found = await read(world.transport, manifest, None)
+        found = await read(setup.transport, manifest, None)
         assert found.keys() == wholes.keys()
         assert all(torch.equal(found[name], whole.to(dtype)) for name, whole in wholes.items())
-        await world.transport.free(manifest.keys)
+        await setup.transport.free(manifest.keys)
 
-    world.run(main())
+    setup.run(main())

@@ -43,9 +43,7 @@ def test_a_version_is_published_on_one_host_and_read_on_another(tmp_path: Path, 
 
             def segments() -> dict[str, int]:
                 """Files in each host's folder, its lock aside."""
-                return {
-                    host: len(list(folder.iterdir())) - 1 for host, folder in zip("ab", store._folders, strict=True)
-                }
+                return {host: len(list(folder.iterdir())) - 1 for host, folder in zip("ab", store.folders, strict=True)}
 
             changed = dict.fromkeys(LAYOUT, 1)
             for version, unchanged in ((1, ()), (2, ("embed", "head")), (3, ()), (4, ())):

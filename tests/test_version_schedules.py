@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.versions import VersionIndex
-from tests.fake_versions import settle
+from tests.fake_versions import run_tasks
 from tests.fakes import manifest_of, manifest_of_bytes
 
 
@@ -41,7 +41,7 @@ class Scheduler(RuleBasedStateMachine):
     def do(self, awaitable: Awaitable[Any]) -> Any:
         async def bounded() -> Any:
             result = await awaitable
-            await settle()
+            await run_tasks()
             return result
 
         return self.loop.run_until_complete(bounded())
@@ -122,7 +122,7 @@ class Scheduler(RuleBasedStateMachine):
     def wait(self, ahead: int) -> None:
         wanted = (self.newest or 0) + ahead
         waiter = self.loop.create_task(self.index.wait_for(wanted))
-        self.do(settle())
+        self.do(run_tasks())
         if self.newest is not None and wanted <= self.newest:
             assert waiter.result() == self.newest
         elif waiter.done():  # an earlier abort still stands
@@ -166,7 +166,7 @@ class Scheduler(RuleBasedStateMachine):
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
         assert not self.index._failure, "who waits from now on waits for what comes"
-        self.do(settle())
+        self.do(run_tasks())
 
     @precondition(lambda self: self.stale)
     @rule(commits=st.booleans())
@@ -189,7 +189,7 @@ class Scheduler(RuleBasedStateMachine):
     def teardown(self) -> None:
         for waiter in self.waiters:
             waiter.cancel()
-        self.do(settle())
+        self.do(run_tasks())
         self.loop.close()
 
 

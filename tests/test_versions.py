@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from forge_rl.errors import WeightsError
-from tests.fake_versions import index, publish, run, settle
+from tests.fake_versions import index, publish, run, run_tasks
 from tests.fakes import manifest_of, manifest_of_bytes
 
 
@@ -71,9 +71,9 @@ def test_waiters_are_woken_by_the_commit():
     async def main() -> None:
         versions = index()
         waiters = [asyncio.ensure_future(versions.wait_for(version)) for version in (1, 1, 2, 4)]
-        await settle()
+        await run_tasks()
         await publish(versions, 2)
-        await settle()
+        await run_tasks()
         assert [waiter.done() for waiter in waiters] == [True, True, True, False]
         assert [waiter.result() for waiter in waiters[:3]] == [2, 2, 2]
         await publish(versions, 4)
@@ -86,7 +86,7 @@ def test_waiting_takes_no_turn_of_the_loop_while_nothing_happens():
     async def main() -> None:
         versions = index()
         waiter = asyncio.ensure_future(versions.wait_for(1))
-        await settle()
+        await run_tasks()
         loop = asyncio.get_running_loop()
         assert not loop._ready, "a waiter polls"  # type: ignore[attr-defined]
         assert not loop._scheduled or all(handle.when() > loop.time() + 1 for handle in loop._scheduled)  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def test_an_abort_fails_those_who_wait_at_once():
         versions = index()
         versions.begin(1)
         waiter = asyncio.ensure_future(versions.wait_for(1))
-        await settle()
+        await run_tasks()
         await versions.abort(1, "rank 2 died")
         with pytest.raises(WeightsError, match="version 1 will not come: version 1 was aborted: rank 2 died"):
             await waiter
@@ -128,7 +128,7 @@ def test_who_waits_after_an_abort_fails_at_once_until_the_next_begin():
             await versions.wait_for(1)
         versions.begin(1)
         waiter = asyncio.ensure_future(versions.wait_for(1))
-        await settle()
+        await run_tasks()
         assert not waiter.done()
         await versions.commit(manifest_of_bytes(1, 10))
         assert await waiter == 1
@@ -140,9 +140,9 @@ def test_a_waiter_that_gives_up_harms_nobody():
     async def main() -> None:
         versions = index()
         first, second = (asyncio.ensure_future(versions.wait_for(1)) for _ in range(2))
-        await settle()
+        await run_tasks()
         first.cancel()
-        await settle()
+        await run_tasks()
         await publish(versions, 1)
         assert await second == 1
 
@@ -187,7 +187,7 @@ def test_an_abort_of_what_is_not_being_written_changes_nothing():
         assert await versions.abort(1, "late") == ()
         assert await versions.abort(2, "never begun") == ()
         waiter = asyncio.ensure_future(versions.wait_for(2))
-        await settle()
+        await run_tasks()
         assert not waiter.done()
         await publish(versions, 2)
         assert await waiter == 2

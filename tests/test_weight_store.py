@@ -1,6 +1,9 @@
 """The WeightStore: versions are whole, immutable, kept while they are read and freed; what finds no room is refused."""
 
 import asyncio
+import re
+import subprocess
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from forge_rl.weights import volume as volume_module
 from forge_rl.weights.leases import Holder
 from forge_rl.weights.segment import PAGE, writable
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
+from forge_rl.weights.transports.torchstore import TorchStoreTransport
 from tests.fake_store import (
     RANKS,
     SHAPES,
@@ -22,22 +26,22 @@ from tests.fake_store import (
     Straggler,
     all_of,
     exist,
-    local,
     publish,
     read,
     run,
     segments,
     shards,
+    shared,
     specs,
-    until,
+    until_state,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("store_process", "nothing_left")
 
 
 def test_a_version_cannot_be_published_twice_nor_by_two(shm: Path):
     async def main() -> None:
-        async with local(shm) as (store, _):
+        async with shared(shm) as (store, _):
             await publish(store, 3)
             for version in (3, 2):
                 with pytest.raises(WeightsError, match=f"version {version} is not newer than the latest, 3"):
@@ -64,7 +68,7 @@ def test_a_version_cannot_be_published_twice_nor_by_two(shm: Path):
 )
 def test_a_version_that_was_not_written_exactly_once_is_never_seen(shm: Path, which: Sequence[int], said: str):
     async def main() -> None:
-        async with local(shm) as (store, _):
+        async with shared(shm) as (store, _):
             await publish(store, 1)
 
             async def commit() -> None:
@@ -85,7 +89,7 @@ def test_a_version_that_was_not_written_exactly_once_is_never_seen(shm: Path, wh
 
 def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path):
     async def main() -> None:
-        async with local(shm) as (store, actor):
+        async with shared(shm) as (store, watched):
 
             async def forget() -> None:
                 async with store.publishing(1, specs(), torch.float32):
@@ -105,7 +109,7 @@ def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path):
             publishing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await publishing
-            assert actor.volume._used == {}
+            assert (await watched.state()).used == {}
             with pytest.raises(WeightsError, match="version 1 will not come: version 1 was aborted: CancelledError"):
                 await store.wait_for(1)
             await publish(store, 1)
@@ -115,15 +119,13 @@ def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path):
 
 def test_a_rank_that_goes_on_after_its_publish_was_given_up_harms_no_later_version(shm: Path):
     async def main() -> None:
-        async with local(shm) as (store, actor):
+        async with shared(shm) as (store, watched):
             transport = store.transport()
             assert isinstance(transport, SharedMemoryTransport)
 
             async def give_up() -> None:
                 async with store.publishing(1, specs(), torch.float32) as publication:
-                    stragglers.append(
-                        Straggler(transport, publication.draft, shards(all_of(-1), 0), actor.volume._lock)
-                    )
+                    stragglers.append(Straggler(transport, publication.draft, shards(all_of(-1), 0)))
                     raise ValueError("rank 1 failed")
 
             stragglers: list[Straggler] = []
@@ -136,14 +138,14 @@ def test_a_rank_that_goes_on_after_its_publish_was_given_up_harms_no_later_versi
                 async with store.lease(version) as manifest:
                     assert await read(transport, manifest) == all_of(version)
             await publish(store, 3)
-            assert actor.volume.bytes == 2 * VERSION_BYTES
+            assert (await watched.state()).bytes == 2 * VERSION_BYTES
 
     run(main())
 
 
 def test_what_a_publish_could_not_free_the_next_one_does(shm: Path):
     async def main() -> None:
-        async with local(shm, keep_versions=2) as (store, actor):
+        async with shared(shm, keep_versions=2) as (store, watched):
             for version in (1, 2):
                 await publish(store, version)
 
@@ -156,8 +158,8 @@ def test_what_a_publish_could_not_free_the_next_one_does(shm: Path):
                 await publish(store, 3)
             del transport.free
             await publish(store, 3)
-            assert sorted(actor.volume._used) == ["2/0", "2/1", "3/0", "3/1"]
-            assert actor.volume.bytes == 2 * VERSION_BYTES
+            assert sorted((await watched.state()).used) == ["2/0", "2/1", "3/0", "3/1"]
+            assert (await watched.state()).bytes == 2 * VERSION_BYTES
 
     run(main())
 
@@ -176,7 +178,7 @@ def test_readers_never_see_values_of_two_versions(shm: Path):
                     seen.append(manifest.version)
                     read_once.notify_all()
 
-        async with local(shm, keep_versions=1) as (store, _):
+        async with shared(shm, keep_versions=1) as (store, _):
             first = await publish(store, 1)
             async with store.lease(1) as held:  # read at the end, when eight newer ones have come and gone
                 async with asyncio.TaskGroup() as group:
@@ -201,14 +203,14 @@ def test_readers_never_see_values_of_two_versions(shm: Path):
 @pytest.mark.parametrize("changed", [tuple(SHAPES), ("a", "b"), ("c",), ()])
 def test_a_steady_state_takes_the_memory_of_two_versions(shm: Path, changed: tuple[str, ...]):
     async def main() -> None:
-        async with local(shm, keep_versions=2) as (store, actor):
+        async with shared(shm, keep_versions=2) as (store, watched):
             seen = []
             transport = store.transport()
             for version in range(1, 12):
                 values = {name: version if name in changed else 1 for name in SHAPES}
                 async with store.publishing(version, specs(changed), torch.float32) as publication:
-                    seen.append(actor.volume.bytes)
-                    assert sum(path.stat().st_size - PAGE for path in segments(shm)) == actor.volume.bytes
+                    seen.append((await watched.state()).bytes)
+                    assert sum(path.stat().st_size - PAGE for path in segments(shm)) == (await watched.state()).bytes
                     await publication.commit(
                         [await transport.write(publication.draft, shards(values, rank), rank=rank) for rank in (0, 1)]
                     )
@@ -224,7 +226,7 @@ def test_a_steady_state_takes_the_memory_of_two_versions(shm: Path, changed: tup
 
 def test_changes_that_wander_take_little_more(shm: Path):
     async def main() -> None:
-        async with local(shm, keep_versions=2) as (store, actor):
+        async with shared(shm, keep_versions=2) as (store, watched):
             values = all_of(1)
             names = list(SHAPES)
             for version in range(1, 25):
@@ -234,14 +236,14 @@ def test_changes_that_wander_take_little_more(shm: Path):
                 async with store.lease() as manifest:
                     assert await read(store.transport(), manifest) == values
                 assert sum(bucket.bytes for bucket in manifest.buckets) <= 1.5 * VERSION_BYTES
-                assert actor.volume.bytes <= 2.5 * VERSION_BYTES
+                assert (await watched.state()).bytes <= 2.5 * VERSION_BYTES
 
     run(main())
 
 
 def test_retention_by_bytes_keeps_the_newest(shm: Path):
     async def main() -> None:
-        async with local(shm, keep_versions=5, keep_gib=1e-9) as (store, _):
+        async with shared(shm, keep_versions=5, keep_bytes=1) as (store, _):
             manifests = [await publish(store, version) for version in (1, 2)]
             with pytest.raises(WeightsError, match="there is no version 1 of the weights; held: 2"):
                 async with store.lease(1):
@@ -255,7 +257,7 @@ def test_retention_by_bytes_keeps_the_newest(shm: Path):
 
 def test_bytes_that_somebody_changed_do_not_match_their_fingerprint(shm: Path):
     async def main() -> None:
-        async with local(shm) as (store, _):
+        async with shared(shm) as (store, _):
             manifest = await publish(store, 1)
             entry = next(entry for entry in manifest.tensors if entry.name == "d")
             bucket = next(bucket for bucket in manifest.buckets if bucket.key == entry.bucket)
@@ -270,7 +272,7 @@ def test_bytes_that_somebody_changed_do_not_match_their_fingerprint(shm: Path):
 def test_a_version_that_finds_no_room_changes_nothing_and_is_written_once_there_is(small_shm: Path):
     async def main() -> None:
         # A version takes two segments of 2560 and 2304 bytes and their headers, which is four pages of sixteen.
-        async with local(small_shm, keep_versions=2) as (store, actor):
+        async with shared(small_shm, keep_versions=2) as (store, watched):
             await publish(store, 1)
             ballast = small_shm / "ballast"
             ballast.write_bytes(bytes(volume_module.free_bytes(small_shm) - 3 * PAGE))
@@ -290,50 +292,31 @@ def test_a_version_that_finds_no_room_changes_nothing_and_is_written_once_there_
                 await publish(store, version)
                 async with store.lease() as manifest:
                     assert await read(store.transport(), manifest) == all_of(version)
-            assert actor.volume.bytes == 2 * VERSION_BYTES
-
-    run(main())
-
-
-def test_a_version_that_loses_its_room_while_it_is_reserved_leaves_nothing(
-    small_shm: Path, monkeypatch: pytest.MonkeyPatch
-):
-    async def main() -> None:
-        async with local(small_shm) as (store, _):
-            await publish(store, 1)
-            ballast = small_shm / "ballast"
-            ballast.write_bytes(bytes(volume_module.free_bytes(small_shm) - 3 * PAGE))
-            before = segments(small_shm)
-            with monkeypatch.context() as patch:
-                patch.setattr(volume_module, "free_bytes", lambda _: 1 << 40)  # what was seen a moment before
-                with pytest.raises(WeightsError, match="no room for a version"):
-                    await publish(store, 2)
-            assert segments(small_shm) == before
-            ballast.unlink()
-            await publish(store, 2)
+            assert (await watched.state()).bytes == 2 * VERSION_BYTES
 
     run(main())
 
 
 def test_a_lease_whose_answer_was_not_waited_for_ends(shm: Path):
     async def main() -> None:
-        async with local(shm, keep_versions=1) as (store, actor):
+        async with shared(shm, keep_versions=1) as (store, watched):
             await publish(store, 1)
-            call = store._service.call
+            replica = store._service.replicas[0]
+            call = replica.call
 
-            async def lose_the_answer(replica: Any, method: str, *args: object, deadline_s: float) -> Any:
-                answer = await call(replica, method, *args, deadline_s=deadline_s)
+            async def lose_the_answer(method: str, *args: object, deadline_s: float) -> Any:
+                answer = await call(method, *args, deadline_s=deadline_s)
                 if method == "lease":
                     await asyncio.Event().wait()
                 return answer
 
-            store._service.call = lose_the_answer  # type: ignore[assignment,method-assign]
+            replica.call = lose_the_answer  # type: ignore[assignment,method-assign]
             asking = asyncio.create_task(store.lease().__aenter__())
-            await until(lambda: bool(actor._leases))
+            await until_state(watched, lambda state: bool(state.leases))
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            assert actor._leases == {}
+            assert (await watched.state()).leases == set()
             await store._call("release", "never held")
 
     run(main())
@@ -341,30 +324,59 @@ def test_a_lease_whose_answer_was_not_waited_for_ends(shm: Path):
 
 def test_a_holder_on_another_machine_is_not_taken_for_a_process_of_this_one(shm: Path):
     async def main() -> None:
-        async with local(shm) as (store, actor):
+        async with shared(shm) as (store, watched):
             await publish(store, 1)
             ended = await asyncio.create_subprocess_exec("true")
             await ended.wait()
             await store._call("lease", 1, "elsewhere", Holder(ended.pid, "another machine's"))
             await store._call("lease", 1, "here", Holder(ended.pid, Holder.this_process().namespace))
-            await until(lambda: "here" not in actor._leases)
-            assert actor._leases.keys() == {"elsewhere"}
+            await until_state(watched, lambda state: "here" not in state.leases)
+            assert (await watched.state()).leases == {"elsewhere"}
 
     run(main())
 
 
-def test_where_shared_memory_is_too_small_auto_says_so_and_takes_torchstore(small_shm: Path):
-    def choose(transport: str, needed: int) -> tuple[str, str]:
-        return module._choose(WeightStore.Config(transport=transport, shm=small_shm), needed)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("transport", "needed", "installed", "name", "said", "hint"),
+    [
+        ("auto", 16 * PAGE, False, "shared_memory", "weights travel by shared memory in {shm}$", ""),
+        ("shared_memory", 16 * PAGE, False, "shared_memory", "shared memory in {shm}, as asked for$", ""),
+        ("auto", 1 << 30, True, "torchstore", r"slower: {shm} has 0\.0 GiB free, 1\.0 are needed$", ""),
+        ("torchstore", 0, True, "torchstore", "as asked for$", ""),
+        ("shared_memory", 1 << 30, True, "", r"0\.0 GiB free, 1\.0 are needed", "--weights.transport auto"),
+        ("torchstore", 0, False, "", "--weights.transport is torchstore, which is not installed", "pip install"),
+        ("auto", 1 << 30, False, "", r"1\.0 are needed, and torchstore is not installed", "--shm-size.* pip install"),
+    ],
+)
+def test_the_transport_is_what_was_asked_for_or_what_can_be_used(
+    small_shm: Path, transport: str, needed: int, installed: bool, name: str, said: str, hint: str, monkeypatch: Any
+):
+    monkeypatch.setattr(TorchStoreTransport, "is_installed", lambda: installed)
+    config = WeightStore.Config(transport=transport, shm=small_shm)  # type: ignore[arg-type]
+    said = said.format(shm=small_shm)
+    if name:
+        chosen, sentence = module._choose(config, needed)
+        assert chosen == name
+        assert re.search(said, sentence)
+    else:
+        with pytest.raises(WeightsError, match=said) as caught:
+            module._choose(config, needed)
+        assert re.search(hint, caught.value.hint)
 
-    assert choose("auto", 16 * PAGE) == ("shared_memory", f"weights travel by shared memory in {small_shm}")
-    name, said = choose("auto", 1 << 30)
-    assert name == "torchstore"
-    assert said.endswith(f"slower: {small_shm} has 0.0 GiB free, 1.0 are needed")
-    with pytest.raises(WeightsError, match=r"0\.0 GiB free, 1\.0 are needed") as caught:
-        choose("shared_memory", 1 << 30)
-    assert "--weights.transport auto" in caught.value.hint
-    assert choose("torchstore", 0)[0] == "torchstore"
+
+def test_the_store_imports_without_torchstore():
+    script = """
+import sys
+sys.modules["torchstore"] = None
+import forge_rl.services.weight_store as store, forge_rl.services.weight_store_actor, forge_rl.run.start
+print(store._choose(store.WeightStore.Config(), 0)[0])
+try:
+    store._choose(store.WeightStore.Config(transport="torchstore"), 0)
+except store.WeightsError as error:
+    print(error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["shared_memory", "install it by: pip install 'forge_rl[torchstore]'"]
 
 
 @pytest.mark.parametrize(("field", "value"), [("keep_versions", 0), ("keep_gib", 0.0), ("bucket_mib", 0)])

@@ -11,7 +11,7 @@ from forge_rl.weights.slices import TensorSlice
 
 @st.composite
 def tilings(draw: st.DrawFn, shape: tuple[int, ...], *, step: int = 1) -> list[TensorSlice]:
-    """Boxes that together hold every element once, some of them perhaps empty.
+    """Slices that together hold every element once, some of them perhaps empty.
 
     Args:
         draw: hypothesis's.
@@ -20,14 +20,15 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...], *, step: int = 1) -> list[T
     """
     slices = [TensorSlice.whole(shape)]
     for _ in range(draw(st.integers(0, 4)) if shape else 0):
-        box = slices.pop(draw(st.integers(0, len(slices) - 1)))
+        tensor_slice = slices.pop(draw(st.integers(0, len(slices) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
         unit = step if dim == len(shape) - 1 else 1
-        at = unit * draw(st.integers(0, box.size[dim] // unit))
+        at = unit * draw(st.integers(0, tensor_slice.size[dim] // unit))
         slices += [
-            replace(box, size=_with(box.size, dim, at)),
+            replace(tensor_slice, size=_with(tensor_slice.size, dim, at)),
             TensorSlice(
-                start=_with(box.start, dim, box.start[dim] + at), size=_with(box.size, dim, box.size[dim] - at)
+                start=_with(tensor_slice.start, dim, tensor_slice.start[dim] + at),
+                size=_with(tensor_slice.size, dim, tensor_slice.size[dim] - at),
             ),
         ]
     return draw(st.permutations(slices))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,27 +21,34 @@ from forge_rl.weights.leases import WeightReader, leased
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.transports.protocol import Transport
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
-from forge_rl.weights.transports.torchstore import TorchStoreTransport
+from forge_rl.weights.transports.torchstore import INSTALL, TorchStoreTransport
 from forge_rl.weights.volume import problem, reclaim
 
 T = TypeVar("T")
 
 
 class WeightStore:
-    """Typed handle of the WeightStore service."""
+    """Typed handle of the WeightStore service.
+
+    async with store.publishing(version, specs, torch.bfloat16) as publication:
+        reports = await write_on_every_rank(publication.draft, store.transport())
+        await publication.commit(reports)
+    async with store.lease() as manifest:  # the latest version, kept while the block runs
+        async for bucket in store.transport().fetch(manifest): ...
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         """The weight store: how versions travel, and how many are kept."""
 
         transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
-        """What carries the bytes. auto takes shared memory where it has room."""
+        """Carrier of the bytes. auto takes shared memory where it has room, else torchstore if it is installed."""
         shm: Path = Path("/dev/shm")
-        """Folder of shared memory that versions lie in."""
+        """Folder in shared memory for the versions."""
         bucket_mib: int = 64
-        """What is written and loaded as one; a larger tensor is a bucket of its own."""
+        """Size of what is written and loaded as one; a larger tensor is a bucket of its own."""
         keep_versions: int = 2
-        """How many of the newest versions are kept, the one being written included; one being read is kept besides."""
+        """Number of newest versions that are kept, the one being written included; one being read is kept besides."""
         keep_gib: float = 64.0
         """Most memory that kept versions take; the newest is kept whatever its size."""
 
@@ -54,14 +61,23 @@ class WeightStore:
                 if not good:
                     raise ConfigError(f"--weights.{flag} is {value}", hint=f"set --weights.{flag} to {hint}")
 
-    def __init__(self, config: Config, service: Service, transports: Mapping[str, Transport], choice: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        transports: Mapping[str, Transport],
+        *,
+        bucket_bytes: int,
+        choice: str,
+        folders: Sequence[Path] = (),
+    ) -> None:
         self._service = service
         self._transports = transports
-        self._bucket_bytes = config.bucket_mib << 20
+        self._bucket_bytes = bucket_bytes
         self._deadline_s = 600.0
-        self._folders: list[Path] = []
+        self.folders = tuple(folders)
+        """Folder of each host's volume in shared memory."""
         self.choice = choice
-        """Which transport carries the bytes, and why."""
+        """Name of the transport that carries the bytes, and why, as a sentence."""
 
     @classmethod
     async def start(
@@ -81,38 +97,40 @@ class WeightStore:
             cluster: where to spawn.
             faults: where failures are noted.
             deadline_s: for the start.
-            hosts: on which versions are written or read; the first one keeps the index.
-            expected_bytes: of one version, if known; `auto` chooses by it.
+            hosts: hosts on which versions are written or read; the first one keeps the index.
+            expected_bytes: size of one version, if known; `auto` chooses by it.
 
         Raises:
-            WeightsError: shared memory was asked for and cannot be used.
+            WeightsError: the transport that was asked for cannot be used, or, with `auto`, none can.
         """
-        needed = expected_bytes * config.keep_versions
-        name, choice = _choose(config, needed)
+        name, choice = _choose(config, expected_bytes * config.keep_versions)
+        bucket_bytes = config.bucket_mib << 20
         service = Service("weights", cluster, faults)
+        kept = config.keep_versions, int(config.keep_gib * (1 << 30))
         async with task_group() as group:
             for host in hosts:
                 imports = TorchStoreTransport.imports if name == "torchstore" else ()
-                replica = service.spawn(WeightStoreActor, config, host, host=host, imports=imports)
+                replica = service.spawn(WeightStoreActor, host, config.shm, *kept, host=host, imports=imports)
                 group.create_task(service.watch(replica, deadline_s=deadline_s))
         if name == "torchstore":
             shared = await TorchStoreTransport.open(service.replicas[0].mesh)
-            return cls(config, service, dict.fromkeys(hosts, shared), choice)
+            return cls(service, dict.fromkeys(hosts, shared), bucket_bytes=bucket_bytes, choice=choice)
         volumes = {host: replica.actor for host, replica in zip(hosts, service.replicas, strict=True)}
-        store = cls(config, service, {host: SharedMemoryTransport(host, volumes) for host in hosts}, choice)
+        folders = []
         for replica in service.replicas:
             folder, reclaimed = await replica.call("open_volume", volumes, deadline_s=deadline_s)
-            store._folders.append(folder)
+            folders.append(folder)
             if reclaimed:
-                store.choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
-        return store
+                choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
+        transports = {host: SharedMemoryTransport(host, volumes) for host in hosts}
+        return cls(service, transports, bucket_bytes=bucket_bytes, choice=choice, folders=folders)
 
     def transport(self, host: str = THIS_HOST) -> Transport:
-        """What processes on a host write and read with; it pickles."""
+        """Transport with which processes on a host write and read; it pickles."""
         return self._transports[host]
 
     def reader(self, host: str = THIS_HOST) -> WeightReader:
-        """What a process of its own on a host, such as an evaluator, reads versions with; it pickles."""
+        """Reader of versions for another process on a host, such as an evaluator; it pickles."""
         return WeightReader(self._service.replicas[0].actor, self._transports[host], self._deadline_s)
 
     @contextlib.asynccontextmanager
@@ -122,10 +140,10 @@ class WeightStore:
         """Reserve a version and its room; if the body fails before it is committed, it stays invisible for ever.
 
         Args:
-            version: newer than all others.
+            version: its number, above all others.
             specs: every tensor of the model.
-            dtype: of the published tensors.
-            host: that the trainer's ranks are on.
+            dtype: dtype of the published tensors.
+            host: the host of the trainer's ranks.
 
         Raises:
             WeightsError: the version exists already, is older than the latest, or there is no room for it.
@@ -139,7 +157,7 @@ class WeightStore:
                 specs, version=version, dtype=dtype, base=base, bucket_bytes=self._bucket_bytes, epoch=epoch
             )
             drafted = await self._unless_it_dies("reserve", transport.reserve(drafted))
-            publication = Publication(self, drafted)
+            publication = Publication(drafted, self._call)
             yield publication
             if not publication.committed:
                 raise WeightsError(f"version {version} was not committed")
@@ -161,7 +179,7 @@ class WeightStore:
 
     @contextlib.asynccontextmanager
     async def lease(self, version: int | None = None) -> AsyncIterator[Manifest]:
-        """The manifest of a version, the latest by default, which is kept at least as long as the body runs.
+        """Keep a version, the latest by default, at least as long as the body runs, and give its manifest.
 
         If this process dies meanwhile, the lease ends with it.
         """
@@ -192,8 +210,8 @@ class WeightStore:
                 with contextlib.suppress(ForgeError):
                     await replica.call("close", deadline_s=10.0)
         await self._service.stop()
-        if any(folder.exists() for folder in self._folders):  # of a process that was killed
-            reclaim(self._folders[0].parent.parent)
+        if any(folder.exists() for folder in self.folders):  # of a process that was killed
+            reclaim(self.folders[0].parent.parent)
 
     async def _call(self, method: str, *args: object) -> Any:
         """Ask the index."""
@@ -221,41 +239,56 @@ class WeightStore:
 
 
 class Publication:
-    """A version that is being written."""
+    """A version that is being written; `WeightStore.publishing` makes it.
 
-    def __init__(self, store: WeightStore, drafted: Manifest) -> None:
-        self._store = store
+    Args:
+        drafted: what to write and where.
+        call: asks the index of versions.
+    """
+
+    def __init__(self, drafted: Manifest, call: Callable[..., Awaitable[object]]) -> None:
+        self._call = call
         self.draft = drafted
-        """What to write and where, for `Transport.write` on every rank."""
+        """Manifest without fingerprints, for `Transport.write` on every rank."""
         self.committed = False
 
     async def commit(self, ranks: Sequence[Sequence[ShardReport]]) -> Manifest:
         """Write the manifest, which makes the version visible.
 
         Args:
-            ranks: what each of the trainer's ranks wrote.
+            ranks: the report of each of the trainer's ranks.
 
         Raises:
             WeightsError: together they did not write exactly what the draft says.
         """
         manifest = complete(self.draft, ranks)
-        await self._store._call("commit", manifest)
+        await self._call("commit", manifest)
         self.committed = True
         return manifest
 
 
 def _choose(config: WeightStore.Config, needed: int) -> tuple[str, str]:
-    """The transport, and what to say about it."""
+    """Name of the transport, and a sentence about it.
+
+    Raises:
+        WeightsError: the one that was asked for cannot be used, or, with `auto`, none can.
+    """
+    room = "free memory, give the container more shared memory (docker run --shm-size), lower --weights.keep-versions"
+    installed = TorchStoreTransport.is_installed()
     if config.transport == "torchstore":
+        if not installed:
+            raise WeightsError("--weights.transport is torchstore, which is not installed", hint=INSTALL)
         return "torchstore", "weights travel by torchstore, as asked for"
     wrong = problem(config.shm, needed)
     if wrong is None:
         asked = ", as asked for" if config.transport == "shared_memory" else ""
         return "shared_memory", f"weights travel by shared memory in {config.shm}{asked}"
-    if config.transport == "auto":
-        return "torchstore", f"weights travel by torchstore, several times slower: {wrong}"
-    raise WeightsError(
-        f"--weights.transport is shared_memory, and {wrong}",
-        hint="free memory, give the container more shared memory (docker run --shm-size), lower "
-        "--weights.keep-versions, or set --weights.transport auto",
-    )
+    if config.transport == "shared_memory":
+        raise WeightsError(
+            f"--weights.transport is shared_memory, and {wrong}", hint=f"{room}, or set --weights.transport auto"
+        )
+    if not installed:
+        raise WeightsError(
+            f"weights cannot travel: {wrong}, and torchstore is not installed", hint=f"{room}, or {INSTALL}"
+        )
+    return "torchstore", f"weights travel by torchstore, several times slower: {wrong}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monarch.actor import concurrent_endpoint
 from monarch.rdma import RDMABuffer
@@ -20,19 +20,23 @@ from forge_rl.weights.transports.shared_memory import ask
 from forge_rl.weights.versions import VersionIndex
 from forge_rl.weights.volume import Volume
 
-if TYPE_CHECKING:
-    from forge_rl.services.weight_store import WeightStore
-
 
 class WeightStoreActor(ServiceActor):
-    """A host's volume; the first one also keeps the index of versions."""
+    """Keeps a host's volume; the first host's also keeps the index of versions.
 
-    def __init__(self, config: WeightStore.Config, host: str) -> None:
-        self._config = config
+    Args:
+        host: that it runs on.
+        shm: folder of shared memory for the host's volume.
+        keep_versions: number of the newest versions that retention keeps.
+        keep_bytes: most memory that kept versions take.
+    """
+
+    def __init__(self, host: str, shm: Path, keep_versions: int, keep_bytes: int) -> None:
         self._host = host
-        self._index = VersionIndex(keep_versions=config.keep_versions, keep_bytes=int(config.keep_gib * (1 << 30)))
+        self._shm = shm
+        self._index = VersionIndex(keep_versions=keep_versions, keep_bytes=keep_bytes)
         self._leases: dict[str, tuple[Holder, int, int]] = {}
-        """By name, who holds it, and on which version of which epoch."""
+        """Holder, version and epoch of each lease, by its name."""
         self._unneeded: list[str] = []
         """Keys of buckets that the next publisher frees before it begins: whoever ends a lease may be dead."""
         self._watched: set[Holder] = set()
@@ -42,8 +46,12 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def open_volume(self, volumes: Mapping[str, Any]) -> tuple[Path, int]:
-        """Make the host's folder in shared memory. Returns it, and the bytes that a killed run had left behind."""
-        self._volume = Volume(self._config.shm)
+        """Make the host's folder in shared memory.
+
+        Returns:
+            The folder, and the bytes that a killed run had left behind.
+        """
+        self._volume = Volume(self._shm)
         self._puller = Puller(
             self._host,
             share=lambda host, keys: ask(volumes[host], "share", keys, what=f"the weight store on host {host!r}"),
@@ -79,12 +87,16 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def local(self, key: str) -> SegmentRef:
-        """The place on this host of a bucket that is pulled, as soon as it is whole and checked."""
+        """Segment on this host of a bucket that is pulled, as soon as it is whole and checked."""
         return await self.puller.bucket(key)
 
     @concurrent_endpoint
     async def share(self, keys: tuple[str, ...]) -> list[RDMABuffer]:
-        """This host's buckets, for another one to read."""
+        """RDMA buffers over this host's buckets, for another host to read.
+
+        Raises:
+            WeightsError: a bucket is not here.
+        """
         refs = {key: self.volume.find(key) for key in keys}
         if gone := [key for key, ref in refs.items() if ref is None]:
             raise WeightsError(f"host {self._host!r} holds no bucket {gone[0]}", hint="hold a lease while reading")
@@ -92,12 +104,12 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def never(self) -> None:
-        """Ends only with this process, which whoever waits then hears of."""
+        """Wait for ever: whoever calls it hears of the end of this process."""
         await asyncio.Event().wait()
 
     @concurrent_endpoint
     async def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...], int]:
-        """The version before, keys of buckets to be freed first, and the epoch."""
+        """Reserve a version; returns the one before, keys of buckets to be freed first, and the epoch."""
         base, freed = self._index.begin(version)
         freed, self._unneeded = (*freed, *self._unneeded), []
         return base, freed, self._index.epoch
@@ -111,13 +123,13 @@ class WeightStoreActor(ServiceActor):
         """Give up a version, unless it was committed after all.
 
         Args:
-            version: that was begun.
-            epoch: in which it was.
-            reason: why.
-            keys: of buckets that its publisher was to free, and of its own.
+            version: the one that was begun.
+            epoch: the epoch in which it was begun.
+            reason: why, for those who wait for it.
+            keys: buckets that its publisher was to free, and its own.
 
         Returns:
-            Those that nothing needs. If the publisher does not free them, the next one does.
+            Keys that nothing needs. If the publisher does not free them, the next one does.
         """
         gone = await self._index.abort(version, reason, epoch=epoch)
         unneeded = tuple(key for key in keys if not self._index.needs(key))
@@ -168,19 +180,19 @@ class WeightStoreActor(ServiceActor):
             self._release(lease)
 
     def _release(self, lease: str) -> None:
-        """Nothing happens if it has ended already, or never began."""
+        """End a lease; nothing happens if it has ended already, or never began."""
         if lease in self._leases:
             _, version, epoch = self._leases.pop(lease)
             self._unneeded.extend(self._index.release(version, epoch=epoch))
 
     @property
     def puller(self) -> Puller:
-        """What brings versions here from other hosts, once open_volume has run."""
+        """Brings versions here from other hosts; there once open_volume has run."""
         assert self._puller is not None, "open_volume comes first"
         return self._puller
 
     @property
     def volume(self) -> Volume:
-        """This host's, once open_volume has run."""
+        """Segments of this host; there once open_volume has run."""
         assert self._volume is not None, "open_volume comes first"
         return self._volume

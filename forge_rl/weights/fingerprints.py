@@ -12,23 +12,18 @@ sign-extended (zero-extended if it is one byte).
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple, SupportsInt
 
 import torch
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.slices import TensorSlice
-
-KEY_LOW, KEY_HIGH, KEY_SHIFT = 0x9E3779B1, 0x85EBCA77, 0x27D4EB2F
-"""a, b and c above."""
-HASH, COPY, CAST, PLAIN = range(4)
-"""What kernels.run_rows does: fingerprint the source; copy and fingerprint; cast float32 to bfloat16 and fingerprint
-what was written; copy only."""
 
 _MASK = 0xFFFFFFFF
 _CHUNK_WORDS = 1 << 17  # of the torch loop: its temporaries stay in cache
@@ -40,27 +35,29 @@ class Move(NamedTuple):
     """A block of a tensor to be copied and fingerprinted."""
 
     target: torch.Tensor | None
-    """Where to, of the box's size, in the published dtype; None only fingerprints the source."""
+    """Destination, of the slice's size and the published dtype; None only fingerprints the source."""
     source: torch.Tensor
-    """Of the box's size; of any dtype if there is a target."""
+    """Values, of the slice's size; of any dtype if there is a target."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: TensorSlice
-    """Where in the whole tensor the block lies."""
+    """Shape of the whole tensor."""
+    tensor_slice: TensorSlice
+    """Place of the block in the whole tensor."""
 
 
-def fingerprint(values: torch.Tensor, shape: Sequence[int], box: TensorSlice | None = None) -> int:
+def fingerprint(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> int:
     """Fingerprint of a block of a tensor.
 
     Args:
         values: the block, any dtype and device.
-        shape: of the whole tensor.
-        box: where in it the block lies; by default it is all of it.
+        shape: shape of the whole tensor.
+        tensor_slice: place of the block in it; all of it by default.
 
     Returns:
-        An unsigned 64-bit integer; `combine` adds those of all blocks up to that of the whole.
+        An unsigned 64-bit integer; `combine` adds those of all blocks up to that of the whole:
+
+            combine([fingerprint(top, shape, top_slice), fingerprint(rest, shape, rest_slice)])
     """
-    return move([Move(None, values.detach(), tuple(shape), box or TensorSlice.whole(shape))])[0]
+    return move([Move(None, values.detach(), tuple(shape), tensor_slice or TensorSlice.whole(shape))])[0]
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -68,12 +65,11 @@ def combine(parts: Iterable[int]) -> int:
     return sum(parts) % (1 << 64)
 
 
-def move(moves: Sequence[Move], *, attest: bool = True) -> list[int]:
+def move(moves: Sequence[Move]) -> list[int]:
     """Copy blocks, casting on the way, and fingerprint what was written, in one pass on all threads that torch uses.
 
     Args:
         moves: what to copy; targets must not overlap.
-        attest: False copies without fingerprints; they are then 0. For benchmarks.
 
     Returns:
         The fingerprint of each block.
@@ -82,130 +78,79 @@ def move(moves: Sequence[Move], *, attest: bool = True) -> list[int]:
         WeightsError: a block begins or ends within a word.
     """
     totals = [0] * len(moves)
-    tasks: list[tuple[int, tuple[int, ...]]] = []
-    keep: list[torch.Tensor] = []  # what the tasks' addresses point to
-    for number, (target, source, shape, box) in enumerate(moves):
-        if not box.numel:
-            continue
+    tasks: list[tuple[int, Callable[[], SupportsInt]]] = []
+    for number, (target, source, shape, tensor_slice) in enumerate(moves):
         dtype = source.dtype if target is None else target.dtype
-        devices = {each.device.type for each in (target, source) if each is not None}
-        if devices != {"cpu"} or _word_bytes(shape, dtype) != 8:
-            cast = source.to(dtype)
-            if target is not None:
-                target.copy_(cast)
-            if attest:
-                plain = devices == {"cpu"} and len(shape) == 1 and cast.is_contiguous()
-                totals[number] = _by_element(cast, box) if plain else _by_torch(cast, shape, box)
+        if not tensor_slice.numel:
             continue
-        mode = PLAIN if not attest else HASH if target is None else COPY
-        if source.dtype != dtype:
-            if attest and (source.dtype, dtype) == (torch.float32, torch.bfloat16) and source.stride(-1) == 1:
-                mode = CAST
-            else:
-                source = source.to(dtype)
-        if source.stride(-1) != 1:
-            source = source.contiguous()
-        keep.append(source)
-        tasks.extend((number, task) for task in _tasks(mode, target, source, shape, box, dtype))
-    if not tasks:
-        return totals
-    # Late, since vLLM's worker does not start on CPU in a process that has loaded llvmlite: it inspects every module.
-    from forge_rl.weights.kernels import run_rows
-
-    if len(tasks) == 1 or _threads() == 1:
-        sums: Iterable[int] = (run_rows(*task) for _, task in tasks)
-    else:
-        sums = _pool().map(lambda task: run_rows(*task[1]), tasks)
-    for (number, _), part in zip(tasks, sums, strict=True):
+        _check_words(shape, tensor_slice, dtype)
+        if source.device.type == "cpu" and (target is None or target.device.type == "cpu"):
+            tasks += ((number, task) for task in _tasks(target, source, shape, tensor_slice))
+        else:
+            values = source.to(dtype)
+            if target is not None:
+                target.copy_(values)
+            totals[number] = _by_torch(values, shape, tensor_slice)
+    run = map if len(tasks) == 1 or torch.get_num_threads() == 1 else _pool(os.getpid(), torch.get_num_threads()).map
+    for (number, _), part in zip(tasks, run(lambda task: task[1](), tasks), strict=True):
         totals[number] = (totals[number] + int(part)) % (1 << 64)
     return totals
 
 
 def _tasks(
-    mode: int,
-    target: torch.Tensor | None,
-    source: torch.Tensor,
-    shape: Sequence[int],
-    box: TensorSlice,
-    dtype: torch.dtype,
-) -> Iterable[tuple[int, ...]]:
-    """Arguments of run_rows that together do one block, each about _TASK_WORDS."""
-    size = dtype.itemsize
-    if box.start[-1] * size % 8 or box.size[-1] * size % 8:
-        raise WeightsError(
-            f"a block of a tensor of shape {tuple(shape)} begins or ends within 8 bytes: {box}",
-            hint="choose a tensor-parallel size that divides the model's dimensions by a multiple of 4",
-        )
-    to = source if target is None else target
-    assert to.stride(-1) == 1, "targets are contiguous in their last dim"
-    # Leading dims that are whole in the tensor, the source and the target melt into rows of one long row.
-    sizes, steps = list(box.size), [_strides(shape), to.stride(), source.stride()]
-    whole = [list(step) for step in steps]
-    while len(sizes) > 1 and all(step[-2] == step[-1] * sizes[-1] for step in whole):
-        last = sizes.pop()
-        sizes[-1] *= last
-        for step in whole:
-            step[-2] = step[-1]
-            step.pop()
-    first = sum(start * step for start, step in zip(box.start, steps[0], strict=True)) * size // 8
-    row_words = sizes.pop() * size // 8
-    rows = sizes.pop() if sizes else 1
-    step = [(s[-2] if len(s) > 1 else 0) for s in whole]
-    for index in range(math.prod(sizes)):
-        offsets = [0, 0, 0]
-        rest = index
-        for dim in reversed(range(len(sizes))):
-            rest, at = divmod(rest, sizes[dim])
-            offsets = [o + at * s[dim] for o, s in zip(offsets, whole, strict=True)]
-        base = first + offsets[0] * size // 8
-        to_at = to.data_ptr() + offsets[1] * size
-        from_at = source.data_ptr() + offsets[2] * source.element_size()
-        if row_words >= _TASK_WORDS // 2:
-            for row in range(rows):
-                for word in range(0, row_words, _TASK_WORDS):
-                    yield (
-                        mode,
-                        to_at + row * step[1] * size + word * 8,
-                        from_at + row * step[2] * source.element_size() + word * 8 * source.element_size() // size,
-                        0,
-                        0,
-                        1,
-                        min(_TASK_WORDS, row_words - word),
-                        base + row * step[0] * size // 8 + word,
-                        0,
-                    )
-        else:
-            chunk = max(1, _TASK_WORDS // max(1, row_words))
-            for row in range(0, rows, chunk):
-                yield (
-                    mode,
-                    to_at + row * step[1] * size,
-                    from_at + row * step[2] * source.element_size(),
-                    step[1] * size,
-                    step[2] * source.element_size(),
-                    min(chunk, rows - row),
-                    row_words,
-                    base + row * step[0] * size // 8,
-                    step[0] * size // 8,
-                )
+    target: torch.Tensor | None, source: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice
+) -> Iterator[Callable[[], SupportsInt]]:
+    """Calls of the kernels that together do one block on CPU, each about _TASK_WORDS."""
+    # Late, since vLLM's worker does not start on CPU in a process that has loaded llvmlite: it inspects every module.
+    from forge_rl.weights import kernels
+
+    dtype = source.dtype if target is None else target.dtype
+    word = _BITS[_word_bytes(shape, dtype)]
+    casts = (source.dtype, dtype, word) == (torch.float32, torch.bfloat16, torch.int64) and source.stride(-1) == 1
+    if target is not None and not _is_viewable(target, word):
+        source = source.to(dtype, memory_format=torch.contiguous_format, copy=True)
+        target.copy_(source)
+        target = None
+    elif not casts and (source.dtype != dtype or not _is_viewable(source, word)):
+        source = source.to(dtype, memory_format=torch.contiguous_format, copy=True)
+    read = source.view(torch.int32 if casts and target is not None else word)
+    written = read if target is None else target.view(word)
+    items = 4 if read.dtype != word else 1  # of the source in a word
+    per_word = word.itemsize // dtype.itemsize
+    steps = [max(1, step // per_word) for step in _strides(shape)]
+    first = sum(start * step for start, step in zip(tensor_slice.start[:-1], steps[:-1], strict=True))
+    first += sum(tensor_slice.start[-1:]) // per_word
+    if tensor_slice.size[1:] == tuple(shape[1:]) and read.is_contiguous() and written.is_contiguous():
+        read, written = read.view(1, -1), written.view(1, -1)
+    for index in itertools.product(*map(range, written.shape[:-2])):
+        base = first + sum(at * step for at, step in zip(index, steps, strict=False))
+        (rows, words), step = written[index].shape, steps[-2] if len(shape) > 1 else 0
+        columns = min(words, _TASK_WORDS)
+        lines = _TASK_WORDS // columns
+        for row, column in itertools.product(range(0, rows, lines), range(0, words, columns)):
+            block = slice(row, row + lines), slice(column, column + columns)
+            to = written[index][block]
+            of = read[index][block[0], column * items : (column + columns) * items]
+            where = (*to.shape, base + row * step + column, step)
+            if target is None:
+                yield partial(kernels.fingerprint_rows, _flat(of), of.stride(0), *where)
+            else:
+                run = kernels.cast_rows if casts else kernels.copy_rows
+                yield partial(run, _flat(to), to.stride(0), _flat(of), of.stride(0), *where)
 
 
-def _by_element(values: torch.Tensor, box: TensorSlice) -> int:
-    """Of a contiguous one-dimensional tensor on CPU: biases and norms are many and small."""
-    from forge_rl.weights.kernels import hash_elements
+def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice) -> int:
+    """Fingerprint by torch's operations, on any device."""
+    from forge_rl.weights import kernels
 
-    return int(hash_elements(values.element_size(), values.data_ptr(), values.numel(), box.start[0]))
-
-
-def _by_torch(values: torch.Tensor, shape: Sequence[int], box: TensorSlice) -> int:
-    """The same by torch's operations, on any device, also for words of one element."""
+    low_key, high_key, shift = int(kernels.KEY_LOW), int(kernels.KEY_HIGH), int(kernels.KEY_SHIFT)
     word = _word_bytes(shape, values.dtype)
     per_word = word // values.dtype.itemsize
-    if box.start[-1:] and (box.start[-1] % per_word or box.size[-1] % per_word):
-        raise WeightsError(f"a block of a tensor of shape {tuple(shape)} begins or ends within {word} bytes: {box}")
-    words = values.contiguous().view(-1).view(_BITS[word]).view(-1)
+    words = values.contiguous().view(-1).view(_BITS[word])
     index = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, (start, count, step) in enumerate(zip(box.start, box.size, _strides(shape), strict=True)):
+    for dim, (start, count, step) in enumerate(
+        zip(tensor_slice.start, tensor_slice.size, _strides(shape), strict=True)
+    ):
         last = dim == len(shape) - 1
         start, count, step = (start // per_word, count // per_word, 1) if last else (start, count, step // per_word)
         index = index.unsqueeze(-1) + torch.arange(start, start + count, device=values.device) * step
@@ -214,10 +159,33 @@ def _by_torch(values: torch.Tensor, shape: Sequence[int], box: TensorSlice) -> i
     for offset in range(0, words.numel(), _CHUNK_WORDS):
         chunk = words[offset : offset + _CHUNK_WORDS].to(torch.int64)
         at = flat[offset : offset + _CHUNK_WORDS]
-        low = (chunk + at * KEY_LOW) & _MASK
-        high = ((chunk >> 32) + at * KEY_HIGH + KEY_SHIFT) & _MASK
+        low = (chunk + at * low_key) & _MASK
+        high = ((chunk >> 32) + at * high_key + shift) & _MASK
         total += int((low * high).sum())
     return total % (1 << 64)
+
+
+def _check_words(shape: Sequence[int], tensor_slice: TensorSlice, dtype: torch.dtype) -> None:
+    word = _word_bytes(shape, dtype)
+    if any(at * dtype.itemsize % word for at in (*tensor_slice.start[-1:], *tensor_slice.size[-1:])):
+        raise WeightsError(
+            f"a block of a tensor of shape {tuple(shape)} begins or ends within {word} bytes: {tensor_slice}",
+            hint="choose a tensor-parallel size that divides the model's dimensions by a multiple of 4",
+        )
+
+
+def _is_viewable(values: torch.Tensor, word: torch.dtype) -> bool:
+    """True if a tensor's memory can be seen as words of another dtype."""
+    try:
+        values.view(word)
+    except RuntimeError:
+        return False
+    return not values.dim() or values.stride(-1) == 1
+
+
+def _flat(block: torch.Tensor) -> Any:
+    """A one-dimensional array over the memory from the first item of a `[rows, columns]` view to its last."""
+    return block.as_strided(((block.shape[0] - 1) * block.stride(0) + block.shape[1],), (1,)).numpy()
 
 
 def _word_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -228,14 +196,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _threads() -> int:
-    return torch.get_num_threads()
-
-
 @cache
-def _pool_of(process: int, threads: int) -> ThreadPoolExecutor:
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads of this process, which may be a fork of the one that asked before."""
     return ThreadPoolExecutor(threads, thread_name_prefix="weights")
-
-
-def _pool() -> ThreadPoolExecutor:
-    return _pool_of(os.getpid(), _threads())

@@ -22,7 +22,7 @@ class Holder:
 
     pid: int
     namespace: str
-    """Of processes, and the machine's boot: elsewhere the same pid is another process."""
+    """Namespace of process ids, and the machine's boot: elsewhere the same pid is another process."""
 
     @staticmethod
     def this_process() -> Holder:
@@ -44,9 +44,12 @@ async def leased(call: Callable[..., Awaitable[Any]], version: int | None) -> As
 class WeightReader:
     """Leases and reads versions in any process of the run; it pickles.
 
+        async with reader.lease() as manifest:
+            async for bucket in reader.transport.fetch(manifest): ...
+
     Args:
-        index: the actor that keeps the index of versions.
-        transport: of the host that the process is on.
+        index: actor that keeps the index of versions.
+        transport: transport of the process's host.
         deadline_s: for each answer of the index.
     """
 
@@ -57,7 +60,7 @@ class WeightReader:
 
     @contextlib.asynccontextmanager
     async def lease(self, version: int | None = None) -> AsyncIterator[Manifest]:
-        """As `WeightStore.lease`.
+        """Keep a version and give its manifest, as `WeightStore.lease` does.
 
         Raises:
             WeightsError: there is no such version, or the store does not answer.

@@ -1,4 +1,4 @@
-"""What a version of the weights consists of: committed last, so that a reader sees a whole version or none.
+"""The manifest of a version of the weights: committed last, so that a reader sees a whole version or none.
 
 A version lies in buckets, each a run of bytes that holds whole tensors one after the other, whatever the layouts of
 those that wrote them and of those that read them.
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from forge_rl.errors import WeightsError
+from forge_rl.errors import AttestationError, WeightsError
 from forge_rl.weights.fingerprints import combine
 from forge_rl.weights.slices import TensorSlice, tiling_error
 
 BUCKET_BYTES = 64 << 20
-"""Past this a bucket is full; a tensor that is larger has one of its own."""
+"""Size past which a bucket is full; a larger tensor has one of its own."""
 
 _MOST_SHARED = 1.5
 """Older buckets also keep what has changed since; past this many times its own bytes, a version is written whole."""
@@ -33,7 +33,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     changed: bool = True
-    """Whether it may differ from the latest version; one that does not is not written again."""
+    """False for a tensor that is the same as in the latest version, and is not written again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class SegmentRef:
 
     path: str
     bytes: int
-    """Of the bucket; the file is one page longer, its header."""
+    """Size of the bucket; the file is one page longer, its header."""
     token: str
-    """Random, and in the header: a segment that was freed and written again has another one."""
+    """Random, also in the header: a segment that was freed and written again has another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +52,23 @@ class Bucket:
     """A run of bytes of one version."""
 
     key: str
-    """VERSION/NUMBER, of the version that wrote it; VERSION/ERA.NUMBER after the run went back."""
+    """VERSION/NUMBER, of the version that wrote it; VERSION/EPOCH.NUMBER after a rollback."""
     bytes: int
     host: str = ""
-    """Where it was written."""
+    """Host that it was written on."""
     segment: SegmentRef | None = None
-    """On that host; None where the transport keeps buckets in another way."""
+    """Place on that host; None where the transport keeps buckets in another way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """One rank's part of a tensor, for transports that keep each rank's bytes apart."""
 
-    box: TensorSlice
+    tensor_slice: TensorSlice
     part: str
     """Key of what the rank stored."""
     offset: int
-    """Of its first byte there; the box lies contiguous."""
+    """Position of its first byte there; the slice lies contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +78,13 @@ class TensorEntry:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """torch's name of it, such as "bfloat16"."""
+    """Name in torch, such as "bfloat16"."""
     bucket: str
     """Key of the bucket that holds it; of an older version if it has not changed since."""
     offset: int
-    """Of its first byte in the bucket."""
+    """Position of its first byte in the bucket."""
     fingerprint: int = 0
-    """Of the published bytes; see fingerprint.py."""
+    """Fingerprint of the published bytes; see fingerprints.py."""
     pieces: tuple[Piece, ...] = ()
 
     @property
@@ -107,30 +107,34 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReport:
-    """What one trainer rank wrote of one tensor."""
+    """Report of a trainer rank: the slice of one tensor that it wrote."""
 
     name: str
-    box: TensorSlice
+    tensor_slice: TensorSlice
     fingerprint: int
-    """Of the elements in the box."""
+    """Fingerprint of the elements in the slice."""
     piece: Piece | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole version; before its commit, a draft without fingerprints."""
+    """A whole version; before its commit, a draft without fingerprints.
+
+    async with store.lease() as manifest:
+        print(manifest.version, len(manifest.tensors), manifest.bytes)
+    """
 
     version: int
     """Optimizer steps behind these weights."""
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[Bucket, ...]
-    """All that hold a tensor of it, also older ones that it shares with earlier versions."""
+    """Buckets with its tensors, also older ones that it shares with earlier versions."""
     epoch: int = 0
-    """How often the run had gone back to an earlier version: tells it from a forgotten one of the same number."""
+    """Number of rollbacks before it was written: tells it from a forgotten version of the same number."""
 
     @property
     def bytes(self) -> int:
-        """Of all its tensors."""
+        """Size of all its tensors."""
         return sum(entry.bytes for entry in self.tensors)
 
     @property
@@ -146,23 +150,42 @@ class Manifest:
         """The tensors of this version that lie in a bucket."""
         return tuple(entry for entry in self.tensors if entry.bucket == bucket)
 
+    def attest(self, fingerprints: Mapping[str, int], reader: str) -> None:
+        """Compare what a reader holds with what was published.
+
+        Args:
+            fingerprints: those of the reader's tensors, by name.
+            reader: its name in the error.
+
+        Raises:
+            AttestationError: they differ; names the tensors.
+        """
+        differing = [entry.name for entry in self.tensors if fingerprints.get(entry.name) != entry.fingerprint]
+        if differing:
+            shown = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
+            raise AttestationError(
+                f"{reader} holds other weights than version {self.version}: {len(differing)} of "
+                f"{len(self.tensors)} tensors differ: {shown}",
+                hint="do not trust what was sampled from it; report this with the run folder's logs",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What an engine holds after a load, as the engine itself says."""
+    """Report of an engine after a load: the version that it holds, and its proof."""
 
     version: int
     fingerprints: dict[str, int]
-    """By Hugging Face name, of what the engine read."""
+    """Fingerprints of what the engine read, by Hugging Face name."""
     in_place: int
-    """How many of them were computed over the live parameters. The rest are over what went into the loader: vLLM
+    """Number of them computed over the live parameters. The rest are over what went into the loader: vLLM
     repacks those layers for the CPU, and the bytes as such exist no more."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
+    """Duration of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
 
 
 def is_of(key: str, version: int) -> bool:
-    """Whether a bucket was written by this version."""
+    """True if this version wrote the bucket."""
     return key.startswith(f"{version}/")
 
 
@@ -175,7 +198,7 @@ def draft(
     bucket_bytes: int = BUCKET_BYTES,
     epoch: int = 0,
 ) -> Manifest:
-    """Lay out a version: which tensors are written, and where in which buckets.
+    """Lay out a version: the tensors to be written, and their places in buckets.
 
     What changes and what does not lie in buckets apart, so that older ones keep little that nobody needs.
 
@@ -234,7 +257,7 @@ def _aligned(entry: TensorEntry) -> int:
 
 
 def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manifest:
-    """The manifest of a version from its draft and what every rank wrote.
+    """Make the manifest of a version from its draft and the reports of all ranks.
 
     Raises:
         WeightsError: together the ranks did not write exactly what was to be written.
@@ -248,7 +271,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manif
             entries.append(entry)
             continue
         reports = by_name.pop(entry.name, [])
-        if wrong := tiling_error(entry.shape, [report.box for report in reports]):
+        if wrong := tiling_error(entry.shape, [report.tensor_slice for report in reports]):
             raise WeightsError(f"the ranks' shards of {entry.name!r} for version {drafted.version} do not fit: {wrong}")
         entries.append(
             replace(

@@ -48,40 +48,42 @@ _HF_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weig
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a block of a torchtitan weight holds of one published tensor."""
+    """Part of one published tensor that a block of a torchtitan weight holds."""
 
     name: str
-    """Hugging Face's."""
+    """Name in Hugging Face."""
     shape: tuple[int, ...]
-    """Of the whole published tensor."""
-    box: TensorSlice
-    """Of the published tensor."""
+    """Shape of the whole published tensor."""
+    tensor_slice: TensorSlice
+    """Place of the part in the published tensor."""
     index: int | None = None
-    """Of the expert in the block; None where the block is the part."""
+    """Number of the expert within the block; None where the block is the part."""
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """A view of this part of the block."""
         return block if self.index is None else block[self.index]
 
 
-def parts(name: str, shape: Sequence[int], box: TensorSlice | None = None) -> Iterator[Part]:
-    """The published tensors that a block of a torchtitan weight holds, and which box of each.
+def parts(name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
+    """List the published tensors that a block of a torchtitan weight holds, and the slice of each.
 
     Args:
-        name: torchtitan's.
-        shape: of the whole weight.
-        box: the block; by default the whole weight.
+        name: torchtitan's name of the weight.
+        shape: shape of the whole weight.
+        tensor_slice: the block; by default the whole weight.
 
     Raises:
         ModelError: the name is not one of the Llama or Qwen3 family.
     """
-    box = box or TensorSlice.whole(shape)
+    tensor_slice = tensor_slice or TensorSlice.whole(shape)
     if not _TITAN_STACK.fullmatch(name):
-        yield Part(name=to_hf(name), shape=tuple(shape), box=box)
+        yield Part(name=to_hf(name), shape=tuple(shape), tensor_slice=tensor_slice)
         return
-    inner = TensorSlice(start=box.start[1:], size=box.size[1:])
-    for index in range(box.size[0]):
-        yield Part(name=to_hf(name, box.start[0] + index), shape=tuple(shape[1:]), box=inner, index=index)
+    inner = TensorSlice(start=tensor_slice.start[1:], size=tensor_slice.size[1:])
+    for index in range(tensor_slice.size[0]):
+        yield Part(
+            name=to_hf(name, tensor_slice.start[0] + index), shape=tuple(shape[1:]), tensor_slice=inner, index=index
+        )
 
 
 def to_hf(name: str, expert: int | None = None) -> str:

@@ -18,39 +18,42 @@ from forge_rl.weights.transports.protocol import TensorBucket, Transport
 
 @dataclass(frozen=True, kw_only=True)
 class ReadReport:
-    """What one reader took of a version."""
+    """Report of one reader: the slices of a version that it took."""
 
     version: int
     bytes: int
-    """Read from shared memory, as published."""
+    """Bytes read from shared memory, as published."""
     slices: dict[str, TensorSlice]
-    """By Hugging Face name."""
+    """Slices that were read, by Hugging Face name."""
     fingerprints: dict[str, int]
-    """Of the slices, over the bytes that were read; `combine_reports` adds those of all readers up."""
+    """Fingerprints of the bytes that were read, by name; `combine_reports` adds those of all readers up."""
 
 
-async def read_boxes(
+async def read_slices(
     transport: Transport, manifest: Manifest, wants: Mapping[str, TensorSlice], into: Callable[[str], torch.Tensor]
 ) -> ReadReport:
     """Copy slices of a version into their places, fetching only the buckets that hold them.
 
     Args:
-        transport: of this host.
+        transport: transport of this host.
         manifest: the version; the caller holds a lease on it.
-        wants: by Hugging Face name, which box of it.
-        into: for a name, where its box goes: of the box's size and the published dtype, contiguous in its last dim.
+        wants: slices to read, by Hugging Face name.
+        into: place for a name: of the slice's size and the published dtype, contiguous in its last dim.
             It may be a slice of a larger parameter, such as q's rows of a fused qkv projection.
 
     Raises:
-        WeightsError: the version lacks a tensor, a box lies outside of it, a place does not fit, or a bucket was freed
-            meanwhile; some slices may have been written by then.
+        WeightsError: the version lacks a tensor, a slice lies outside of it, a place does not fit, or a bucket was
+            freed meanwhile; some slices may have been written by then.
     """
     shapes = {entry.name: entry.shape for entry in manifest.tensors}
     if lacking := wants.keys() - shapes.keys():
         raise WeightsError(f"version {manifest.version} lacks {sorted(lacking)[:3]}", hint="load the same model")
-    for name, box in wants.items():
-        if len(box.size) != len(shapes[name]) or box.intersect(TensorSlice.whole(shapes[name])) != box:
-            raise WeightsError(f"{box} lies outside of {name!r}, whose shape is {shapes[name]}")
+    for name, tensor_slice in wants.items():
+        if (
+            len(tensor_slice.size) != len(shapes[name])
+            or tensor_slice.intersect(TensorSlice.whole(shapes[name])) != tensor_slice
+        ):
+            raise WeightsError(f"{tensor_slice} lies outside of {name!r}, whose shape is {shapes[name]}")
     fingerprints: dict[str, int] = {}
     read = 0
     async with contextlib.aclosing(transport.fetch(manifest, wants.keys())) as buckets:
@@ -69,24 +72,28 @@ async def read_boxes(
 def combine_reports(reports: Sequence[ReadReport]) -> dict[str, int]:
     """Fingerprints of whole tensors from those of the slices that several readers took.
 
-    A box that several hold alike, because they keep copies of it, counts once. If the slices leave out a part of a
+    A slice that several hold alike, because they keep copies of it, counts once. If the slices leave out a part of a
     tensor, its fingerprint is not the manifest's.
 
     Raises:
-        WeightsError: the readers took different versions, one box is not the same in all that hold it, or two slices
+        WeightsError: the readers took different versions, one slice is not the same in all that hold it, or two slices
             overlap.
     """
     if len(versions := {report.version for report in reports}) > 1:
         raise WeightsError(f"readers of one engine took versions {sorted(versions)}", hint="load one version again")
     taken: dict[str, dict[TensorSlice, int]] = {}
     for report in reports:
-        for name, box in report.slices.items():
+        for name, tensor_slice in report.slices.items():
             others = taken.setdefault(name, {})
             found = report.fingerprints[name]
-            if others.setdefault(box, found) != found:
+            if others.setdefault(tensor_slice, found) != found:
                 raise WeightsError(f"two readers of version {report.version} hold {name!r} with different values")
-            if overlapping := [other for other in others if other != box and other.intersect(box).numel]:
-                raise WeightsError(f"two readers hold parts of {name!r} that overlap: {box} and {overlapping[0]}")
+            if overlapping := [
+                other for other in others if other != tensor_slice and other.intersect(tensor_slice).numel
+            ]:
+                raise WeightsError(
+                    f"two readers hold parts of {name!r} that overlap: {tensor_slice} and {overlapping[0]}"
+                )
     return {name: combine(found.values()) for name, found in taken.items()}
 
 
@@ -100,12 +107,12 @@ def _moves(
     for entry in bucket.entries:
         if entry.name not in wants:
             continue
-        box, target = wants[entry.name], into(entry.name).detach()
-        if tuple(target.shape) != box.size or target.dtype != entry.torch_dtype:
+        tensor_slice, target = wants[entry.name], into(entry.name).detach()
+        if tuple(target.shape) != tensor_slice.size or target.dtype != entry.torch_dtype:
             raise WeightsError(
                 f"the place for {entry.name!r} is {tuple(target.shape)} of {target.dtype}, "
-                f"what is read is {box.size} of {entry.torch_dtype}",
+                f"what is read is {tensor_slice.size} of {entry.torch_dtype}",
                 hint="publish in the engine's dtype, and load the same model",
             )
-        moves[entry.name] = Move(target, box.of(tensors[entry.name]), entry.shape, box)
+        moves[entry.name] = Move(target, tensor_slice.of(tensors[entry.name]), entry.shape, tensor_slice)
     return moves

@@ -93,13 +93,13 @@ def writable(ref: SegmentRef) -> torch.Tensor:
     """A segment's bytes, `[bytes] uint8`, to be written.
 
     Raises:
-        WeightsError: as `readable`.
+        WeightsError: in the cases of `readable`.
     """
     return _MAPPINGS.get(ref, writable=True)
 
 
 def check(ref: SegmentRef) -> None:
-    """After reading: that the segment still holds what it held. One without a name is not read again: its mapping goes.
+    """Check, after reading, that the segment still holds what it held. A mapping of one without a name then goes.
 
     Raises:
         WeightsError: it was freed, and perhaps written again, meanwhile: what was read must not be used.
@@ -123,7 +123,7 @@ class SegmentBucket:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """As `TensorBucket.open`."""
+        """Give views of the tensors while the block runs, as `TensorBucket.open` says."""
         memory = readable(self.segment)
         tensors = {entry.name: entry.of(memory) for entry in self.entries}
         del memory

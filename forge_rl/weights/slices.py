@@ -1,4 +1,4 @@
-"""Boxes: which part of a tensor a rank holds or a reader wants. Every parallel layout comes down to them."""
+"""Slices: the part of a tensor that a rank holds or a reader wants. Every parallel layout comes down to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A block of a tensor: in every dim, a run of indices."""
+    """A block of a tensor: in every dim, a run of indices.
+
+    TensorSlice(start=(2, 0), size=(3, 8)).of(tensor)  # tensor[2:5, 0:8]
+    """
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -26,13 +29,13 @@ class TensorSlice:
         return math.prod(self.size)
 
     def intersect(self, other: TensorSlice) -> TensorSlice:
-        """What both hold; its numel is 0 where that is nothing."""
+        """Block that both hold; its numel is 0 where that is nothing."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return TensorSlice(start=start, size=tuple(max(0, end - at) for end, at in zip(ends, start, strict=True)))
 
     def within(self, outer: TensorSlice) -> TensorSlice:
-        """The same block, counted from the first element of a box that encloses it."""
+        """The same block, counted from the first element of a slice that encloses it."""
         return TensorSlice(start=tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), size=self.size)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -43,13 +46,13 @@ class TensorSlice:
 
 
 def tiling_error(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
-    """What is wrong if the slices do not hold every element of a tensor exactly once; None if nothing is."""
+    """Say why the slices do not hold every element of a tensor exactly once; None if they do."""
     whole = TensorSlice.whole(shape)
-    for index, box in enumerate(slices):
-        if box.intersect(whole) != box:
-            return f"{box} reaches outside of shape {tuple(shape)}"
+    for index, tensor_slice in enumerate(slices):
+        if tensor_slice.intersect(whole) != tensor_slice:
+            return f"{tensor_slice} reaches outside of shape {tuple(shape)}"
         for other in slices[:index]:
-            if box.intersect(other).numel:
-                return f"{box} overlaps {other}"
-    held = sum(box.numel for box in slices)
+            if tensor_slice.intersect(other).numel:
+                return f"{tensor_slice} overlaps {other}"
+    held = sum(tensor_slice.numel for tensor_slice in slices)
     return None if held == whole.numel else f"they hold {held} of {whole.numel} elements"

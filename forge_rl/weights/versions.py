@@ -16,10 +16,10 @@ from forge_rl.weights.manifest import Manifest
 
 
 class VersionIndex:
-    """Which versions exist, and which buckets they keep.
+    """Index of the versions that exist, and of the buckets that they keep.
 
     Args:
-        keep_versions: how many of the newest versions retention keeps, the one that is being written included.
+        keep_versions: number of newest versions that retention keeps, the one that is being written included.
         keep_bytes: the most bytes that kept versions may take; the newest is kept whatever its size.
     """
 
@@ -28,17 +28,17 @@ class VersionIndex:
         self._keep_bytes = keep_bytes
         self._versions: dict[int, Manifest] = {}
         self._writing: dict[int, Manifest | None] = {}
-        """By version that is being written: the one before, whose buckets it may share."""
+        """Versions that are being written, each with the one before, whose buckets it may share."""
         self._needed: dict[str, int] = {}
-        """Bytes by key of the buckets that versions keep, or those that are being written."""
+        """Size by key of the buckets that versions keep, or those that are being written."""
         self._leases: Counter[tuple[int, int]] = Counter()
-        """By version and epoch."""
+        """Number of leases by version and epoch."""
         self._forgotten: dict[tuple[int, int], Manifest] = {}
-        """Of earlier epochs, and still being read."""
+        """Versions of earlier epochs that are still being read."""
         self._changed = asyncio.Condition()
         self._failure = ""
         self.epoch = 0
-        """How often the run went back."""
+        """Number of rollbacks so far."""
 
     @property
     def latest(self) -> int | None:
@@ -47,7 +47,7 @@ class VersionIndex:
 
     @property
     def bytes(self) -> int:
-        """Of all buckets that are held; one that versions share counts once."""
+        """Size of all buckets that are held; one that versions share counts once."""
         return sum(_buckets([*self._versions.values(), *self._forgotten.values()]).values())
 
     def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...]]:
@@ -126,7 +126,7 @@ class VersionIndex:
         return self._retire()
 
     def needs(self, key: str) -> bool:
-        """Whether a version that is kept, read, or written upon has this bucket."""
+        """True if a version that is kept, read, or written upon has this bucket."""
         return key in self._needed
 
     async def wait_for(self, version: int) -> int:
@@ -174,7 +174,7 @@ class VersionIndex:
         return self._retire()
 
     async def _tell_waiters(self) -> tuple[str, ...]:
-        """Returns what _retire does; all is decided before others have their turn."""
+        """Retire, then wake all who wait; returns what _retire does."""
         unneeded = self._retire()
         async with self._changed:
             self._changed.notify_all()

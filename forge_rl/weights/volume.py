@@ -26,7 +26,7 @@ _LOCK = "lock"
 
 
 class Volume:
-    """This host's segments.
+    """Segments of this host: made, freed and used again.
 
     Args:
         root: a folder in shared memory, such as /dev/shm.
@@ -46,12 +46,12 @@ class Volume:
         self._root = root
         self._used: dict[str, SegmentRef] = {}
         self._freed: list[SegmentRef] = []
-        """Perhaps still written into."""
+        """Freed segments that are perhaps still written into."""
         self._spare: list[SegmentRef] = []
 
     @property
     def bytes(self) -> int:
-        """Of all segments, used and freed."""
+        """Size of all segments, used and freed."""
         return sum(ref.bytes for ref in (*self._used.values(), *self._freed, *self._spare))
 
     def reserve(self, sizes: Mapping[str, int]) -> dict[str, SegmentRef]:
@@ -65,7 +65,7 @@ class Volume:
         """
         if taken := [key for key in sizes if key in self._used]:
             raise WeightsError(f"bucket {taken[0]} is held already")
-        self._settle()
+        self._recycle()
         found: dict[str, SegmentRef] = {}
         for key, size in sizes.items():
             spare = next((ref for ref in self._spare if ref.bytes == size), None)
@@ -107,7 +107,7 @@ class Volume:
                 self._freed.append(renew(ref))  # whoever still reads or writes it notices
             except OSError:
                 _remove(ref)
-        self._settle()
+        self._recycle()
         return freed
 
     def close(self) -> None:
@@ -122,8 +122,8 @@ class Volume:
             _leave(home)
         os.close(self._lock)
 
-    def _settle(self) -> None:
-        """What was freed can be used again if nobody is writing now."""
+    def _recycle(self) -> None:
+        """Let freed segments be used again if nobody is writing now."""
         if not self._freed:
             return
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -165,13 +165,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def free_bytes(root: Path) -> int:
-    """What can still be taken in a folder of shared memory: its own limit, or the machine's memory."""
+    """Bytes that can still be taken in a folder of shared memory: up to its own limit, or the machine's memory."""
     space = os.statvfs(root)
     return min(space.f_bavail * space.f_frsize, available_bytes())
 
 
 def problem(root: Path, needed: int) -> str | None:
-    """Why a folder cannot hold so many bytes of weights; None if it can."""
+    """Say why a folder cannot hold so many bytes of weights; None if it can."""
     if not root.is_dir():
         return f"{root} is no folder"
     if not os.access(root, os.W_OK | os.X_OK):

@@ -43,7 +43,7 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
         if tensor_slice.numel and _publishes(parameter):
             values = values_of(parameter)
             for part in parts(name, parameter.shape, tensor_slice):
-                yield LocalShard(name=part.name, box=part.box, values=part.of(values))
+                yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=part.of(values))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

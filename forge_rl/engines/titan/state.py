@@ -48,8 +48,8 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                         f"{name!r} in {folder} has shape {tuple(stored.get_shape())}, config.json says {part.shape}",
                         hint=_AGAIN,
                     )
-                if part.box.numel:
-                    spans = zip(part.box.start, part.box.size, strict=True)
+                if part.tensor_slice.numel:
+                    spans = zip(part.tensor_slice.start, part.tensor_slice.size, strict=True)
                     part.of(block).copy_(stored[tuple(slice(first, first + count) for first, count in spans)])
 
 

@@ -25,7 +25,6 @@ from forge_rl.errors import ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.types import Chunk, Sampling
-from forge_rl.weights.attestation import attest
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.transports.protocol import TensorBucket
 
@@ -124,7 +123,7 @@ class VLLMEngine:
                 with clock.phase("finish"):
                     await self._llm.finish_weight_update()
                     (read,) = await self._llm.collective_rpc("forge_rl_load_report")
-                    attest(manifest, read["fingerprints"], reader)
+                    manifest.attest(read["fingerprints"], reader)
                     await self._llm.update_weight_version(str(read["version"]))
             except BaseException as error:
                 self._failure = f"version {manifest.version} could not be loaded"

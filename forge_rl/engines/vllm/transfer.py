@@ -222,6 +222,11 @@ class _Parameters:
         return of(whole), [of(part) for part in parts[: parts.index(module)]]
 
 
+def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    """Device and address of the bytes behind a tensor; a meta tensor's address is 0."""
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
 def _fingerprints(tensors: dict[TensorEntry, torch.Tensor]) -> dict[str, int]:
     moves = [Move(None, values, entry.shape, TensorSlice.whole(entry.shape)) for entry, values in tensors.items()]
     return {entry.name: value for entry, value in zip(tensors, move(moves), strict=True)}

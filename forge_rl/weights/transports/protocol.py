@@ -1,4 +1,4 @@
-"""What a transport of weights does; transports share one conformance test."""
+"""Protocol of transports of weights; they share one conformance test."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from forge_rl.weights.slices import TensorSlice
 
 @dataclass(frozen=True, kw_only=True)
 class LocalShard:
-    """What one trainer rank holds of one tensor, and no other rank writes."""
+    """Slice of one tensor that a trainer rank holds, and no other rank writes."""
 
     name: str
-    box: TensorSlice
+    tensor_slice: TensorSlice
     values: torch.Tensor
-    """Of the box's size, any dtype, on any device, contiguous in its last dim."""
+    """Values, of the slice's size, any dtype, on any device, contiguous in the last dim."""
 
 
 class TensorBucket(Protocol):

@@ -11,13 +11,11 @@ import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.attestation import attest
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
 from forge_rl.weights.segment import writable
@@ -25,16 +23,17 @@ from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.volume import writing
 
 READS_IN_FLIGHT = 2
-"""From one host. While one bucket is checked, another one travels."""
+"""Reads at a time from one host. While one bucket is checked, another one travels."""
 
 _LEAST_RATE = 4 << 20  # bytes/s
 _LEAST_TIMEOUT_S = 60
 
-T = TypeVar("T")
+_Arrival = asyncio.Future[SegmentRef]
+"""Segment of a bucket on this host, once it is whole and checked."""
 
 
 class Shared:
-    """This host's segments, as other hosts read them. Used in endpoints of the actor that owns them."""
+    """RDMA buffers over this host's segments. Used in endpoints of the actor that owns them."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[torch.Tensor, RDMABuffer]] = {}
@@ -67,9 +66,9 @@ class Puller:
     Used in endpoints of one actor: RDMA needs an actor's context, which tasks inherit.
 
     Args:
-        host: this one; its own buckets are not pulled.
-        share: `(host, keys)` to that host's RDMA buffers of these buckets.
-        watch: `(host)`, and does not return while that host can be read from. It may raise.
+        host: name of this host; its own buckets are not pulled.
+        share: asks `(host, keys)` for that host's RDMA buffers of these buckets.
+        watch: waits, given a host, as long as it can be read from; may raise.
         reserve: makes a segment for each key, of so many bytes; raises WeightsError if there is no room.
         free: gives up segments, by key.
     """
@@ -85,10 +84,10 @@ class Puller:
     ) -> None:
         self._host = host
         self._share = share
-        self._monitor = watch
+        self._watch = watch
         self._reserve = reserve
         self._free = free
-        self._buckets: dict[str, asyncio.Future[SegmentRef]] = {}
+        self._buckets: dict[str, _Arrival] = {}
         self._tasks: set[asyncio.Future[None]] = set()
 
     def pull(self, manifest: Manifest) -> None:
@@ -96,16 +95,14 @@ class Puller:
 
         What failed before is tried again.
         """
-        missing: dict[str, list[Bucket]] = {}
+        missing: dict[str, dict[Bucket, _Arrival]] = {}
         for bucket in manifest.buckets:
             if bucket.host != self._host and not self._has(bucket.key):
-                missing.setdefault(bucket.host, []).append(bucket)
-        for origin, buckets in missing.items():
-            waited = {bucket.key: asyncio.get_running_loop().create_future() for bucket in buckets}
-            for future in waited.values():
-                future.add_done_callback(_retrieve)
-            self._buckets |= waited
-            self._keep(asyncio.create_task(self._pull(manifest, origin, buckets, waited)))
+                arrival = self._buckets[bucket.key] = asyncio.get_running_loop().create_future()
+                arrival.add_done_callback(_retrieve)
+                missing.setdefault(bucket.host, {})[bucket] = arrival
+        for origin, arrivals in missing.items():
+            self._keep(asyncio.create_task(self._pull(manifest, origin, arrivals)))
 
     async def bucket(self, key: str) -> SegmentRef:
         """A bucket's segment on this host, as soon as it is whole and checked; `pull` comes first.
@@ -119,7 +116,7 @@ class Puller:
         return await asyncio.shield(self._buckets[key])
 
     def forget(self, keys: Collection[str]) -> None:
-        """Buckets that are about to be freed; one that is still on its way is given up."""
+        """Drop buckets that are about to be freed; one that is still on its way is given up."""
         for key in keys:
             future = self._buckets.pop(key, None)
             if future is not None and not future.done():
@@ -138,76 +135,56 @@ class Puller:
         future = self._buckets.get(key)
         return future is not None and not (future.done() and future.exception() is not None)
 
-    async def _pull(
-        self,
-        manifest: Manifest,
-        origin: str,
-        buckets: Sequence[Bucket],
-        waited: Mapping[str, asyncio.Future[SegmentRef]],
-    ) -> None:
+    async def _pull(self, manifest: Manifest, origin: str, arrivals: Mapping[Bucket, _Arrival]) -> None:
+        """Pull buckets from one host, several at a time; the first failure ends all."""
         reserved: Mapping[str, SegmentRef] = {}
         try:
-            reserved = self._reserve({bucket.key: bucket.bytes for bucket in buckets})
-            await self._transfer(manifest, origin, buckets, reserved, waited)
+            reserved = self._reserve({bucket.key: bucket.bytes for bucket in arrivals})
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch_host(origin))
+                buffers = await self._share(origin, tuple(bucket.key for bucket in arrivals))
+                queue = iter(tuple(zip(arrivals.items(), buffers, strict=True)))
+                async with asyncio.TaskGroup() as readers:
+                    for _ in range(READS_IN_FLIGHT):
+                        readers.create_task(self._read_all(queue, manifest, origin, reserved))
+                watching.cancel()
         except Exception as error:
-            failed = [key for key, future in waited.items() if not future.done()]
             cause = _as_weights_error(error, manifest.version, origin)
-            for key in failed:
-                waited[key].set_exception(cause)
+            failed = [bucket.key for bucket, arrival in arrivals.items() if not arrival.done()]
+            for arrival in arrivals.values():
+                if not arrival.done():
+                    arrival.set_exception(cause)
             self._free([key for key in failed if key in reserved])
 
-    async def _transfer(
-        self,
-        manifest: Manifest,
-        origin: str,
-        buckets: Sequence[Bucket],
-        reserved: Mapping[str, SegmentRef],
-        waited: Mapping[str, asyncio.Future[SegmentRef]],
-    ) -> None:
-        """Pull buckets from one host, several at a time; the first failure ends all."""
-        lost = asyncio.ensure_future(_result(self._monitor(origin)))
-        tasks: list[asyncio.Future] = [lost]
-        try:
-            sharing = asyncio.ensure_future(_result(self._share(origin, tuple(waited))))
-            tasks.append(sharing)
-            await _all([sharing], lost, origin)
-            queue = iter(tuple(zip(buckets, sharing.result(), strict=True)))
-            work = [
-                asyncio.ensure_future(self._work(queue, manifest, origin, reserved, waited))
-                for _ in range(READS_IN_FLIGHT)
-            ]
-            tasks += work
-            await _all(work, lost, origin)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def _watch_host(self, origin: str) -> None:
+        await self._watch(origin)
+        raise WeightsError(f"host {origin!r} is gone", hint="start the run again")
 
-    async def _work(
+    async def _read_all(
         self,
-        queue: Iterator[tuple[Bucket, RDMABuffer]],
+        queue: Iterator[tuple[tuple[Bucket, _Arrival], RDMABuffer]],
         manifest: Manifest,
         origin: str,
         reserved: Mapping[str, SegmentRef],
-        waited: Mapping[str, asyncio.Future[SegmentRef]],
     ) -> None:
-        for bucket, source in queue:
-            future, ref = waited[bucket.key], reserved[bucket.key]
+        for (bucket, arrival), source in queue:
+            ref = reserved[bucket.key]
             try:
-                if not future.done():
+                if not arrival.done():
                     memory = await asyncio.to_thread(writable, ref)
                     read = asyncio.ensure_future(_read(source, ref, memory))
                     self._keep(read)
                     await asyncio.shield(read)
-                if not future.done():
-                    what = f"bucket {bucket.key} from host {origin!r}"
-                    await asyncio.to_thread(_check, manifest, bucket, memory, what)
+                if not arrival.done():
+                    await asyncio.to_thread(
+                        _check, manifest, bucket, memory, f"bucket {bucket.key} from host {origin!r}"
+                    )
                     writable(ref)
             except WeightsError:
-                if not future.done():  # else it was forgotten, and its segment is no longer ours
+                if not arrival.done():  # else it was forgotten, and its segment is no longer ours
                     raise
-            if not future.done():
-                future.set_result(ref)
+            if not arrival.done():
+                arrival.set_result(ref)
 
     def _keep(self, task: asyncio.Future[None]) -> None:
         self._tasks.add(task)
@@ -224,27 +201,13 @@ async def _read(source: RDMABuffer, ref: SegmentRef, memory: torch.Tensor) -> No
 def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, what: str) -> None:
     entries = manifest.entries(bucket.key)
     found = move([Move(None, entry.of(memory), entry.shape, TensorSlice.whole(entry.shape)) for entry in entries])
-    attest(
-        replace(manifest, tensors=entries),
-        {entry.name: value for entry, value in zip(entries, found, strict=True)},
-        what,
-    )
-
-
-async def _all(work: Collection[asyncio.Future], lost: asyncio.Future[object], origin: str) -> None:
-    """Wait for all work, as long as none fails and the host that it needs is there."""
-    pending = set(work)
-    while pending:
-        done, pending = await asyncio.wait({*pending, lost}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done - {lost}:
-            task.result()
-        pending.discard(lost)
-        if pending and lost in done:
-            lost.result()
-            raise WeightsError(f"host {origin!r} is gone", hint="start the run again")
+    fingerprints = {entry.name: value for entry, value in zip(entries, found, strict=True)}
+    replace(manifest, tensors=entries).attest(fingerprints, what)
 
 
 def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsError:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
     remote = getattr(error, "exception", None)
     for known in (error, remote):
         if isinstance(known, WeightsError):
@@ -256,11 +219,7 @@ def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsErr
     )
 
 
-async def _result(awaitable: Awaitable[T]) -> T:
-    return await awaitable
-
-
 def _retrieve(future: asyncio.Future) -> None:
-    """An error that nobody waited for is not worth a message."""
+    """Retrieve an error that nobody may have waited for, so that asyncio prints nothing."""
     if not future.cancelled():
         future.exception()

@@ -23,11 +23,11 @@ _DEADLINE_S = 600.0
 
 
 class SharedMemoryTransport:
-    """A client of the store's volumes, as `Transport` says.
+    """Client of the store's volumes: a `Transport`.
 
     Args:
-        host: that this client is on; it writes and reads segments there.
-        volumes: by host, the actor that owns the host's volume, with the endpoints of WeightStoreActor.
+        host: host of this client; it writes and reads segments there.
+        volumes: actor that owns each host's volume, by host, with the endpoints of WeightStoreActor.
     """
 
     name = "shared_memory"
@@ -77,14 +77,19 @@ class SharedMemoryTransport:
             memory = {key: writable(ref) for key, ref in buckets.items()}
             fingerprints = move(
                 [
-                    Move(shard.box.of(entry.of(memory[entry.bucket])), shard.values.detach(), entry.shape, shard.box)
+                    Move(
+                        shard.tensor_slice.of(entry.of(memory[entry.bucket])),
+                        shard.values.detach(),
+                        entry.shape,
+                        shard.tensor_slice,
+                    )
                     for entry, shard in placed
                 ]
             )
             for ref in buckets.values():  # the publish may have been given up meanwhile
                 check(ref)
         return [
-            ShardReport(name=shard.name, box=shard.box, fingerprint=value)
+            ShardReport(name=shard.name, tensor_slice=shard.tensor_slice, fingerprint=value)
             for (_, shard), value in zip(placed, fingerprints, strict=True)
         ]
 

@@ -1,5 +1,7 @@
 """The torchstore transport: buckets lie in a storage volume of torchstore, in a process of its own.
 
+torchstore is optional: nothing here imports it before a store is opened.
+
 What a rank writes of a bucket is one part, under a key with a random end: what a publish that was given up still writes
 is never taken for what a later one wrote. The bucket's own key says that the bucket is wanted: whoever finds it gone
 after storing a part takes the part back.
@@ -9,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
-import inspect
+import importlib.util
 import os
 import secrets
 from collections import deque
@@ -29,20 +30,28 @@ from forge_rl.weights.transports.protocol import LocalShard, to_read, to_write
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
+INSTALL = "install it by: pip install 'forge_rl[torchstore]'"
+
 _ALIGN = 64
 _DEADLINE_S = 600.0
+_MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-mib"
 
 
 class TorchStoreTransport:
-    """A client of one torchstore, as `Transport` says. Pickles: it holds actor handles only."""
+    """Client of one torchstore: a `Transport`. It pickles, since it holds actor handles only."""
 
     name = "torchstore"
     imports = ("torchstore",)
-    """What the store's process must import first: several actors share it."""
+    """Modules that the store's process must import first: several actors share it."""
 
     def __init__(self, controller: object, strategy: object) -> None:
         self._controller = controller
         self._strategy = strategy
+
+    @staticmethod
+    def is_installed() -> bool:
+        """True if torchstore can be imported."""
+        return importlib.util.find_spec("torchstore") is not None
 
     @staticmethod
     async def open(mesh: ProcMesh) -> TorchStoreTransport:
@@ -54,26 +63,28 @@ class TorchStoreTransport:
         from torchstore.storage_volume import StorageVolume
         from torchstore.strategy import SingletonStrategy
 
+        from forge_rl.weights.transports.torchstore_controller import AsyncController
+
         strategy = SingletonStrategy()
         volumes = await StorageVolume.spawn(num_volumes=1, mesh=mesh, id_func=strategy.get_volume_id)
-        controller = mesh.spawn("torchstore_controller", _controller_class())
+        controller = mesh.spawn("torchstore_controller", AsyncController)
         await controller.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=volumes)
         return TorchStoreTransport(controller, await controller.get_controller_strategy.call_one())
 
     async def reserve(self, drafted: Manifest) -> Manifest:
-        """As `Transport.reserve`. torchstore has no bound of its own: past the free memory the kernel kills it."""
+        """Mark the buckets as wanted. torchstore has no bound of its own: past the free memory the kernel kills it."""
         needed = sum(bucket.bytes for bucket in drafted.written)
         _check_room(f"version {drafted.version} in torchstore", needed)
         await asyncio.gather(*(self._ask("put", bucket.key, "wanted") for bucket in drafted.written))
         return drafted
 
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
-        """As `Transport.write`. When it ends, also by an error, nothing of it is under way any more.
+        """Put a rank's part of each bucket. When it ends, also by an error, nothing of it is under way any more.
 
         Raises:
             WeightsError: the version was given up meanwhile.
         """
-        held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.box.numel)
+        held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.tensor_slice.numel)
         reports: list[ShardReport] = []
         putting: asyncio.Task[None] | None = None  # a bucket travels while the next one is filled
         try:
@@ -94,7 +105,7 @@ class TorchStoreTransport:
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
     ) -> AsyncGenerator[SegmentBucket, None]:
-        """As `Transport.fetch`. At most two buckets' bytes are in memory: one to be read, the other on its way."""
+        """Get buckets one by one. At most two buckets' bytes are in memory: one to be read, the other on its way."""
         wanted = to_read(manifest, names)
         ahead = _Ahead(self._get, [part for _, entries in wanted for part in _parts_of(entries)])
         try:
@@ -107,7 +118,7 @@ class TorchStoreTransport:
             await ahead.close()
 
     async def free(self, keys: Collection[str]) -> None:
-        """As `Transport.free`, with all parts, also those that no manifest names because a publish was given up."""
+        """Delete buckets with all parts, also those that no manifest names because a publish was given up."""
         await asyncio.gather(*(self._delete(key) for key in keys))
         gone = set(keys)
         parts = [key for key in await self._ask("keys") if key.rpartition("/")[0] in gone]
@@ -163,9 +174,9 @@ class _Ahead:
         if self._task is None and self._left:
             self._task = asyncio.ensure_future(self._get(self._left.popleft()))
 
-    async def take(self) -> torch.Tensor:
+    async def next(self) -> torch.Tensor:
         self.start()
-        assert self._task is not None, "there are as many parts as are taken"
+        assert self._task is not None, "there are as many parts as are asked for"
         part = await self._task
         self._task = None
         return part
@@ -178,7 +189,7 @@ class _Ahead:
 
 def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
     """Cast and fingerprint a rank's slices of one bucket into one buffer, `[bytes] uint8`."""
-    sizes = [shard.box.numel * entry.torch_dtype.itemsize for entry, shard in held]
+    sizes = [shard.tensor_slice.numel * entry.torch_dtype.itemsize for entry, shard in held]
     offsets, used = [], 0
     for size in sizes:
         offsets.append(used)
@@ -186,14 +197,14 @@ def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[to
     buffer = torch.empty(used, dtype=torch.uint8)
     moves = []
     for (entry, shard), offset, size in zip(held, offsets, sizes, strict=True):
-        target = buffer[offset : offset + size].view(entry.torch_dtype).view(shard.box.size)
-        moves.append(Move(target, shard.values.detach(), entry.shape, shard.box))
+        target = buffer[offset : offset + size].view(entry.torch_dtype).view(shard.tensor_slice.size)
+        moves.append(Move(target, shard.values.detach(), entry.shape, shard.tensor_slice))
     return buffer, [
         ShardReport(
             name=shard.name,
-            box=shard.box,
+            tensor_slice=shard.tensor_slice,
             fingerprint=fingerprint,
-            piece=Piece(box=shard.box, part=part, offset=offset),
+            piece=Piece(tensor_slice=shard.tensor_slice, part=part, offset=offset),
         )
         for (_, shard), offset, fingerprint in zip(held, offsets, move(moves), strict=True)
     ]
@@ -206,7 +217,7 @@ def _parts_of(entries: Iterable[TensorEntry]) -> list[str]:
 async def _fill(segment: SegmentRef, entries: Sequence[TensorEntry], ahead: _Ahead) -> None:
     parts = _parts_of(entries)
     for number, part in enumerate(parts):
-        values = await ahead.take()
+        values = await ahead.next()
         if number + 1 < len(parts):  # all parts of a bucket take no more memory than it does
             ahead.start()
         await asyncio.to_thread(_unpack, part, values, segment, entries)
@@ -219,11 +230,11 @@ def _unpack(part: str, values: torch.Tensor, segment: SegmentRef, entries: Seque
         for piece in entry.pieces:
             if piece.part != part:
                 continue
-            size = piece.box.numel * entry.torch_dtype.itemsize
+            size = piece.tensor_slice.numel * entry.torch_dtype.itemsize
             held = values[piece.offset : piece.offset + size]
             if held.numel() != size:
                 raise WeightsError(f"{part} is cut short at {values.numel()} bytes, within {entry.name!r}")
-            piece.box.of(entry.of(bucket)).copy_(held.view(entry.torch_dtype).view(piece.box.size))
+            piece.tensor_slice.of(entry.of(bucket)).copy_(held.view(entry.torch_dtype).view(piece.tensor_slice.size))
 
 
 @contextlib.contextmanager
@@ -244,9 +255,6 @@ def _anonymous(bucket: Bucket) -> Iterator[SegmentRef]:
         os.close(fd)
 
 
-_MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-mib"
-
-
 def _check_room(what: str, needed: int) -> None:
     free = available_bytes()
     if needed > free:
@@ -254,7 +262,7 @@ def _check_room(what: str, needed: int) -> None:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Whether an actor of torchstore's says that it does not hold a key."""
+    """True if an actor of torchstore's says that it does not hold a key."""
     if isinstance(error, KeyError):  # its client makes one of whatever went wrong
         return "Unable to locate" in str(error)
     return isinstance(getattr(error, "exception", None), KeyError)
@@ -264,36 +272,3 @@ def _cause_of(error: Exception) -> str:
     """The last line of what Monarch says."""
     said = str(error.args[0] if error.args else error).strip()
     return said.splitlines()[-1].strip() if said else type(error).__name__
-
-
-def _controller_class() -> type:
-    """torchstore's controller; that of 0.1.2 mixes sync and async endpoints, which Monarch 0.7 refuses to spawn."""
-    from torchstore.controller import Controller
-
-    if importlib.metadata.version("torchstore") != "0.1.2":
-        return cast(type, Controller)
-    return __getattr__("AsyncController")
-
-
-def __getattr__(name: str) -> type:
-    """Make `AsyncController` on first use, also where it is unpickled; importing this module imports no Monarch."""
-    if name != "AsyncController":
-        raise AttributeError(name)
-    from monarch.actor import endpoint
-    from torchstore.controller import Controller
-
-    def asynchronous(method: object) -> object:
-        async def call(self: object, *args: object, **kwargs: object) -> object:
-            return method(self, *args, **kwargs)  # type: ignore[operator]
-
-        call.__name__ = method.__name__  # type: ignore[attr-defined]
-        return endpoint(call)
-
-    endpoints = {
-        name: asynchronous(member._method)
-        for name, member in vars(Controller).items()
-        if hasattr(member, "_method") and not inspect.iscoroutinefunction(member._method)
-    }
-    made = type("AsyncController", (Controller,), {**endpoints, "__module__": __name__})
-    globals()["AsyncController"] = made
-    return made
