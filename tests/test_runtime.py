@@ -17,7 +17,6 @@ from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError
 from forge_rl.runtime import service as service_module
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.tasks import task_group
 from tests.conftest import ROOT
 from tests.fake_actors import FakeActor, cluster, cluster_of, fake_service, new_service_name, pid_of
 
@@ -388,22 +387,3 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
             controller.kill()
         controller.wait()
         controller.stdout.close()
-
-
-def test_a_task_group_raises_the_error_that_can_be_mended():
-    async def fail(error: Exception) -> None:
-        raise error
-
-    async def fail_both() -> None:
-        async with task_group() as group:
-            group.create_task(fail(ValueError("other")))
-            group.create_task(fail(ConfigError("mine")))
-
-    async def fail_inside() -> None:
-        async with task_group(), task_group() as inner:
-            inner.create_task(fail(ValueError("other")))
-
-    with pytest.raises(ConfigError, match="mine"):
-        asyncio.run(fail_both())
-    with pytest.raises(ValueError, match="other"):
-        asyncio.run(fail_inside())

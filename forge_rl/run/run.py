@@ -20,6 +20,7 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward
@@ -149,33 +150,20 @@ class Run(Generic[C]):
         """
         if not self.trainer.alive:
             await self._recover()
-        task = asyncio.current_task()
-        assert task is not None
-        died = False
 
-        async def wait() -> None:
-            nonlocal died
-            await self.trainer.death()
+        async def raise_death() -> None:
+            cause = await self.trainer.death()
             await asyncio.sleep(0.5)  # a call in flight fails by itself
             if self.trainer.restarts_left:  # else the run ends with it
-                died = True
-                task.cancel()
+                raise ReplicaError(cause, service="trainer")
 
-        waiting = asyncio.ensure_future(wait())
         try:
-            yield
+            with interrupted_by(raise_death):
+                yield
         except ReplicaError as error:
-            if error.service != "trainer" or died:
+            if error.service != "trainer":
                 raise
-        except asyncio.CancelledError:
-            if not died:
-                raise
-            task.uncancel()
-        else:
-            return  # of a death after the body the next one hears
-        finally:
-            waiting.cancel()
-        await self._recover()
+            await self._recover()
 
     def due(self, every: int) -> bool:
         """Whether something that is done every so many steps, and after the last one, is due now."""

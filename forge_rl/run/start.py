@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -18,7 +18,6 @@ from forge_rl.data.sources import make_sources, parse_source
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ForgeError
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
 from forge_rl.metrics import (
     Display,
@@ -42,7 +41,7 @@ from forge_rl.run.run_dir import as_json, check_space, choose_folder, prepare_fo
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.garbage import rare_collections
-from forge_rl.runtime.tasks import task_group
+from forge_rl.runtime.tasks import interrupted_by, task_group
 from forge_rl.services.environment import EnvFactory, Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, RewardFunction
@@ -184,7 +183,7 @@ async def _start(
             log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
         await _first_weights(run, display)
         run._finish_step()
-        with _stop_on_fault(run):
+        with interrupted_by(lambda: _raise_fault(faults)):
             yield run
         if run.step >= config.steps:
             _summarise(run, display)
@@ -323,34 +322,15 @@ async def _first_weights(run: Run[C], display: Display) -> None:
     display.startup("first weights", "ready", f"version {version}, attested")
 
 
-@contextlib.contextmanager
-def _stop_on_fault(run: Run[C]) -> Iterator[None]:
-    """While the recipe runs, a process that dies stops it, also when nobody is calling it.
+async def _raise_fault(faults: Faults) -> None:
+    """Wait for a process to die, also when nobody is calling it.
 
     Raises:
         ServiceError: a process died; names service, replica, cause and phase.
     """
-    main = asyncio.current_task()
-    assert main is not None
-    error: ForgeError | None = None
-
-    async def wait() -> None:
-        nonlocal error
-        found = await run._faults.wait()
-        await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
-        error = found
-        main.cancel()
-
-    watching = asyncio.ensure_future(wait())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if error is None:
-            raise
-        main.uncancel()
-        raise error from None
-    finally:
-        watching.cancel()
+    error = await faults.wait()
+    await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
+    raise error
 
 
 async def _save_interrupted(run: Run[C]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_rl.errors import DeadlineError, ServiceError
+from forge_rl.runtime.tasks import interrupted_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,25 +118,13 @@ class Faults:
         Raises:
             DeadlineError: it took longer; names the service, replica and call that it waited for.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        late: DeadlineError | None = None
 
-        def expire() -> None:
-            nonlocal late
-            late = self._late(phase, seconds)  # now: cancelling the task ends its calls
-            task.cancel()
+        async def expire() -> None:
+            await asyncio.sleep(seconds)
+            raise self._late(phase, seconds)
 
-        timer = asyncio.get_running_loop().call_later(seconds, expire)
-        try:
+        with interrupted_by(expire):
             yield
-        except asyncio.CancelledError:
-            if late is None:
-                raise
-            task.uncancel()
-            raise late from None
-        finally:
-            timer.cancel()
 
     def _late(self, phase: str, seconds: float) -> DeadlineError:
         waiting = self.waiting_for()

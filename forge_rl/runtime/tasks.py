@@ -1,17 +1,17 @@
-"""Task groups that fail with one cause."""
+"""Errors from side by side tasks: a group that fails with one cause, a body that another task may interrupt."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from forge_rl.errors import ForgeError
 
 
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """asyncio's TaskGroup, but when tasks fail, the first error that a user can mend is raised, not a group of all."""
+    """Run asyncio's TaskGroup; when tasks fail, the first ForgeError (else the first error) is raised, not a group."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -23,3 +23,42 @@ def _first(errors: BaseExceptionGroup) -> BaseException:
     chosen = errors.subgroup(ForgeError) or errors
     first = chosen.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+@contextlib.contextmanager
+def interrupted_by(watch: Callable[[], Awaitable[None]]) -> Iterator[None]:
+    """Run the body until it ends or `watch`, a task beside it, raises: the body then ends with that error.
+
+        async def until_late() -> None:
+            await asyncio.sleep(60)
+            raise DeadlineError("...", service="controller")
+
+        with interrupted_by(until_late):
+            await work()
+
+    Someone else's cancellation stays a CancelledError, also when both meet.
+    """
+    body = asyncio.current_task()
+    assert body is not None
+    before = body.cancelling()
+    error: Exception | None = None
+
+    async def run() -> None:
+        nonlocal error
+        try:
+            await watch()
+        except Exception as raised:
+            error = raised
+            body.cancel()
+
+    watching = asyncio.get_running_loop().create_task(run())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if error is None or body.cancelling() > before + 1:
+            raise
+        raise error from None
+    finally:
+        watching.cancel()
+        if error is not None:
+            body.uncancel()

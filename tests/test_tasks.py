@@ -1,0 +1,118 @@
+"""Task groups and interrupted bodies: which error comes out. Exact, without processes."""
+
+import asyncio
+
+import pytest
+
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.runtime.tasks import interrupted_by, task_group
+
+
+async def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_task_group_raises_the_forge_error():
+    async def fail_both() -> None:
+        async with task_group() as group:
+            group.create_task(fail(ValueError("other")))
+            group.create_task(fail(ConfigError("mine")))
+
+    async def fail_inside() -> None:
+        async with task_group(), task_group() as inner:
+            inner.create_task(fail(ValueError("other")))
+
+    with pytest.raises(ConfigError, match="mine"):
+        asyncio.run(fail_both())
+    with pytest.raises(ValueError, match="other"):
+        asyncio.run(fail_inside())
+
+
+def test_a_body_ends_with_the_error_that_interrupts_it():
+    async def main() -> None:
+        with pytest.raises(ForgeError, match="late"), interrupted_by(lambda: fail(ForgeError("late"))):
+            await asyncio.Event().wait()
+        assert asyncio.current_task().cancelling() == 0
+        await asyncio.sleep(0)  # the task is not left cancelled
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_body_that_ends_by_itself_is_not_interrupted(raises: bool):
+    async def main() -> None:
+        gate = asyncio.Event()
+
+        async def watch() -> None:
+            await gate.wait()
+            raise ForgeError("late")
+
+        with interrupted_by(watch):
+            await asyncio.sleep(0)
+            gate.set()
+            if raises:
+                raise ValueError("mine")
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    if raises:
+        with pytest.raises(ValueError, match="mine"):
+            asyncio.run(main())
+    else:
+        asyncio.run(main())
+
+
+def test_what_a_body_makes_of_its_interruption_counts():
+    async def body() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("mine") from None
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="mine"), interrupted_by(lambda: fail(ForgeError("late"))):
+            await body()
+        assert asyncio.current_task().cancelling() == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_cancellation_from_elsewhere_stays_one(interrupted: bool):
+    async def main() -> None:
+        started = asyncio.Event()
+        inner = asyncio.Event()
+
+        async def watch() -> None:
+            await inner.wait()
+            raise ForgeError("late")
+
+        async def body() -> None:
+            with interrupted_by(watch):
+                started.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(body())
+        await started.wait()
+        if interrupted:  # in the same turn of the loop, before the body runs again
+            inner.set()
+            asyncio.get_running_loop().call_soon(task.cancel)
+        else:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+def test_of_two_interruptions_the_outer_one_wins():
+    async def main() -> None:
+        with (
+            pytest.raises(ForgeError, match="outer"),
+            interrupted_by(lambda: fail(ForgeError("outer"))),
+            interrupted_by(lambda: fail(ForgeError("inner"))),
+        ):
+            await asyncio.Event().wait()
+        assert asyncio.current_task().cancelling() == 0
+
+    asyncio.run(main())
