@@ -57,7 +57,8 @@ class Config(GRPOConfig):
 
 
 async def main(config: Config) -> None:
-    async with start(config, recipe="tiny", reward=share_of_vowels) as run:
+    sources = config.data.build(config.tasks, seed=config.seed)
+    async with start(config, loss=config.loss, sources=sources, reward=share_of_vowels, recipe="tiny") as run:
         await train(run)
 
 

@@ -1,4 +1,4 @@
-"""Looks at a run while it goes: its trace, its faults, how far the rollouts are, and what is waited for."""
+"""Watches a run: draws its trace, logs its faults, and tells how far the rollouts are and what they wait for."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from forge_rl.runtime.faults import Fault, Faults
 
 
 class RunMonitor:
-    """One run's; begins at once.
+    """Watches one run, from its start on.
 
     Args:
-        folder: of the run; gets `trace.json`.
-        display: shows it.
+        folder: folder of the run; gets `trace.json`.
+        display: shows what the run does and waits for.
         log: takes faults and recoveries.
-        clock: of the phases.
-        faults: calls in flight, and what failed.
-        now: monotonic seconds, as of clock and faults.
+        clock: clock of the phases.
+        faults: calls in flight, and faults.
+        now: monotonic seconds, the same as those of `clock` and `faults`.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class RunMonitor:
         faults.listeners.append(self._on_fault)
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Watches until cancelled."""
         await self._display.watch(waiting=self.waiting_for, status=self._look)
 
-    def rollouts(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
-        """From now on there are rollouts: how far they are, and what the next batch lacks."""
+    def follow(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
+        """Watches the rollouts too, from now on: how far they are, and what the next batch lacks."""
         self._status, self._missing = status, missing
 
     def waiting_for(self) -> str:
-        """What the controller waits for, in words; "" if nothing is in flight."""
+        """Describes what the controller waits for; "" if nothing is in flight."""
         if self._clock.current == "rollout":
             return self._missing()
         waiting = self._faults.waiting_for()
@@ -67,20 +67,20 @@ class RunMonitor:
         others = f", and {count - 1} more calls" if count > 1 else ""
         return f"{call.service}{replica}, call {call.method}{others}"
 
-    def take(self) -> dict[str, float]:
-        """Depths of the queues, in their mean and at their highest, since this was last asked."""
+    def pop_depths(self) -> dict[str, float]:
+        """Returns mean and highest depth of each queue since the last call."""
         return self._gauges.take()
 
     def recoveries(self) -> list[Recovery]:
-        """All faults so far, and what became of them."""
+        """Lists all faults so far, and what became of them."""
         return [Recovery.of(fault, self._begun) for fault in self._faults.seen]
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
-        """Draw something that lasted."""
+        """Draws something that lasted."""
         self._draw(lambda trace: trace.span(lane, name, begin_s, end_s, overlapping=overlapping))
 
     def close(self) -> None:
-        """End the trace."""
+        """Ends the trace."""
         self._clock.on_phase = self._faults.on_span = None
         self._faults.listeners.remove(self._on_fault)
         self._draw(lambda trace: trace.close())
@@ -108,7 +108,7 @@ class RunMonitor:
             self.span(recovery.name, "recovery", fault.at_s, fault.at_s + fault.recovered_s, True)
 
     def _draw(self, draw: Callable[[Trace], None]) -> None:
-        """Draw something. Where that fails, the run goes on without a trace."""
+        """Draws something. Where that fails, the run goes on without a trace."""
         if self._trace is None:
             return
         try:

@@ -82,11 +82,19 @@ class Generator:
                 if not good:
                     raise ConfigError(f"--generator.{flag} is {value}", hint=f"set --generator.{flag} to {hint}")
 
-    def __init__(self, config: Config, service: Service, fleet: EnginePool, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        service: Service,
+        fleet: EnginePool,
+        tokenizer: Tokenizer,
+        lent: Callable[[], AbstractAsyncContextManager[object]],
+    ) -> None:
         self.config = config
         self._service = service
         self._pool = fleet
         self._tokenizer = tokenizer
+        self._lent = lent
         self._stopping = False
         self._loading = asyncio.Lock()
         self._loaded: list[int] = []
@@ -98,8 +106,6 @@ class Generator:
         self._refusal = "nothing was loaded yet"
         self.attested_in_place = 0.0
         """Share of the weights that the last load attested over the live parameters."""
-        self.lent: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
-        """Keeps the engines from standing still while a body runs."""
         self.load_seconds: dict[str, float] = {}
         """Of each stage of the last load, by the slowest engine; see LoadReport."""
 
@@ -114,6 +120,7 @@ class Generator:
         seed: int,
         deadline_s: float,
         first_gpu: int = 0,
+        lent: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext,
         actor: type[ServiceActor] = GeneratorActor,
         name: str = "generator",
     ) -> Generator:
@@ -127,6 +134,7 @@ class Generator:
             seed: of the engines' own streams.
             deadline_s: for the start of an engine, also of one that is brought back.
             first_gpu: number of the first engine's GPU.
+            lent: keeps the engines awake while its body runs; for `chat`.
             actor: what an engine is.
             name: of the service, in errors and logs.
         """
@@ -146,7 +154,7 @@ class Generator:
         fleet = EnginePool(service, spawn, deadline_s)
         await fleet.start(config.replicas)
         service.supervise(fleet.bring_back, config.restart)
-        return cls(config, service, fleet, Tokenizer(model))
+        return cls(config, service, fleet, Tokenizer(model), lent)
 
     @property
     def sampling(self) -> Sampling:
@@ -250,7 +258,7 @@ class Generator:
         """
         messages = [{"role": "user", "content": message}] if isinstance(message, str) else list(message)
         sampling = Sampling(max_tokens=max_tokens or self.config.max_new_tokens, temperature=temperature)
-        async with self.lent():
+        async with self._lent():
             return (await self.generate(self._tokenizer.render(messages), sampling)).text
 
     async def load(self, store: WeightStore, version: int | None = None) -> int:
