@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
 from pathlib import Path
 
 from forge_rl.checkpoint import Checkpoint, Checkpoints
@@ -12,68 +11,52 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.services import Services
 
 
-@dataclass(frozen=True, kw_only=True)
-class ControllerState:
-    """The controller's part of a checkpoint."""
-
-    rollouts: dict[str, object]
-    scores: Mapping[int, float]
-    """Held-out score by step."""
-    seconds: float
-    """Wall time of the run until then."""
-
-    @classmethod
-    def load(cls, checkpoint: Checkpoint, step: int) -> ControllerState:
-        """Reads it from a checkpoint whose training state turned out to be of this step.
-
-        Raises:
-            CheckpointError: something is missing or broken, or the steps differ.
-        """
-        state = checkpoint.controller_state()
-        hint = f"delete {checkpoint.folder} to continue from the checkpoint before it"
-        rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
-        if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
-            raise CheckpointError(f"{checkpoint.folder}/controller.json lacks what a run continues from", hint=hint)
-        if step != checkpoint.step:
-            raise CheckpointError(f"{checkpoint.folder} holds the training state of step {step}", hint=hint)
-        scored = {int(at): float(score) for at, score in scores.items()}
-        return cls(rollouts=rollouts, scores=scored, seconds=float(seconds))
-
-
 class Checkpointer:
     """Saves a run between two steps, and takes it back to what was saved.
 
     Args:
-        checkpoints: of this run.
-        services: the trainer saves; after a restart, engines and weight store follow it.
-        rollouts: restored to the same step.
+        checkpoints: folder of the run's checkpoints.
+        services: the trainer saves; after its restart, engines and weight store follow it.
+        rollouts: saved and restored with the trainer.
         model: folder that the run started from.
-        saved: step of the checkpoint that the run continues from.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        services: Services,
-        rollouts: RolloutExecutor,
-        *,
-        model: Path,
-        saved: int | None,
-    ) -> None:
+    def __init__(self, checkpoints: Checkpoints, services: Services, rollouts: RolloutExecutor, model: Path) -> None:
         self._checkpoints = checkpoints
         self._services = services
         self._rollouts = rollouts
         self._model = model
-        self._first = rollouts.state()
-        self.saved = saved
+        self._began = time.monotonic()
+        self._seconds_before = 0.0
+        self.scores: dict[int, float] = {}
+        """Held-out score by step."""
+        self.saved: int | None = None
         """Step of the newest checkpoint; None where there is none."""
+        self._first = rollouts.state()
         self.end_step()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, over all sittings."""
+        return self._seconds_before + time.monotonic() - self._began
 
     def end_step(self) -> None:
         """Notes where the rollouts stand: soon they are ahead, and a checkpoint needs both of the same step."""
         self._ended = self._services.trainer.version, self._rollouts.state()
 
-    async def save(self, scores: Mapping[int, float], seconds: float) -> None:
+    async def resume(self, checkpoint: Checkpoint) -> None:
+        """Goes on from a checkpoint of an earlier sitting, which the trainer has loaded.
+
+        Raises:
+            CheckpointError: it lacks something, or its parts are of different steps.
+        """
+        rollouts, self.scores, self._seconds_before = self._read(checkpoint)
+        await self._rollouts.restore(rollouts)
+        self._first = self._rollouts.state()
+        self.saved = checkpoint.step
+        self.end_step()
+
+    async def save(self) -> Checkpoint:
         """Writes a checkpoint of the last finished step.
 
         Raises:
@@ -83,22 +66,17 @@ class Checkpointer:
         if trainer.version != self._ended[0]:
             self.end_step()
         step, rollouts = self._ended
-        state = {
-            "step": step,
-            "rollouts": rollouts,
-            "scores": {str(at): score for at, score in scores.items()},
-            "seconds": seconds,
-        }
+        scores = {str(at): score for at, score in self.scores.items()}
+        state = {"step": step, "rollouts": rollouts, "scores": scores, "seconds": self.seconds}
         async with self._checkpoints.writing(step, state, bytes_needed=trainer.parameters * 16) as folder:
             await trainer.save(folder, model=self._model)
         self.saved = step
-
-    def latest(self) -> Checkpoint | None:
-        """Finds the newest checkpoint."""
-        return self._checkpoints.latest()
+        latest = self._checkpoints.latest()
+        assert latest is not None, "a checkpoint was just written"
+        return latest
 
     async def rollback(self) -> int:
-        """Restarts the trainer from the last checkpoint, and takes rollouts, weight store and engines back to it.
+        """Restarts the trainer from the last checkpoint, and takes everything else back to there.
 
         Returns:
             The step that the run goes on from.
@@ -107,7 +85,7 @@ class Checkpointer:
             ServiceError: the trainer died once too often.
         """
         while True:
-            checkpoint = self.latest()
+            checkpoint = self._checkpoints.latest()
             try:
                 await self._services.devices.clear()
                 await self._services.trainer.restart(checkpoint.training.resolve() if checkpoint else None)
@@ -116,16 +94,28 @@ class Checkpointer:
                 if error.service != "trainer":
                     raise
             else:
-                self.saved = checkpoint.step if checkpoint else None
-                self.end_step()
                 return self._services.trainer.version
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
-        """Takes everything but the trainer to the trainer's step."""
+        """Takes everything but the trainer to the step that the trainer is at."""
         trainer, generator, weights = self._services.trainer, self._services.generator, self._services.weights
         step = trainer.version
-        await self._rollouts.restore(ControllerState.load(checkpoint, step).rollouts if checkpoint else self._first)
+        await self._rollouts.restore(self._read(checkpoint)[0] if checkpoint else self._first)
         await weights.rollback(step)
         if await weights.latest() != step:  # else it is kept, and holds the same weights
             await trainer.publish(weights, dtype=generator.dtype)
         await generator.load(weights, step)
+        self.scores = {at: score for at, score in self.scores.items() if at <= step}
+        self.saved = checkpoint.step if checkpoint else None
+        self.end_step()
+
+    def _read(self, checkpoint: Checkpoint) -> tuple[dict[str, object], dict[int, float], float]:
+        """Reads the rollouts' state, the scores, and the seconds that the run had taken."""
+        state, step = checkpoint.controller_state(), self._services.trainer.version
+        rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
+        hint = f"delete {checkpoint.folder} to continue from the checkpoint before it"
+        if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
+            raise CheckpointError(f"{checkpoint.folder}/controller.json lacks what a run continues from", hint=hint)
+        if step != checkpoint.step:
+            raise CheckpointError(f"{checkpoint.folder} holds the training state of step {step}", hint=hint)
+        return rollouts, {int(at): float(score) for at, score in scores.items()}, float(seconds)

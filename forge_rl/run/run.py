@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from forge_rl.checkpoint import Checkpoint
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.packing import Packed
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ReplicaError
-from forge_rl.metrics import Metric, PhaseClock, RunLog, batch_metrics, rewards_by_source
+from forge_rl.metrics import Metric, batch_metrics, rewards_by_source
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.checkpointing import Checkpointer, ControllerState
+from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.services import Services
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.types import Batch, Task
 
@@ -32,26 +29,10 @@ C = TypeVar("C", bound=RunConfig)
 
 
 class Run(Generic[C]):
-    """Everything that a recipe works with; made by `start`, complete.
+    """Everything that a recipe works with; `start` makes it.
 
-        with run.phase("rollout"):
-            batch = await run.rollouts.next_batch()
-
-    Args:
-        config: of the recipe.
-        folder: of the run.
-        services: all handles; they serve the first weights.
-        rollouts: makes batches.
-        tokenizer: of the policy.
-        mixture: where tasks come from; its weights can be changed while the run goes.
-        held_out: tasks for evaluation.
-        resumed: state that the run goes on from; None at its beginning.
-        checkpointer: saves, and restarts the trainer.
-        clock: of the phases.
-        faults: bounds the phases.
-        log: takes metrics and events.
-        monitor: tells how deep the queues were.
-        close: ends the run.
+    with run.phase("rollout"):
+        batch = await run.rollouts.next_batch()
     """
 
     def __init__(
@@ -61,14 +42,9 @@ class Run(Generic[C]):
         *,
         services: Services,
         rollouts: RolloutExecutor,
-        tokenizer: Tokenizer,
         mixture: Mixture,
-        held_out: tuple[Task, ...],
-        resumed: ControllerState | None,
+        held_out: Sequence[Task],
         checkpointer: Checkpointer,
-        clock: PhaseClock,
-        faults: Faults,
-        log: RunLog,
         monitor: RunMonitor,
         close: Callable[[], Awaitable[None]],
     ) -> None:
@@ -81,21 +57,15 @@ class Run(Generic[C]):
         self.environment = services.environment
         """None where an agent makes the episodes."""
         self.rollouts = rollouts
-        self.tokenizer = tokenizer
         self.mixture = mixture
-        self.held_out = held_out
         self.last_batch: Batch | None = None
         """The batch of the last step, to look at."""
-        self.scores = dict(resumed.scores) if resumed else {}
-        """Held-out score by step."""
-        self._seconds_before = resumed.seconds if resumed else 0.0
-        self._began = time.monotonic()
-        self._checkpointer = checkpointer
+        self._held_out = held_out
         self._devices = services.devices
-        self._clock = clock
-        self._faults = faults
-        self._log = log
+        self._checkpointer = checkpointer
         self._monitor = monitor
+        self._clock = monitor.clock
+        self._log = monitor.log
         self._close = close
         self._logged = self.step
         self._end_step()  # the start is no part of the first step
@@ -106,9 +76,9 @@ class Run(Generic[C]):
         return self.trainer.version
 
     @property
-    def seconds(self) -> float:
-        """Wall time of the run, over all sittings."""
-        return self._seconds_before + time.monotonic() - self._began
+    def scores(self) -> dict[int, float]:
+        """Held-out score by step."""
+        return self._checkpointer.scores
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -120,7 +90,7 @@ class Run(Generic[C]):
         decodes = name in ("rollout", "evaluate")
         if decodes and not self.config.schedule.decodes_while_training:
             self.generator.take_busy_s()  # requests that were paused are no work
-        with self._clock.phase(name), self._faults.deadline(name, self.config.phase_deadline_s):
+        with self._clock.phase(name), self._monitor.faults.deadline(name, self.config.phase_deadline_s):
             yield
         if decodes:
             self._count_busy(name)
@@ -195,10 +165,10 @@ class Run(Generic[C]):
 
     async def evaluate(self) -> float | None:
         """Decodes the held-out tasks greedily; returns the mean score, or None where there are no such tasks."""
-        if not self.held_out or self.config.eval_every == 0:
+        if not self._held_out or self.config.eval_every == 0:
             return None
         with self.phase("evaluate"):
-            episodes = await self.rollouts.evaluate(self.held_out)
+            episodes = await self.rollouts.evaluate(self._held_out)
             self._clock.tokens("evaluate", sum(episode.response_tokens for episode in episodes))
         score = sum(episode.reward for episode in episodes) / len(episodes)
         self.scores[self.step] = score
@@ -209,10 +179,7 @@ class Run(Generic[C]):
     async def checkpoint(self) -> Checkpoint:
         """Writes a checkpoint of the last finished step."""
         with self.phase("checkpoint"):
-            await self._checkpointer.save(self.scores, self.seconds)
-        latest = self._checkpointer.latest()
-        assert latest is not None, "a checkpoint was just written"
-        return latest
+            return await self._checkpointer.save()
 
     async def save_interrupted(self) -> None:
         """Saves what was trained since the last checkpoint, where the run writes any."""
@@ -222,16 +189,12 @@ class Run(Generic[C]):
         if step > self._logged:  # it was stopped in the optimizer step, which ended
             self.log({}, self.rollouts.last)
         if step not in (0, self._checkpointer.saved):
-            await self._checkpointer.save(self.scores, self.seconds)
-            self.event(f"saved step {step}; the same command continues from there")
+            await self._checkpointer.save()
+            self._log.event(f"saved step {step}; the same command continues from there")
 
     async def close(self) -> None:
         """Ends a run that was opened with `open`: stops the services, writes what is held back."""
         await self._close()
-
-    def event(self, text: str) -> None:
-        """Tells the user something."""
-        self._log.event(text)
 
     def __repr__(self) -> str:
         lines = [
@@ -258,7 +221,6 @@ class Run(Generic[C]):
     async def _recover(self) -> None:
         with self.phase("recover"):
             step = await self._checkpointer.rollback()
-            self.scores = {at: score for at, score in self.scores.items() if at <= step}
             self._log.rollback(step)
             self._logged = step
             self._log.event(f"the trainer was restarted; the run goes on from step {step}", "warning")

@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
@@ -62,8 +61,8 @@ def prepare_folder(folder: Path, config: object) -> int:
             raise CheckpointError(
                 f"another process runs in {folder}", hint="wait for it, stop it, or choose another --out"
             ) from None
-        (folder / "config.json").write_text(json.dumps(as_json(config), indent=1) + "\n")
-        (folder / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
+        write_json(folder / "config.json", as_json(config))
+        write_json(folder / "versions.json", versions())
     except OSError as error:
         raise CheckpointError(
             f"the run folder {folder} cannot be written: {error.strerror or error}",
@@ -98,16 +97,8 @@ def versions() -> dict[str, str]:
 
 
 def as_json(value: object) -> object:
-    """Converts a config to JSON: dataclasses become objects, and callables their names."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return str(value)
+    """Converts a config to JSON: dataclasses become objects, paths and callables text."""
+    return json.loads(json.dumps(value, default=_plain))
 
 
 def as_flat_json(config: object) -> dict[str, object]:
@@ -115,26 +106,13 @@ def as_flat_json(config: object) -> dict[str, object]:
     return _flat(as_json(config))
 
 
-def write_summary(
-    folder: Path, *, steps: int, seconds: float, scores: Mapping[int, float], faults: Sequence[Mapping[str, object]]
-) -> None:
-    """Writes `summary.json`, which marks the run as finished.
+def write_json(path: Path, value: object) -> None:
+    """Writes a value that a person may read."""
+    path.write_text(json.dumps(value, indent=1) + "\n")
 
-    Args:
-        folder: of the run.
-        steps: that it made.
-        seconds: that it took, over all sittings.
-        scores: held-out score by step.
-        faults: each with what became of it, as JSON.
-    """
-    summary = {
-        "score_before": scores[min(scores)] if scores else None,
-        "score_after": scores[max(scores)] if scores else None,
-        "steps": steps,
-        "seconds": round(seconds, 1),
-        "faults": faults,
-    }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+def _plain(value: object) -> object:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, object]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.metrics import Display
@@ -25,13 +25,8 @@ from forge_rl.services.weight_store import WeightStore
 _START_DEADLINE_S = 900.0
 
 
-class Stoppable(Protocol):
-    """A service's handle."""
-
-    async def stop(self) -> None: ...
-
-
-S = TypeVar("S", bound=Stoppable)
+Service = Trainer | Generator | WeightStore | Reward | Environment
+S = TypeVar("S", bound=Service)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +60,17 @@ async def running_services(
     """Starts all services side by side, as none needs another to start, and stops them after the body.
 
     Args:
-        config: settings of each service.
-        cluster: where they run.
-        faults: where their failures are noted.
-        display: shows how far each is.
-        model: folder of the model.
-        resume: training state to continue from.
-        reference: whether the trainer keeps a frozen reference.
-        shares_devices: whether trainer and engines share the devices.
-        reward: scores episodes.
-        environment: makes each episode's environment; None where an agent makes the episodes.
+        cluster: closed after the services.
+        model: Hugging Face folder.
+        resume: training state to continue from, if any.
+        reference: True if the trainer must keep a frozen reference.
+        shares_devices: True if trainer and engines take turns on the same devices.
+        environment: None where an agent makes the episodes.
 
     Raises:
         ForgeError: a service did not start; those that did are stopped.
     """
-    stops: list[Callable[[], Coroutine[Any, Any, None]]] = []
+    started: list[Service] = []
 
     async def start(name: str, detail: str, starting: Awaitable[S]) -> S:
         display.startup(name, "starting", detail)
@@ -88,7 +79,7 @@ async def running_services(
         except BaseException:
             display.startup(name, "failed", detail)
             raise
-        stops.append(service.stop)
+        started.append(service)
         display.startup(name, "ready", detail)
         return service
 
@@ -164,8 +155,8 @@ async def running_services(
         )
     finally:
         async with task_group() as group:
-            for stop in stops:
-                group.create_task(stop())
+            for service in started:
+                group.create_task(service.stop())
         await cluster.close()
 
 

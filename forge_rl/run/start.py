@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -17,26 +18,15 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
-from forge_rl.metrics import (
-    Display,
-    EpisodeSink,
-    EventSink,
-    JSONLSink,
-    PhaseClock,
-    RunInfo,
-    RunLog,
-    Sink,
-    TensorBoardSink,
-    WandbSink,
-)
+from forge_rl.metrics import Display
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import Attempt, RolloutExecutor, Shape
 from forge_rl.rollout.placement import shares_devices
-from forge_rl.run.checkpointing import Checkpointer, ControllerState
+from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run import Run
-from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder, write_summary
+from forge_rl.run.run_dir import check_space, choose_folder, prepare_folder
 from forge_rl.run.services import Services, running_services
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -101,25 +91,14 @@ def start(
         ConfigError: settings contradict each other, the machine, or the run that is continued.
         ForgeError: something does not start; says what and why.
     """
-    return Starting(
-        lambda close: _start(
-            config,
-            loss=loss,
-            sources=sources,
-            reward=reward,
-            environment=environment if agent is None else None,
-            agent=agent,
-            gateway=gateway or GatewayConfig(),
-            recipe=recipe,
-            close=close,
-        )
-    )
+    environments = environment if agent is None else None
+    gateway = gateway or GatewayConfig()
+    return Starting(partial(_start, config, loss, sources, reward, environments, agent, gateway, recipe))
 
 
 @contextlib.asynccontextmanager
 async def _start(
     config: C,
-    *,
     loss: Loss,
     sources: Mixture,
     reward: RewardFunction,
@@ -129,8 +108,6 @@ async def _start(
     recipe: str,
     close: Callable[[], Awaitable[None]],
 ) -> AsyncIterator[Run[C]]:
-    clock = PhaseClock()
-    faults = Faults(phase=lambda: clock.current)
     shared = shares_devices(
         config.placement,
         ranks=config.trainer.ranks,
@@ -142,23 +119,12 @@ async def _start(
     run: Run[C] | None = None
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(os.close, prepare_folder(folder, config))
-        display = Display(config.display, phase_clock=clock)
-        log = RunLog(display, *_sinks(config, folder), episodes=EpisodeSink(folder / "episodes.jsonl"))
-        stack.callback(log.close)
-        monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
-        stack.enter_context(rare_collections())
         checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
         checkpoint = checkpoints.latest()
-        log.start(
-            RunInfo(
-                recipe=recipe,
-                model=config.model,
-                folder=folder,
-                steps=config.steps,
-                step=checkpoint.step if checkpoint else 0,
-                config=as_flat_json(config),
-            )
-        )
+        monitor = RunMonitor(config, recipe, folder, checkpoint.step if checkpoint else 0)
+        stack.callback(monitor.close)
+        stack.enter_context(rare_collections())
+        display, log, faults = monitor.display, monitor.log, monitor.faults
         faults.install()
         watching = asyncio.get_running_loop().create_task(monitor.run())
         try:
@@ -203,9 +169,9 @@ async def _start(
             )
             stack.push_async_callback(rollouts.close)
             monitor.follow(rollouts.status, rollouts.waiting_for)
-            resumed = ControllerState.load(checkpoint, services.trainer.version) if checkpoint else None
-            if resumed is not None and checkpoint is not None:
-                await rollouts.restore(resumed.rollouts)
+            checkpointer = Checkpointer(checkpoints, services, rollouts, model)
+            if checkpoint is not None:
+                await checkpointer.resume(checkpoint)
                 log.event(f"continued from {checkpoint.folder}")
             if held_out and len(held_out) < config.held_out_tasks:
                 log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
@@ -215,23 +181,16 @@ async def _start(
                 folder,
                 services=services,
                 rollouts=rollouts,
-                tokenizer=tokenizer,
                 mixture=sources,
                 held_out=held_out,
-                resumed=resumed,
-                checkpointer=Checkpointer(
-                    checkpoints, services, rollouts, model=model, saved=checkpoint.step if checkpoint else None
-                ),
-                clock=clock,
-                faults=faults,
-                log=log,
+                checkpointer=checkpointer,
                 monitor=monitor,
                 close=close,
             )
             with interrupted_by(lambda: _raise_fault(faults)):
                 yield run
             if run.step >= config.steps:
-                _summarise(run, display, monitor, checkpoints)
+                monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest())
         except asyncio.CancelledError:
             if faults.fatal is None:
                 log.event("stopping: a second Ctrl-C stops at once, without saving")
@@ -265,35 +224,3 @@ async def _raise_fault(faults: Faults) -> None:
 def _checkpoint_bytes(model: Path) -> int:
     """Estimates the bytes of a checkpoint: weights, two moments and the exported copy, for a model in bfloat16."""
     return 7 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
-
-
-def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
-    sinks: list[Sink] = [
-        JSONLSink(folder / "metrics.jsonl"),
-        EventSink(folder / "events.jsonl"),
-        TensorBoardSink(folder / "tensorboard"),
-    ]
-    if config.wandb:
-        sinks.append(WandbSink(config.wandb, name=folder.name, config=as_flat_json(config)))
-    return sinks
-
-
-def _summarise(run: Run[C], display: Display, monitor: RunMonitor, checkpoints: Checkpoints) -> None:
-    """Writes the summary of a finished run, and shows where its files are."""
-    folder, checkpoint, recoveries = run.folder, checkpoints.latest(), monitor.recoveries()
-    write_summary(
-        folder,
-        steps=run.step,
-        seconds=run.seconds,
-        scores=run.scores,
-        faults=[recovery.as_json() for recovery in recoveries],
-    )
-    places = {
-        "run folder": folder,
-        "metrics": folder / "metrics.jsonl",
-        "timeline": f"{folder / 'trace.json'} (open it in ui.perfetto.dev)",
-    }
-    if checkpoint is not None:
-        places["model"] = checkpoint.model
-    commands = {"curves": f"tensorboard --logdir {folder / 'tensorboard'}"}
-    display.summary(places=places, commands=commands, faults=recoveries)
