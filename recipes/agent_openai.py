@@ -46,7 +46,7 @@ class Config(RunConfig):
     verifier: ReasoningGymReward = field(default_factory=ReasoningGymReward)
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
-    """Where the agent finds the policy, and under which names."""
+    """Address at which the agent finds the policy, and names that it may ask for."""
 
 
 async def step(run: Run[Config]) -> None:

@@ -37,7 +37,7 @@ class Checkpointer:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run, over all sittings."""
+        """Wall time of the run, that before it was continued included."""
         return self._seconds_before + time.monotonic() - self._began
 
     def end_step(self) -> None:
@@ -45,7 +45,7 @@ class Checkpointer:
         self._ended = self._services.trainer.version, self._rollouts.state()
 
     async def resume(self, checkpoint: Checkpoint) -> None:
-        """Goes on from a checkpoint of an earlier sitting, which the trainer has loaded.
+        """Goes on from a checkpoint of an earlier process, which the trainer has loaded.
 
         Raises:
             CheckpointError: it lacks something, or its parts are of different steps.

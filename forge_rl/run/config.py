@@ -52,7 +52,7 @@ class RunConfig:
     out: Path | None = None
     """Run folder; by default one under runs/, named by the settings. The same command continues a stopped run."""
     cache: Path = field(default_factory=default_cache)
-    """Where the bundled model is unpacked, once."""
+    """Folder that the bundled model is unpacked to, once."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """Form of the output: a live panel, plain lines, nothing, or what suits the terminal."""
     wandb: str = ""
