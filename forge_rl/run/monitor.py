@@ -89,17 +89,14 @@ class RunMonitor:
         """Returns mean and highest depth of each queue since the last call."""
         return self._gauges.take()
 
-    def recoveries(self) -> list[Recovery]:
-        """Lists all faults so far, and what became of them."""
-        return [Recovery.of(fault, self._begun) for fault in self.faults.seen]
-
     def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
         """Draws something that lasted."""
         self._draw(lambda trace: trace.span(lane, name, begin_s, end_s, overlapping=overlapping))
 
     def summarise(self, step: int, seconds: float, scores: dict[int, float], checkpoint: Checkpoint | None) -> None:
         """Writes the summary, which marks the run as finished, and shows where its files are."""
-        folder, recoveries = self._folder, self.recoveries()
+        folder = self._folder
+        recoveries = [Recovery.of(fault, self._begun) for fault in self.faults.seen]
         summary = {
             "score_before": scores[min(scores)] if scores else None,
             "score_after": scores[max(scores)] if scores else None,

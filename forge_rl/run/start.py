@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from forge_rl.algorithms.losses import Loss
@@ -18,7 +17,6 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
-from forge_rl.metrics import Display
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import Attempt, RolloutExecutor, Shape
 from forge_rl.rollout.placement import shares_devices
@@ -27,9 +25,8 @@ from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run import Run
 from forge_rl.run.run_dir import check_space, choose_folder, prepare_folder
-from forge_rl.run.services import Services, running_services
+from forge_rl.run.services import running_services
 from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.garbage import rare_collections
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import EnvFactory
@@ -127,10 +124,18 @@ async def _start(
         display, log, faults = monitor.display, monitor.log, monitor.faults
         faults.install()
         watching = asyncio.get_running_loop().create_task(monitor.run())
+
+        async def raise_fault() -> None:
+            error = await faults.wait()
+            await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
+            raise error
+
         try:
             model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
             if config.checkpoint_every:
-                check_space(folder, _checkpoint_bytes(model) * (config.keep_checkpoints + 1))
+                # Weights, two moments and the exported copy, where the model is in bfloat16.
+                bytes_each = 7 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
+                check_space(folder, bytes_each * (config.keep_checkpoints + 1))
             services = await stack.enter_async_context(
                 running_services(
                     config,
@@ -175,7 +180,10 @@ async def _start(
                 log.event(f"continued from {checkpoint.folder}")
             if held_out and len(held_out) < config.held_out_tasks:
                 log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
-            await _load_first_weights(services, display)
+            display.startup("first weights", "starting", "trainer to engines")
+            version = await services.trainer.publish(services.weights, dtype=services.generator.dtype)
+            await services.generator.load(services.weights, version)
+            display.startup("first weights", "ready", f"version {version}, attested")
             run = Run(
                 config,
                 folder,
@@ -187,7 +195,7 @@ async def _start(
                 monitor=monitor,
                 close=close,
             )
-            with interrupted_by(lambda: _raise_fault(faults)):
+            with interrupted_by(raise_fault):
                 yield run
             if run.step >= config.steps:
                 monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest())
@@ -200,27 +208,3 @@ async def _start(
         finally:
             faults.closing = True
             watching.cancel()
-
-
-async def _load_first_weights(services: Services, display: Display) -> None:
-    """Gives the engines the trainer's weights before the first rollout, by the store and attested as after a step."""
-    display.startup("first weights", "starting", "trainer to engines")
-    version = await services.trainer.publish(services.weights, dtype=services.generator.dtype)
-    await services.generator.load(services.weights, version)
-    display.startup("first weights", "ready", f"version {version}, attested")
-
-
-async def _raise_fault(faults: Faults) -> None:
-    """Waits until a process dies, also when nobody is calling it.
-
-    Raises:
-        ServiceError: a process died; names service, replica, cause and phase.
-    """
-    error = await faults.wait()
-    await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
-    raise error
-
-
-def _checkpoint_bytes(model: Path) -> int:
-    """Estimates the bytes of a checkpoint: weights, two moments and the exported copy, for a model in bfloat16."""
-    return 7 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
