@@ -12,7 +12,7 @@ from forge_rl.run.services import Services
 
 
 class Checkpointer:
-    """Saves a run between two steps, and takes it back to what was saved.
+    """Saves a run between two steps, and rolls it back to what was saved.
 
     Args:
         checkpoints: folder of the run's checkpoints.
@@ -76,7 +76,7 @@ class Checkpointer:
         return latest
 
     async def rollback(self) -> int:
-        """Restarts the trainer from the last checkpoint, and takes everything else back to there.
+        """Restarts the trainer from the last checkpoint, and rolls everything else back to it.
 
         Returns:
             The step that the run goes on from.
@@ -97,7 +97,7 @@ class Checkpointer:
                 return self._services.trainer.version
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
-        """Takes everything but the trainer to the step that the trainer is at."""
+        """Brings everything but the trainer to the step that the trainer is at."""
         trainer, generator, weights = self._services.trainer, self._services.generator, self._services.weights
         step = trainer.version
         await self._rollouts.restore(self._read(checkpoint)[0] if checkpoint else self._first)
@@ -110,7 +110,7 @@ class Checkpointer:
         self.end_step()
 
     def _read(self, checkpoint: Checkpoint) -> tuple[dict[str, object], dict[int, float], float]:
-        """Reads the rollouts' state, the scores, and the seconds that the run had taken."""
+        """Reads the rollouts' state, the scores, and the seconds of the run until then."""
         state, step = checkpoint.controller_state(), self._services.trainer.version
         rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
         hint = f"delete {checkpoint.folder} to continue from the checkpoint before it"

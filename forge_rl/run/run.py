@@ -135,7 +135,7 @@ class Run(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def recovering(self) -> AsyncIterator[None]:
-        """Leaves out the rest of the body if the trainer dies, and takes the run back to its last checkpoint.
+        """Leaves out the rest of the body if the trainer dies, and rolls the run back to its last checkpoint.
 
         The recipe's loop then goes on from there; at most trainer.max_restarts times.
 
