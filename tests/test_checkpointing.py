@@ -126,9 +126,7 @@ def test_without_a_checkpoint_a_rollback_goes_to_the_start_whose_weights_are_kep
 @pytest.mark.parametrize(
     "error", [ReplicaError("killed", service="generator"), ServiceError("three restarts", service="trainer")]
 )
-def test_a_rollback_ends_with_an_error_that_no_restart_of_the_trainer_cures(
-    error: ServiceError, tmp_path: Path
-) -> None:
+def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError, tmp_path: Path) -> None:
     async def check() -> None:
         parts = Parts(error)
         with pytest.raises(type(error), match=error.message):
