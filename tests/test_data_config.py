@@ -10,7 +10,8 @@ from forge_rl.errors import ConfigError, TaskError
 
 def test_the_same_tasks_and_seed_give_the_same_questions_with_instruction_and_system_message():
     data = ReasoningGymData(instruction=" Answer briefly.", system="You add.")
-    first, again, other = (data.build([ONE_DIGIT_ADDITION], seed=seed).draw(6) for seed in (1, 1, 2))
+    mixtures = [data.build([ONE_DIGIT_ADDITION], seed=seed) for seed in (1, 1, 2)]
+    first, again, other = ([mixture.draw_from("basic_arithmetic") for _ in range(6)] for mixture in mixtures)
     assert first == again != other
     system, user = first[0].messages
     assert system["content"] == "You add."
