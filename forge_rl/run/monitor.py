@@ -9,24 +9,8 @@ from pathlib import Path
 
 from forge_rl.checkpoint import Checkpoint
 from forge_rl.errors import CheckpointError
-from forge_rl.metrics import (
-    Display,
-    EpisodeSink,
-    EventSink,
-    Gauges,
-    JSONLSink,
-    PhaseClock,
-    Recovery,
-    RolloutStatus,
-    RunInfo,
-    RunLog,
-    Sink,
-    TensorBoardSink,
-    Trace,
-    WandbSink,
-)
-from forge_rl.run.config import RunConfig
-from forge_rl.run.run_dir import as_flat_json, write_json
+from forge_rl.metrics import Display, Gauges, PhaseClock, Recovery, RolloutStatus, RunLog, Trace
+from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Fault, Faults
 
 
@@ -34,40 +18,41 @@ class RunMonitor:
     """Watches one run from its start on: shows it, logs it, draws its trace.
 
     Args:
-        config: settings of the run.
-        recipe: name of the recipe.
-        folder: folder of the run; gets `metrics.jsonl`, `events.jsonl`, `episodes.jsonl`, `trace.json`, `tensorboard/`.
-        step: that the run goes on from; what the files hold of later ones is dropped.
+        folder: folder of the run; gets `trace.json` and `summary.json`.
+        display: shows what the run does and waits for.
+        log: takes faults and recoveries.
+        clock: clock of the phases.
+        faults: calls in flight, and faults.
+        now: monotonic seconds, the same as those of `clock` and `faults`.
     """
 
-    def __init__(self, config: RunConfig, recipe: str, folder: Path, step: int) -> None:
-        self.clock = PhaseClock()
-        self.faults = Faults(phase=lambda: self.clock.current)
-        self.display = Display(config.display, phase_clock=self.clock)
-        settings = as_flat_json(config)
-        sinks: list[Sink] = [
-            JSONLSink(folder / "metrics.jsonl"),
-            EventSink(folder / "events.jsonl"),
-            TensorBoardSink(folder / "tensorboard"),
-        ]
-        if config.wandb:
-            sinks.append(WandbSink(config.wandb, name=folder.name, config=settings))
-        self.log = RunLog(self.display, *sinks, episodes=EpisodeSink(folder / "episodes.jsonl"))
+    def __init__(
+        self,
+        folder: Path,
+        display: Display,
+        log: RunLog,
+        clock: PhaseClock,
+        faults: Faults,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.log = log
+        self.clock = clock
+        self.faults = faults
         self._folder = folder
-        self._begun = time.monotonic()
-        self._trace: Trace | None = Trace(folder / "trace.json")
-        self._gauges = Gauges()
+        self._display = display
+        self._begun = now()
+        self._trace: Trace | None = Trace(folder / "trace.json", clock=now)
+        self._gauges = Gauges(clock=now)
         self._status: Callable[[], RolloutStatus] | None = None
         self._missing: Callable[[], str] = str
-        self.clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
-        self.faults.on_span = self.span
-        self.faults.listeners.append(self._on_fault)
-        info = RunInfo(recipe=recipe, model=config.model, folder=folder, steps=config.steps, step=step, config=settings)
-        self.log.start(info)
+        clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
+        faults.on_span = self.span
+        faults.listeners.append(self._on_fault)
 
     async def run(self) -> None:
         """Watches until cancelled."""
-        await self.display.watch(waiting=self.waiting_for, status=self._look)
+        await self._display.watch(waiting=self.waiting_for, status=self._look)
 
     def follow(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
         """Watches the rollouts too, from now on: how far they are, and what the next batch lacks."""
@@ -89,14 +74,17 @@ class RunMonitor:
         """Returns mean and highest depth of each queue since the last call."""
         return self._gauges.take()
 
+    def recoveries(self) -> list[Recovery]:
+        """Lists all faults so far, and what became of them."""
+        return [Recovery.of(fault, self._begun) for fault in self.faults.seen]
+
     def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
         """Draws something that lasted."""
         self._draw(lambda trace: trace.span(lane, name, begin_s, end_s, overlapping=overlapping))
 
     def summarise(self, step: int, seconds: float, scores: dict[int, float], checkpoint: Checkpoint | None) -> None:
         """Writes the summary, which marks the run as finished, and shows where its files are."""
-        folder = self._folder
-        recoveries = [Recovery.of(fault, self._begun) for fault in self.faults.seen]
+        folder, recoveries = self._folder, self.recoveries()
         summary = {
             "score_before": scores[min(scores)] if scores else None,
             "score_after": scores[max(scores)] if scores else None,
@@ -113,14 +101,13 @@ class RunMonitor:
         if checkpoint is not None:
             places["model"] = checkpoint.model
         commands = {"curves": f"tensorboard --logdir {folder / 'tensorboard'}"}
-        self.display.summary(places=places, commands=commands, faults=recoveries)
+        self._display.summary(places=places, commands=commands, faults=recoveries)
 
     def close(self) -> None:
-        """Ends trace, log and display."""
+        """Ends the trace."""
         self.clock.on_phase = self.faults.on_span = None
         self.faults.listeners.remove(self._on_fault)
         self._draw(lambda trace: trace.close())
-        self.log.close()
 
     def _look(self) -> RolloutStatus | None:
         if self._status is None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from forge_rl.algorithms.losses import Loss
@@ -17,6 +18,18 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
+from forge_rl.metrics import (
+    Display,
+    EpisodeSink,
+    EventSink,
+    JSONLSink,
+    PhaseClock,
+    RunInfo,
+    RunLog,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+)
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import Attempt, RolloutExecutor, Shape
 from forge_rl.rollout.placement import shares_devices
@@ -24,9 +37,10 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run import Run
-from forge_rl.run.run_dir import check_space, choose_folder, prepare_folder
+from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
 from forge_rl.run.services import running_services
 from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.garbage import rare_collections
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import EnvFactory
@@ -105,6 +119,8 @@ async def _start(
     recipe: str,
     close: Callable[[], Awaitable[None]],
 ) -> AsyncIterator[Run[C]]:
+    clock = PhaseClock()
+    faults = Faults(phase=lambda: clock.current)
     shared = shares_devices(
         config.placement,
         ranks=config.trainer.ranks,
@@ -118,10 +134,21 @@ async def _start(
         stack.callback(os.close, prepare_folder(folder, config))
         checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
         checkpoint = checkpoints.latest()
-        monitor = RunMonitor(config, recipe, folder, checkpoint.step if checkpoint else 0)
-        stack.callback(monitor.close)
+        display = Display(config.display, phase_clock=clock)
+        log = RunLog(display, *_sinks(config, folder), episodes=EpisodeSink(folder / "episodes.jsonl"))
+        stack.callback(log.close)
+        monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
         stack.enter_context(rare_collections())
-        display, log, faults = monitor.display, monitor.log, monitor.faults
+        log.start(
+            RunInfo(
+                recipe=recipe,
+                model=config.model,
+                folder=folder,
+                steps=config.steps,
+                step=checkpoint.step if checkpoint else 0,
+                config=as_flat_json(config),
+            )
+        )
         faults.install()
         watching = asyncio.get_running_loop().create_task(monitor.run())
 
@@ -208,3 +235,14 @@ async def _start(
         finally:
             faults.closing = True
             watching.cancel()
+
+
+def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
+    sinks: list[Sink] = [
+        JSONLSink(folder / "metrics.jsonl"),
+        EventSink(folder / "events.jsonl"),
+        TensorBoardSink(folder / "tensorboard"),
+    ]
+    if config.wandb:
+        sinks.append(WandbSink(config.wandb, name=folder.name, config=as_flat_json(config)))
+    return sinks
