@@ -39,9 +39,9 @@ class Config(GatewayConfig):
     """Key that requests must carry; by default the environment's FORGE_RL_API_KEY, which other users of the machine do
     not see."""
     generator: Generator.Config = field(default_factory=Generator.Config)
-    """The engines. Answers are as long and as warm as requests ask for."""
+    """The engines. Requests choose the length and the temperature of completions."""
     seed: int = 0
-    """Of the engines' own streams, for requests without a seed."""
+    """Seed of the engines, for requests that bring none."""
     cache: Path = field(default_factory=default_cache)
     """Folder for models that are built here."""
     out: Path = Path("runs/gateway")
@@ -50,7 +50,7 @@ class Config(GatewayConfig):
 
 @contextlib.asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[tuple[Gateway, Generator, Faults]]:
-    """Engines and the gateway before them, until the body ends.
+    """Starts engines and the gateway before them, and stops them after the body.
 
     Raises:
         ForgeError: they do not start; says why.
@@ -88,7 +88,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[Gateway, Generator, Fau
 
 
 async def main(config: Config) -> None:
-    """Serve until a signal, or until no engine is left."""
+    """Serves until a signal, or until no engine is left."""
     if not config.api_key:
         config = replace(config, api_key=os.environ.get(KEY_VARIABLE, ""))
     print(f"starting {config.model}", flush=True)
@@ -100,7 +100,7 @@ async def main(config: Config) -> None:
 
 
 def _model(config: Config) -> tuple[Path, str]:
-    """Its folder, and what requests call it."""
+    """Finds the model's folder, and the name that requests call it by."""
     folder = resolve_model(config.model, config.cache).resolve()
     return folder, folder.name if Path(config.model).expanduser().is_dir() else config.model
 

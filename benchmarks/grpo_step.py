@@ -144,7 +144,7 @@ def recipe_command(size: Size, out: Path) -> list[str]:
         "group-size": size.group_size,
         "seed": SEED,
         "held-out-tasks": 0,
-        "held-out-share": HELD_OUT_SHARE,
+        "data.held-out-share": HELD_OUT_SHARE,
         "eval-every": 0,
         "checkpoint-every": 0,
         "trainer.dtype": "float32",
@@ -176,7 +176,7 @@ def run_ours(size: Size, out: Path) -> tuple[list[dict[str, float]], list[Task]]
     for index, row in enumerate(rows):
         try:
             found = {f"seconds_{phase}": row[f"seconds/{phase}"] for phase in ("rollout", "train", "publish", "step")}
-            found["response_tokens"] = row["tokens/answer_mean"] * size.episodes
+            found["response_tokens"] = row["tokens/completion_mean"] * size.episodes
             found["reward"] = row["reward/mean"]
             found["trained_tokens"] = row["tokens/train"]
         except KeyError as error:

@@ -24,8 +24,10 @@ import torch
 
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
-from forge_rl.algorithms import group_advantages
+from forge_rl.algorithms import ClippedSurrogate, group_advantages
+from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
 from forge_rl.data.packing import pack
+from forge_rl.rewards.verifiers import ReasoningGymReward
 from forge_rl.run.config import RunConfig
 from forge_rl.run.start import start
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
@@ -287,12 +289,14 @@ async def _measure_model(config: Config, report: Report) -> None:
             display="none",
             weights=WeightStore.Config(transport=config.transport),
         )
-        async with start(settings) as run:
+        loss = ClippedSurrogate()
+        sources = ReasoningGymData().build([ONE_DIGIT_ADDITION], seed=settings.seed)
+        async with start(settings, loss=loss, sources=sources, reward=ReasoningGymReward()) as run:
             print(run.weights.choice, flush=True)
             for counts in repeats:
                 batch = await run.rollouts.next_batch()
                 packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
-                await run.trainer.step(packed, settings.loss, temperature=run.generator.sampling.temperature)
+                await run.trainer.step(packed, loss, temperature=run.generator.sampling.temperature)
                 run.trainer.busy_s = 0.0
                 began = time.perf_counter()
                 version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

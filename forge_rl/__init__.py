@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_rl.run.config import RunConfig
     from forge_rl.run.launch import launch
     from forge_rl.run.run import Run
-    from forge_rl.run.start import start
+    from forge_rl.run.start import Starting, start
     from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "Sampling",
+    "Starting",
     "Task",
     "Turn",
     "group_advantages",
@@ -42,6 +43,7 @@ _HOMES = {
     "Run": "run.run",
     "RunConfig": "run.config",
     "Sampling": "types",
+    "Starting": "run.start",
     "Task": "types",
     "Turn": "types",
     "group_advantages": "algorithms",

@@ -14,8 +14,10 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from forge_rl import Run, RunConfig, Task, group_advantages, launch, pack, start
+from forge_rl import ClippedSurrogate, Run, RunConfig, Task, group_advantages, launch, pack, start
+from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
 from forge_rl.gateway import GatewayConfig, Session
+from forge_rl.rewards.verifiers import ReasoningGymReward
 
 
 async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") -> str:
@@ -38,8 +40,13 @@ async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") 
 class Config(RunConfig):
     """Train an agent with group-relative advantages."""
 
+    tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
+    """The mixture: reasoning-gym data sets as NAME[:KEY=VALUE,...][*WEIGHT]."""
+    data: ReasoningGymData = field(default_factory=ReasoningGymData)
+    verifier: ReasoningGymReward = field(default_factory=ReasoningGymReward)
+    loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
-    """Where the agent finds the policy, and under which names."""
+    """Address at which the agent finds the policy, and names that it may ask for."""
 
 
 async def step(run: Run[Config]) -> None:
@@ -64,7 +71,15 @@ async def main(config: Config) -> None:
             own = client.with_options(base_url=session.base_url, api_key=session.key)
             return await solve(own, task.messages[-1]["content"])
 
-        async with start(config, recipe="agent_openai", agent=agent, gateway=config.gateway) as run:
+        async with start(
+            config,
+            loss=config.loss,
+            sources=config.data.build(config.tasks, seed=config.seed),
+            reward=config.verifier,
+            agent=agent,
+            gateway=config.gateway,
+            recipe="agent_openai",
+        ) as run:
             if not run.scores:
                 await run.evaluate()
             while run.step < config.steps:

@@ -5,18 +5,32 @@ python -m recipes.grpo --help
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from forge_rl import Run, RunConfig, group_advantages, launch, pack, start
+import forge_rl
+from forge_rl import ClippedSurrogate, Run, RunConfig, Starting, group_advantages, launch, pack
+from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
+from forge_rl.rewards.verifiers import ReasoningGymReward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     """Train a policy with group-relative advantages."""
 
+    tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
+    """The mixture: reasoning-gym data sets as NAME[:KEY=VALUE,...][*WEIGHT]."""
+    data: ReasoningGymData = field(default_factory=ReasoningGymData)
+    verifier: ReasoningGymReward = field(default_factory=ReasoningGymReward)
+    loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     advantage_scale: Literal["std", "none"] = "std"
     """Divide a group's centered rewards by their standard deviation, or leave them."""
+
+
+def start(config: Config) -> Starting[Config]:
+    """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
+    sources = config.data.build(config.tasks, seed=config.seed)
+    return forge_rl.start(config, loss=config.loss, sources=sources, reward=config.verifier, recipe="grpo")
 
 
 async def step(run: Run[Config]) -> None:
@@ -35,7 +49,7 @@ async def step(run: Run[Config]) -> None:
 
 async def main(config: Config) -> None:
     """The whole run, or what is left of it."""
-    async with start(config, recipe="grpo") as run:
+    async with start(config) as run:
         if not run.scores:
             await run.evaluate()
         while run.step < config.steps:

@@ -120,6 +120,18 @@ def test_every_package_has_its_stage():
     assert packages == {name for names in STAGES for name in names if name.startswith("forge_rl.")}
 
 
+def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
+    recipes_own = ("forge_rl.rewards", "forge_rl.algorithms", "forge_rl.data.sources", "forge_rl.data.config")
+    found = {
+        (module, name)
+        for module, source, _ in modules()
+        if within(module, "forge_rl.run")
+        for _, name in touched(source, "forge_rl.run")
+        if any(within(name, own) for own in recipes_own)
+    }
+    assert found == {("forge_rl.run.start", "forge_rl.algorithms.losses.Loss")}
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

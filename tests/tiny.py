@@ -6,12 +6,12 @@ python -m tests.tiny --model FOLDER --out FOLDER ...
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge_rl import Run, RunConfig, Task, launch, start
-from recipes.grpo import Config as GRPOConfig
-from recipes.grpo import step
+from forge_rl import Task, launch
+from forge_rl.rewards.verifiers import ReasoningGymReward
+from recipes import grpo
 
 
 def make_tiny_model(folder: Path, tokenizer_from: Path, *, tied: bool = True) -> Path:
@@ -41,37 +41,29 @@ def make_tiny_model(folder: Path, tokenizer_from: Path, *, tied: bool = True) ->
 
 
 def share_of_vowels(task: Task, text: str) -> float:
-    """A reward that a random model's answers differ in."""
+    """A reward that a random model's completions differ in."""
     return sum(letter in "aeiou" for letter in text) / max(1, len(text))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GRPOConfig):
+class ShareOfVowels(ReasoningGymReward):
+    """The same as a recipe's verifier."""
+
+    def __call__(self, task: Task, text: str) -> float:
+        return share_of_vowels(task, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(grpo.Config):
     """GRPO on a tiny model."""
 
     tasks: tuple[str, ...] = ("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1",)
+    verifier: ReasoningGymReward = field(default_factory=ShareOfVowels)
     groups_per_batch: int = 2
     group_size: int = 4
     held_out_tasks: int = 4
     steps: int = 4
 
 
-async def main(config: Config) -> None:
-    async with start(config, recipe="tiny", reward=share_of_vowels) as run:
-        await train(run)
-
-
-async def train(run: Run[RunConfig]) -> None:
-    if not run.scores:
-        await run.evaluate()
-    while run.step < run.config.steps:
-        async with run.recovering():
-            await step(run)
-            if run.due(run.config.eval_every):
-                await run.evaluate()
-            if run.due(run.config.checkpoint_every):
-                await run.checkpoint()
-
-
 if __name__ == "__main__":
-    launch(Config, main)
+    launch(Config, grpo.main)

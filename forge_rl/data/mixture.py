@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from forge_rl.data.sources import Source
 from forge_rl.errors import TaskError
@@ -43,6 +43,9 @@ class Mixture:
         """Weights scaled so that they add up to 1."""
         total = math.fsum(self._weights.values())
         return {name: weight / total for name, weight in self._weights.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
 
     def __getitem__(self, name: str) -> float:
         return self._weights[self._known(name)]

@@ -1,5 +1,6 @@
 """Metrics: values that merge, the clock of the phases, the trace, and where they go."""
 
+from forge_rl.metrics.batch import batch_metrics, rewards_by_source
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
 from forge_rl.metrics.display.console import Display, Mode
 from forge_rl.metrics.gauges import Gauges
@@ -36,8 +37,10 @@ __all__ = [
     "Trace",
     "Value",
     "WandbSink",
+    "batch_metrics",
     "lag_histogram",
     "merge",
     "merge_all",
     "reduce",
+    "rewards_by_source",
 ]

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.data.bundled import default_cache
 from forge_rl.errors import ConfigError
-from forge_rl.rewards.verifiers import ReasoningGymReward
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.environment import Environment
@@ -21,50 +19,42 @@ from forge_rl.services.weight_store import WeightStore
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every recipe's config has; a recipe adds its method's own fields."""
+    """Settings that every recipe shares; a recipe adds its method's own.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(RunConfig):
+        loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+    """
 
     model: str = "smollm2-135m"
     """Hugging Face id, local folder, or the name of the bundled model."""
-    tasks: tuple[str, ...] = (
-        "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false,"
-        "format_style=natural",
-    )
-    """The mixture: reasoning-gym data sets as NAME[:KEY=VALUE,...][*WEIGHT]."""
-    instruction: str = " Answer with a number."
-    """Text that is added to every question."""
-    system: str = ""
-    """System message of every task; the model's own default if empty."""
     steps: int = 10
     """Optimizer steps."""
     groups_per_batch: int = 8
-    """P: tasks drawn for one optimizer step."""
+    """P: tasks drawn for one batch."""
     group_size: int = 8
     """G: episodes of one task; advantages are centered within them."""
-    loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
-    """The surrogate that is minimised."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     placement: Placement = "auto"
     """colocated: trainer and engines share the devices; engines sleep while it trains, and its state is offloaded while
     they decode. separate: each has its own. auto: colocated where there are too few GPUs; on a CPU, whose memory
     both have, separate."""
     seed: int = 0
-    """Of the tasks' order and of the sampling."""
+    """Seed of the tasks' order and of the sampling."""
     held_out_tasks: int = 100
     """Tasks for evaluation, never drawn for training."""
-    held_out_share: float = 0.25
-    """Share of all tasks that is set apart; which ones does not depend on the seed."""
     eval_every: int = 5
     """Steps between evaluations; there is one before the first step and one after the last; 0 evaluates never."""
     checkpoint_every: int = 10
     """Steps between checkpoints; the last step makes one too; 0 writes none."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay."""
+    """Number of the newest checkpoints that stay."""
     out: Path | None = None
     """Run folder; by default one under runs/, named by the settings. The same command continues a stopped run."""
     cache: Path = field(default_factory=default_cache)
-    """Where the bundled model is unpacked, once."""
+    """Folder that the bundled model is unpacked to, once."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
-    """What is shown: a live panel, plain lines, nothing, or what suits the terminal."""
+    """Form of the output: a live panel, plain lines, nothing, or what suits the terminal."""
     wandb: str = ""
     """Weights & Biases project to log to as well; needs the extra forge_rl[wandb]."""
     phase_deadline_s: float = 3600.0
@@ -72,8 +62,6 @@ class RunConfig:
     trainer: Trainer.Config = field(default_factory=Trainer.Config)
     generator: Generator.Config = field(default_factory=Generator.Config)
     weights: WeightStore.Config = field(default_factory=WeightStore.Config)
-    verifier: ReasoningGymReward = field(default_factory=ReasoningGymReward)
-    """How answers are scored."""
     reward: Reward.Config = field(default_factory=Reward.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
 
@@ -94,10 +82,6 @@ class RunConfig:
             if getattr(self, name) < least:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} is {getattr(self, name)}", hint=f"set {flag} to {least} or more")
-        if not self.tasks:
-            raise ConfigError("no tasks are named", hint="give --tasks at least one reasoning-gym data set")
-        if not 0 < self.held_out_share < 1:
-            raise ConfigError(f"--held-out-share is {self.held_out_share}", hint="set --held-out-share between 0 and 1")
         if self.placement == "colocated" and self.schedule.decodes_while_training:
             raise ConfigError(
                 f"engines of the schedule {self.schedule.kind} decode while the trainer trains, and --placement is "

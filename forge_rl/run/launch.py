@@ -1,4 +1,4 @@
-"""From the command line to a recipe's main: flags, signals, one clear message for an error, and the exit status."""
+"""Runs a recipe from the command line: flags, signals, one clear message for an error, and the exit status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def launch(
     prog: str | None = None,
     args: Sequence[str] | None = None,
 ) -> None:
-    """Parse flags and run a recipe; never returns.
+    """Parses flags and runs a recipe; never returns.
+
+        if __name__ == "__main__":
+            launch(Config, main)
 
     Exit status: 0 after a complete run, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
 

@@ -1,4 +1,4 @@
-"""Looks at a run while it goes: its trace, its faults, how far the rollouts are, and what is waited for."""
+"""Watches a run: its log, its trace, its faults, how far the rollouts are, and what is waited for."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from forge_rl.checkpoint import Checkpoint
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics import Display, Gauges, PhaseClock, Recovery, RolloutStatus, RunLog, Trace
+from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Fault, Faults
 
 
 class RunMonitor:
-    """One run's; begins at once.
+    """Watches one run from its start on: shows it, logs it, draws its trace.
 
     Args:
-        folder: of the run; gets `trace.json`.
-        display: shows it.
+        folder: folder of the run; gets `trace.json` and `summary.json`.
+        display: shows what the run does and waits for.
         log: takes faults and recoveries.
-        clock: of the phases.
-        faults: calls in flight, and what failed.
-        now: monotonic seconds, as of clock and faults.
+        clock: clock of the phases.
+        faults: calls in flight, and faults.
+        now: monotonic seconds, the same as those of `clock` and `faults`.
     """
 
     def __init__(
@@ -34,10 +36,11 @@ class RunMonitor:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.log = log
+        self.clock = clock
+        self.faults = faults
+        self._folder = folder
         self._display = display
-        self._log = log
-        self._clock = clock
-        self._faults = faults
         self._begun = now()
         self._trace: Trace | None = Trace(folder / "trace.json", clock=now)
         self._gauges = Gauges(clock=now)
@@ -48,18 +51,18 @@ class RunMonitor:
         faults.listeners.append(self._on_fault)
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Watches until cancelled."""
         await self._display.watch(waiting=self.waiting_for, status=self._look)
 
-    def rollouts(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
-        """From now on there are rollouts: how far they are, and what the next batch lacks."""
+    def follow(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
+        """Watches the rollouts too, from now on: how far they are, and what the next batch lacks."""
         self._status, self._missing = status, missing
 
     def waiting_for(self) -> str:
-        """What the controller waits for, in words; "" if nothing is in flight."""
-        if self._clock.current == "rollout":
+        """Describes what the controller waits for; "" if nothing is in flight."""
+        if self.clock.current == "rollout":
             return self._missing()
-        waiting = self._faults.waiting_for()
+        waiting = self.faults.waiting_for()
         if waiting is None:
             return ""
         call, count = waiting
@@ -67,22 +70,43 @@ class RunMonitor:
         others = f", and {count - 1} more calls" if count > 1 else ""
         return f"{call.service}{replica}, call {call.method}{others}"
 
-    def take(self) -> dict[str, float]:
-        """Depths of the queues, in their mean and at their highest, since this was last asked."""
+    def pop_depths(self) -> dict[str, float]:
+        """Returns mean and highest depth of each queue since the last call."""
         return self._gauges.take()
 
     def recoveries(self) -> list[Recovery]:
-        """All faults so far, and what became of them."""
-        return [Recovery.of(fault, self._begun) for fault in self._faults.seen]
+        """Lists all faults so far, and what became of them."""
+        return [Recovery.of(fault, self._begun) for fault in self.faults.seen]
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
-        """Draw something that lasted."""
+        """Draws something that lasted."""
         self._draw(lambda trace: trace.span(lane, name, begin_s, end_s, overlapping=overlapping))
 
+    def summarise(self, step: int, seconds: float, scores: dict[int, float], checkpoint: Checkpoint | None) -> None:
+        """Writes the summary, which marks the run as finished, and shows where its files are."""
+        folder, recoveries = self._folder, self.recoveries()
+        summary = {
+            "score_before": scores[min(scores)] if scores else None,
+            "score_after": scores[max(scores)] if scores else None,
+            "steps": step,
+            "seconds": round(seconds, 1),
+            "faults": [recovery.as_json() for recovery in recoveries],
+        }
+        write_json(folder / "summary.json", summary)
+        places = {
+            "run folder": folder,
+            "metrics": folder / "metrics.jsonl",
+            "timeline": f"{folder / 'trace.json'} (open it in ui.perfetto.dev)",
+        }
+        if checkpoint is not None:
+            places["model"] = checkpoint.model
+        commands = {"curves": f"tensorboard --logdir {folder / 'tensorboard'}"}
+        self._display.summary(places=places, commands=commands, faults=recoveries)
+
     def close(self) -> None:
-        """End the trace."""
-        self._clock.on_phase = self._faults.on_span = None
-        self._faults.listeners.remove(self._on_fault)
+        """Ends the trace."""
+        self.clock.on_phase = self.faults.on_span = None
+        self.faults.listeners.remove(self._on_fault)
         self._draw(lambda trace: trace.close())
 
     def _look(self) -> RolloutStatus | None:
@@ -101,18 +125,18 @@ class RunMonitor:
 
     def _on_fault(self, fault: Fault) -> None:
         recovery = Recovery.of(fault, self._begun)
-        self._log.fault(recovery)
+        self.log.fault(recovery)
         if fault.recovered_s is None:
             self._draw(lambda trace: trace.instant(recovery.name, "fault", cause=fault.cause))
         else:
             self.span(recovery.name, "recovery", fault.at_s, fault.at_s + fault.recovered_s, True)
 
     def _draw(self, draw: Callable[[Trace], None]) -> None:
-        """Draw something. Where that fails, the run goes on without a trace."""
+        """Draws something. Where that fails, the run goes on without a trace."""
         if self._trace is None:
             return
         try:
             draw(self._trace)
         except CheckpointError as error:
             self._trace = None
-            self._log.event(f"the trace ends here: {error}", "warning")
+            self.log.event(f"the trace ends here: {error}", "warning")

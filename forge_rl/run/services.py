@@ -1,0 +1,166 @@
+"""Services of a run: started side by side, stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.metrics import Display
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.run.config import RunConfig
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.environment import EnvFactory, Environment
+from forge_rl.services.generator import Generator
+from forge_rl.services.reward import Reward, RewardFunction
+from forge_rl.services.trainer import Trainer
+from forge_rl.services.weight_store import WeightStore
+
+_START_DEADLINE_S = 900.0
+
+
+Service = Trainer | Generator | WeightStore | Reward | Environment
+S = TypeVar("S", bound=Service)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Handles of all services of a run."""
+
+    trainer: Trainer
+    generator: Generator
+    weights: WeightStore
+    reward: Reward
+    environment: Environment | None
+    """None where an agent makes the episodes."""
+    devices: DeviceHandover
+    """Hands the devices from the trainer to the generator and back."""
+
+
+@contextlib.asynccontextmanager
+async def running_services(
+    config: RunConfig,
+    cluster: Cluster,
+    faults: Faults,
+    display: Display,
+    *,
+    model: Path,
+    resume: Path | None,
+    reference: bool,
+    shares_devices: bool,
+    reward: RewardFunction,
+    environment: EnvFactory | None,
+) -> AsyncIterator[Services]:
+    """Starts all services side by side, as none needs another to start, and stops them after the body.
+
+    Args:
+        cluster: closed after the services.
+        model: Hugging Face folder.
+        resume: training state to continue from, if any.
+        reference: True if the trainer must keep a frozen reference.
+        shares_devices: True if trainer and engines take turns on the same devices.
+        environment: None where an agent makes the episodes.
+
+    Raises:
+        ForgeError: a service did not start; those that did are stopped.
+    """
+    started: list[Service] = []
+
+    async def start(name: str, detail: str, starting: Awaitable[S]) -> S:
+        display.startup(name, "starting", detail)
+        try:
+            service = await starting
+        except BaseException:
+            display.startup(name, "failed", detail)
+            raise
+        started.append(service)
+        display.startup(name, "ready", detail)
+        return service
+
+    ranks, replicas = config.trainer.ranks, config.generator.replicas
+    deadline_s = _START_DEADLINE_S
+    try:
+        async with task_group() as group:
+
+            def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
+                return group.create_task(start(name, detail, starting))
+
+            trainer = begin(
+                "trainer",
+                f"torchtitan, {ranks} rank" + "s" * (ranks > 1),
+                Trainer.start(
+                    config.trainer,
+                    cluster,
+                    faults,
+                    model=model,
+                    resume=resume,
+                    reference=reference,
+                    total_steps=config.steps,
+                    deadline_s=deadline_s,
+                ),
+            )
+            generator = begin(
+                "generator",
+                f"vLLM, {replicas} replica" + "s" * (replicas > 1),
+                Generator.start(
+                    config.generator,
+                    cluster,
+                    faults,
+                    model=model,
+                    seed=config.seed,
+                    deadline_s=deadline_s,
+                    first_gpu=0 if shares_devices else ranks,
+                    lend=lambda: devices.lend(),
+                ),
+            )
+            weights = begin(
+                "weights",
+                config.weights.transport,
+                WeightStore.start(
+                    config.weights,
+                    cluster,
+                    faults,
+                    deadline_s=deadline_s,
+                    expected_bytes=_version_bytes(model, config.generator),
+                ),
+            )
+            scorer = begin(
+                "reward",
+                type(reward).__name__,
+                Reward.start(config.reward, cluster, faults, function=reward, deadline_s=deadline_s),
+            )
+            envs = (
+                None
+                if environment is None
+                else begin(
+                    "environment",
+                    getattr(environment, "__name__", type(environment).__name__),
+                    Environment.start(config.environment, cluster, faults, factory=environment, deadline_s=deadline_s),
+                )
+            )
+        devices = DeviceHandover(generator.result(), trainer.result() if shares_devices else None)
+        yield Services(
+            trainer=trainer.result(),
+            generator=generator.result(),
+            weights=weights.result(),
+            reward=scorer.result(),
+            environment=envs.result() if envs else None,
+            devices=devices,
+        )
+    finally:
+        async with task_group() as group:
+            for service in started:
+                group.create_task(service.stop())
+        await cluster.close()
+
+
+def _version_bytes(model: Path, generator: Generator.Config) -> int:
+    """Estimates the bytes of a published version, for a model in bfloat16."""
+    stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return stored * resolve_dtype(generator.dtype).itemsize // 2

@@ -1,0 +1,156 @@
+"""Checkpoints of a run: controller and trainer are saved at the same step, and rolled back to the same step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from forge_rl.checkpoint import Checkpoints
+from forge_rl.errors import CheckpointError, ReplicaError, ServiceError
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.run.checkpointing import Checkpointer
+from forge_rl.run.services import Services
+
+
+class Parts:
+    """Stands for every service and for the rollouts; notes in `done` what it is told."""
+
+    def __init__(self, *deaths: BaseException) -> None:
+        self.version = self.batches = 0
+        self.published: int | None = 0
+        self.parameters = 1
+        self.dtype = "float32"
+        self.deaths = list(deaths)
+        self.done: list[str] = []
+
+    def state(self) -> dict[str, object]:
+        return {"batches": self.batches}
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+    async def save(self, folder: Path, *, model: Path) -> None:
+        (folder / "training" / "step").write_text(str(self.version))
+
+    async def free_devices(self) -> None:
+        self.done.append("devices cleared")
+
+    async def restart(self, resume: Path | None) -> None:
+        self.version = int((resume / "step").read_text()) if resume else 0
+        self.done.append(f"restart at {self.version}")
+        if self.deaths:
+            raise self.deaths.pop(0)
+
+    async def rollback(self, version: int) -> None:
+        self.published = version if version < 2 else None
+
+    async def latest(self) -> int | None:
+        return self.published
+
+    async def publish(self, store: object, *, dtype: str) -> int:
+        self.done.append(f"publish {self.version}")
+        return self.version
+
+    async def load(self, store: object, version: int) -> int:
+        self.done.append(f"load {version}")
+        return version
+
+    def step(self, checkpointer: Checkpointer) -> None:
+        """One step; afterwards the rollouts are ahead again."""
+        self.version += 1
+        self.batches = self.version
+        checkpointer.end_step()
+        self.batches += 1
+
+
+def checkpointer_of(parts: Parts, folder: Path) -> Checkpointer:
+    one = cast(Any, parts)
+    services = Services(trainer=one, generator=one, weights=one, reward=one, environment=None, devices=one)
+    return Checkpointer(Checkpoints(folder, keep=2), services, cast(RolloutExecutor, parts), folder)
+
+
+def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_it(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        first = checkpointer_of(parts, tmp_path)
+        first.scores[0] = 0.25
+        parts.step(first)
+        parts.step(first)
+        saved = await first.save()
+        assert (saved.step, first.saved) == (2, 2)
+        state = saved.controller_state()
+        assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
+        assert state == {"step": 2, "rollouts": {"batches": 2}, "scores": {"0": 0.25}}
+
+        again = Parts()
+        again.version = 2  # it loaded the training state
+        second = checkpointer_of(again, tmp_path)
+        await second.resume(saved)
+        assert (again.batches, second.scores, second.saved) == (2, {0: 0.25}, 2)
+
+    asyncio.run(check())
+
+
+def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_dies_meanwhile(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts(ReplicaError("killed", service="trainer"), ReplicaError("killed", service="trainer"))
+        checkpointer = checkpointer_of(parts, tmp_path)
+        for _ in range(2):
+            parts.step(checkpointer)
+        await checkpointer.save()
+        parts.step(checkpointer)
+        checkpointer.scores |= {0: 0.1, 2: 0.2, 3: 0.3}
+        assert await checkpointer.rollback() == 2
+        assert parts.done == [*["devices cleared", "restart at 2"] * 3, "publish 2", "load 2"]
+        assert (parts.batches, checkpointer.scores, checkpointer.saved) == (2, {0: 0.1, 2: 0.2}, 2)
+
+    asyncio.run(check())
+
+
+def test_without_a_checkpoint_a_rollback_goes_to_the_start_whose_weights_are_kept(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        parts.step(checkpointer)
+        assert await checkpointer.rollback() == 0
+        assert parts.done == ["devices cleared", "restart at 0", "load 0"]
+        assert (parts.batches, checkpointer.saved) == (0, None)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "error", [ReplicaError("killed", service="generator"), ServiceError("three restarts", service="trainer")]
+)
+def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError, tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts(error)
+        with pytest.raises(type(error), match=error.message):
+            await checkpointer_of(parts, tmp_path).rollback()
+        assert parts.done == ["devices cleared", "restart at 0"]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("version", "broken", "said"), [(2, {}, "holds the training state of step 2"), (1, {"scores": None}, "lacks")]
+)
+def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
+    version: int, broken: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        parts.step(checkpointer)
+        saved = await checkpointer.save()
+        path = saved.folder / "controller.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | broken))
+        parts.version = version
+        with pytest.raises(CheckpointError, match=said):
+            await checkpointer.resume(saved)
+
+    asyncio.run(check())

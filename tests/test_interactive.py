@@ -1,0 +1,42 @@
+"""A run that is worked with line by line, as in IPython: each line is a task of its own in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.services.generator import Generator
+from recipes.grpo import Config, start, step
+from tests.commands import metrics
+from tests.tiny import make_tiny_model, share_of_vowels
+
+
+def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(tmp_path: Path, nothing_left: None) -> None:
+    config = Config(
+        model=str(make_tiny_model(tmp_path / "model", bundled_model(default_cache()))),
+        tasks=("chain_sum:min_terms=2,max_terms=2", "leg_counting"),
+        groups_per_batch=2,
+        group_size=4,
+        held_out_tasks=4,
+        out=tmp_path / "run",
+        display="none",
+        generator=Generator.Config(max_model_tokens=512, kv_cache_gib=0.25),
+    )
+    with asyncio.Runner() as line:
+        run = line.run(start(config).open())
+        try:
+            line.run(run.reward.replace(share_of_vowels))
+            run.mixture["leg_counting"] = 0
+            line.run(step(run))
+            assert repr(run).startswith("Run  step 1 of 10")
+            assert run.last_batch is not None
+            assert run.last_batch.rewards.max() > 0, "of the new reward"
+            assert {group.task.source for group in run.last_batch.groups} == {"chain_sum"}
+            assert isinstance(line.run(run.generator.chat("What is 2 + 3?", max_tokens=4)), str)
+            line.run(step(run))
+        finally:
+            line.run(run.close())
+        line.run(run.close())  # again: nothing happens
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    assert not (tmp_path / "run" / "summary.json").exists(), "the same settings continue it"

@@ -1,0 +1,182 @@
+"""The start of a run and its end, with stand-ins for the services: what was started is stopped, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_rl.errors import ServiceError
+from forge_rl.run import services as services_module
+from forge_rl.types import Sampling
+from recipes.grpo import Config, start
+
+NAMES = {"trainer": "Trainer", "generator": "Generator", "weights": "WeightStore", "reward": "Reward"}
+NAMES["environment"] = "Environment"
+
+
+class Handle:
+    """Stands for the handle of any service."""
+
+    choice = "nowhere"
+    alive = True
+    busy_s = 0.0
+    version = parameters = 0
+    dtype = "float32"
+    sampling = Sampling(max_tokens=4)
+
+    def __init__(self, name: str, stopped: list[str]) -> None:
+        self.name = name
+        self.stopped = stopped
+        self.listeners: list[object] = []
+
+    def engines(self) -> dict[int, int]:
+        return {}
+
+    def drain_busy_s(self) -> list[float]:
+        return []
+
+    async def publish(self, store: object, *, dtype: str) -> int:
+        return 0
+
+    async def load(self, store: object, version: int) -> int:
+        return version
+
+    async def wait_idle(self) -> int:
+        return self.version
+
+    async def stop(self) -> None:
+        self.stopped.append(self.name)
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
+    """Services that start at once: those that were stopped, and what happens instead of a start, by name."""
+    stopped: list[str] = []
+    instead: dict[str, Any] = {}
+
+    def stage(name: str) -> None:
+        async def begin(*_: object, **__: object) -> Handle:
+            await asyncio.sleep(0)
+            if name in instead:
+                await instead[name]()
+            return Handle(name, stopped)
+
+        monkeypatch.setattr(getattr(services_module, NAMES[name]), "start", begin)
+
+    for name in NAMES:
+        stage(name)
+    return stopped, instead
+
+
+def config_of(out: Path) -> Config:
+    return Config(out=out, display="none", tasks=("chain_sum",), eval_every=0, checkpoint_every=0)
+
+
+def events(out: Path) -> str:
+    return (out / "events.jsonl").read_text()
+
+
+async def fail() -> None:
+    await asyncio.sleep(0.01)
+    raise ServiceError("no room", service="weights")
+
+
+def test_an_open_run_is_complete_and_its_close_stops_everything_once(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    stopped, _ = staged
+    with asyncio.Runner() as line:
+        run = line.run(start(config_of(tmp_path)).open())
+        parts = (run.trainer, run.generator, run.weights, run.reward, run.environment)
+        assert [getattr(part, "name", None) for part in parts] == list(NAMES)
+        assert (run.step, run.scores, run.last_batch, list(run.mixture)) == (0, {}, None, ["chain_sum"])
+        assert stopped == []
+        line.run(run.close())
+        line.run(run.close())
+    assert sorted(stopped) == sorted(NAMES)
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_reached_its_steps_leaves_a_summary(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with start(config_of(tmp_path)) as run:
+            run.scores.update({0: 0.25, 10: 0.5})
+            monkeypatch.setattr(run.trainer, "version", 10)
+
+    asyncio.run(check())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.pop("seconds") >= 0
+    assert summary == {"score_before": 0.25, "score_after": 0.5, "steps": 10, "faults": []}
+
+
+def test_when_one_service_does_not_start_the_others_are_stopped_and_the_folder_is_free_again(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    stopped, instead = staged
+
+    async def check() -> None:
+        async with start(config_of(tmp_path)):
+            raise AssertionError("it started")
+
+    instead["weights"] = fail
+    with pytest.raises(ServiceError, match="no room"):
+        asyncio.run(check())
+    assert sorted(stopped) == sorted({*NAMES} - {"weights"})
+    instead.clear()
+    with pytest.raises(AssertionError, match="it started"):
+        asyncio.run(check())
+
+
+@pytest.mark.parametrize("when", ["while a service starts", "in the body"])
+def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
+    when: str, staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    stopped, instead = staged
+    waiting = asyncio.Event()
+
+    async def never() -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    async def body() -> None:
+        async with start(config_of(tmp_path)):
+            await never()
+
+    async def check() -> None:
+        running = asyncio.create_task(body())
+        await waiting.wait()
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    if when == "while a service starts":
+        instead["generator"] = never
+    asyncio.run(check())
+    assert "a second Ctrl-C stops at once" in events(tmp_path)
+    assert sorted(stopped) == sorted({*NAMES} - {*instead})
+
+
+def test_a_fatal_fault_ends_the_body_with_its_name(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forge_rl.runtime.faults import Faults
+
+    seen: list[Faults] = []
+    monkeypatch.setattr(Faults, "install", lambda faults: seen.append(faults))
+
+    async def check() -> None:
+        async with start(config_of(tmp_path)):
+            seen[0].record("reward", 0, "its process was ended by SIGSEGV")
+            await asyncio.Event().wait()
+
+    with pytest.raises(ServiceError, match=r"reward.*SIGSEGV"):
+        asyncio.run(check())
+    assert "stopping" not in events(tmp_path)
+    assert sorted(staged[0]) == sorted(NAMES)
