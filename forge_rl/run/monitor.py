@@ -69,11 +69,11 @@ class RunMonitor:
 
     def take(self) -> dict[str, float]:
         """Depths of the queues, in their mean and at their highest, since this was last asked."""
-        return self._gauges.take()
+        return self._gauges.reset()
 
     def recoveries(self) -> list[Recovery]:
         """All faults so far, and what became of them."""
-        return [Recovery.of(fault, self._begun) for fault in self._faults.seen]
+        return [self._recovery(fault) for fault in self._faults.seen]
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
         """Draw something that lasted."""
@@ -100,12 +100,23 @@ class RunMonitor:
         return status
 
     def _on_fault(self, fault: Fault) -> None:
-        recovery = Recovery.of(fault, self._begun)
-        self._log.fault(recovery)
+        recovery = self._recovery(fault)
+        self._log.event(*recovery.event)
         if fault.recovered_s is None:
             self._draw(lambda trace: trace.instant(recovery.name, "fault", cause=fault.cause))
         else:
             self.span(recovery.name, "recovery", fault.at_s, fault.at_s + fault.recovered_s, True)
+
+    def _recovery(self, fault: Fault) -> Recovery:
+        return Recovery(
+            service=fault.service,
+            replica=fault.replica,
+            cause=fault.cause,
+            phase=fault.phase,
+            at_s=round(fault.at_s - self._begun, 3),
+            fatal=fault.fatal,
+            recovered_s=None if fault.recovered_s is None else round(fault.recovered_s, 3),
+        )
 
     def _draw(self, draw: Callable[[Trace], None]) -> None:
         """Draw something. Where that fails, the run goes on without a trace."""

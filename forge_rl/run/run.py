@@ -14,7 +14,7 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.packing import Packed
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import CheckpointError, ReplicaError
-from forge_rl.metrics import Histogram, Metric, PhaseClock, RunLog, lag_histogram
+from forge_rl.metrics import Metric, PhaseClock, RunLog, lag_histogram
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.run.config import RunConfig
@@ -114,7 +114,7 @@ class Run(Generic[C]):
         if batch is not None:
             self.last_batch = batch
             values |= batch_stats(batch)
-            values["lag/hist"] = Histogram(lag_histogram(batch))
+            values["lag/hist"] = lag_histogram(batch)
             self._clock.tokens("rollout", sum(episode.response_tokens for episode in batch.episodes))
         if packed is not None:
             values |= {

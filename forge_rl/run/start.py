@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -124,7 +125,7 @@ async def _start(
     held_out = mixture.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
     lock = prepare_folder(folder, config)
     display = Display(config.display, phase_clock=clock)
-    log = RunLog(display, *_sinks(config, folder), episodes=EpisodeSink(folder / "episodes.jsonl"))
+    log = RunLog(display, *_sinks(config, folder))
     watch = RunMonitor(folder, display, log, clock, faults)
     run = Run(config, folder, clock, faults, log, watch)
     watching: asyncio.Task[None] | None = None
@@ -223,6 +224,7 @@ def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
     sinks: list[Sink] = [
         JSONLSink(folder / "metrics.jsonl"),
         EventSink(folder / "events.jsonl"),
+        EpisodeSink(folder / "episodes.jsonl"),
         TensorBoardSink(folder / "tensorboard"),
     ]
     if config.wandb:
@@ -382,21 +384,18 @@ def _summarise(run: Run[C], display: Display) -> None:
         "score_after": scores[max(scores)] if scores else None,
         "steps": run.step,
         "seconds": round(run.seconds, 1),
-        "faults": [recovery.as_json() for recovery in recoveries],
+        "faults": [asdict(recovery) for recovery in recoveries],
     }
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    places = {
+    places: dict[str, object] = {
         "run folder": run.folder,
         "metrics": run.folder / "metrics.jsonl",
         "timeline": f"{run.folder / 'trace.json'} (open it in ui.perfetto.dev)",
     }
     if checkpoint is not None:
         places["model"] = checkpoint.model
-    display.summary(
-        places=places,
-        commands={"curves": f"tensorboard --logdir {run.folder / 'tensorboard'}"},
-        faults=recoveries,
-    )
+    places["curves"] = f"tensorboard --logdir {run.folder / 'tensorboard'}"
+    display.summary(places, recoveries)
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, object]:
