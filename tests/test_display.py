@@ -1,4 +1,4 @@
-"""What a person sees, drawn to a string at several widths, and once on a real pseudo-terminal."""
+"""The display, drawn to a string at several widths, and once on a real pseudo-terminal."""
 
 import asyncio
 import contextlib

@@ -233,8 +233,8 @@ def test_a_phase_that_fails_is_timed_and_ended() -> None:
 def test_a_listener_is_told_each_phase_at_its_end_also_one_that_fails() -> None:
     time = FakeClock()
     clock = PhaseClock(time)
-    told: list[tuple[str, float, float, str]] = []
-    clock.on_phase = lambda name, begin, end: told.append((name, begin, end, clock.current))
+    seen: list[tuple[str, float, float, str]] = []
+    clock.on_phase = lambda name, begin, end: seen.append((name, begin, end, clock.current))
 
     def fail() -> None:
         time.seconds += 4.0
@@ -242,11 +242,11 @@ def test_a_listener_is_told_each_phase_at_its_end_also_one_that_fails() -> None:
 
     with clock.phase("rollout"):
         time.seconds += 2.0
-        assert told == []
+        assert seen == []
     time.seconds += 1.0
     with pytest.raises(KeyError), clock.phase("train"):
         fail()
-    assert told == [("rollout", 100.0, 102.0, ""), ("train", 103.0, 107.0, "")]
+    assert seen == [("rollout", 100.0, 102.0, ""), ("train", 103.0, 107.0, "")]
     assert clock.finish_step() == {"seconds/rollout": 2.0, "seconds/train": 4.0, "seconds/step": 7.0}
 
 

@@ -70,7 +70,7 @@ class WandbSink(Sink):
 
     Args:
         project: name of the W&B project.
-        name: what W&B calls the run; its own choice when empty.
+        name: name of the run; W&B chooses one when it is empty.
         config: logged as the run's config, in place of the one in RunInfo.
 
     Raises:
@@ -78,7 +78,7 @@ class WandbSink(Sink):
     """
 
     def __init__(self, project: str, name: str = "", config: Mapping[str, object] | None = None) -> None:
-        # Imported here and not in start, so that what is missing is told before any service starts.
+        # Imported here and not in start, so that a missing package is reported before any service starts.
         try:
             import wandb
         except ImportError as error:

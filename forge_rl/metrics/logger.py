@@ -22,8 +22,8 @@ class RunLog:
         log.event("generator/1 failed: killed", "fault")
 
     Args:
-        display: what a person sees.
-        sinks: where values and events go. A JSONLSink among them also gives a resumed run's display its past.
+        display: shows the run to a person.
+        sinks: keep values and events. A JSONLSink among them also gives a resumed run's display its past.
     """
 
     def __init__(self, display: Display, *sinks: Sink) -> None:

@@ -1,4 +1,4 @@
-"""Where metrics go: the Sink protocol, and the files of a run folder, which go back to a step on resume."""
+"""Sinks for metrics: their base class, and the files of a run folder, which go back to a step on resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Steps = list[tuple[int, dict[str, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """Description of a run, told to each sink once."""
+    """Description of a run, given to each sink once."""
 
     recipe: str
     model: str
@@ -130,7 +130,7 @@ class EpisodeSink(Sink):
 
     Args:
         path: the file, such as `episodes.jsonl`.
-        episodes_per_step: how many to write for each batch; all of them if the batch has fewer.
+        episodes_per_step: number to write for each batch; all of them if the batch has fewer.
     """
 
     def __init__(self, path: Path, episodes_per_step: int = 8) -> None:

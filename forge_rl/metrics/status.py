@@ -1,4 +1,4 @@
-"""What a run tells of itself while it goes: how far the rollouts are, and its faults."""
+"""Status of a run while it goes: progress of its rollouts, and its faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge_rl.metrics.sinks import Level
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
-    """How far the rollouts of a batch are, as of now."""
+    """Progress of a batch's rollouts, as of now."""
 
     batch: int
     """Number of the batch that is waited for."""
@@ -61,7 +61,7 @@ class Recovery:
     at_s: float
     """Seconds since the run began."""
     fatal: bool = False
-    """Whether it ended the run."""
+    """True if it ended the run."""
     recovered_s: float | None = None
     """Seconds from the fault to full strength; None while the replica does not serve."""
 

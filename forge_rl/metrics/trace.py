@@ -22,7 +22,7 @@ _RESERVE_BYTES = 2048
 """Kept free for the notice that the file is full, with its lane, and for the closing bracket."""
 _FULL = "the trace is full: nothing is written after this"
 _SERVICES = ("controller", "trainer", "generator", "environment", "reward", "weights")
-"""From top to bottom; others come below."""
+"""Services in the order of their lanes from top to bottom; others come below."""
 _FIRST_TID = 1000
 """Viewers take a thread whose tid is a pid for that process's main thread, so these are numbers apart."""
 _EVENT = re.compile(rb'\{"ph":"[bCeiX]","ts":(\d+)(?:,"dur":(\d+))?(?:,"id":"(\d+)")?')

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel on a terminal, a line for each step elsewhere."""
+"""The display of a run: a live panel on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Display(Sink):
         """Show the run's title, and in live mode the panel.
 
         Args:
-            info: what the run is.
-            history: what a resumed run has logged before, so that its curves begin at the first step.
+            info: description of the run.
+            history: steps that a resumed run has logged before, so that its curves begin at the first step.
         """
         self._state.info = info
         self.rollback(info.step, history)
@@ -145,8 +145,8 @@ class Display(Sink):
         Plain mode tells it in a line, and how far a rollout is that lasts, every 30 s at most.
 
         Args:
-            waiting: what is waited for, such as "generator replica 1, call load for 34 s"; "" if that is not known.
-            status: how far the rollouts are; None while there are none.
+            waiting: names what is waited for, such as "generator replica 1, call load"; "" if that is not known.
+            status: progress of the rollouts; None while there are none.
         """
         now, rollout = self._clock(), status()
         phase, in_phase, _ = self._phase_clock.now()
@@ -180,15 +180,16 @@ class Display(Sink):
         """Tell of something that happened; warnings are yellow, faults red. In live mode it stays above the panel."""
         self._state.warnings += level == "warning"
         self._state.faults += level == "fault"
-        styles = {"info": "", "warning": "yellow", "fault": "bold red"}
-        self._print(text if level == "info" else f"{level}: {text}", styles[level], live=True)
+        style = {"info": "", "warning": "yellow", "fault": "bold red"}[level]
+        at = f"{duration(self._clock() - self._begun)}  " if self.mode == "live" else ""
+        self._print(at + (text if level == "info" else f"{level}: {text}"), style, live=True)
 
     def summary(self, places: Mapping[str, object] | None = None, faults: Sequence[Recovery] = ()) -> None:
         """End the display and print what came of the run.
 
         Args:
             places: where things lie, and commands to look further: {"run folder": path, "curves": "tensorboard ..."}.
-            faults: what failed, and what became of it; a table above the rest.
+            faults: shown as a table above the rest.
         """
         self.close()
         if self.mode != "none":

@@ -22,18 +22,11 @@ from forge_rl.metrics.phases import PhaseClock
 WIDEST = 100
 """Columns: beyond this, bars stretch and say no more."""
 BLOCKED_S = 10.0
-"""Seconds that the controller may go without telling of itself before the panel says so."""
+"""Seconds that the controller may go without a poll before the panel says so."""
 
 
 class RunPanel:
-    """A renderable that shows the state at the time it is drawn.
-
-    Args:
-        state: what is shown.
-        phase_clock: knows the current phase.
-        console: where the panel is drawn.
-        clock: monotonic seconds.
-    """
+    """A renderable that shows the state at the time it is drawn; `clock` gives monotonic seconds."""
 
     def __init__(self, state: RunState, phase_clock: PhaseClock, console: Console, clock: Callable[[], float]) -> None:
         self._state = state
@@ -89,24 +82,20 @@ class RunPanel:
             if (eta := state.eta_s(in_step)) is not None:
                 times["eta"] = duration(eta)
             yield "phase", _flow(times, self._spinner if name else Text("none"))
-        if state.rollout is not None:
-            yield "rollout", _flow(state.rollout.parts(), Text(f"batch {state.rollout.batch}", style="bold"))
-        for text in self._waits(now):
+        # Read once each: the controller may set them to None while this thread draws.
+        rollout, polled, waiting = state.rollout, state.polled_at, state.waiting
+        if rollout is not None:
+            yield "rollout", _flow(rollout.parts(), Text(f"batch {rollout.batch}", style="bold"))
+        if polled is not None and now - polled >= BLOCKED_S:
+            # Only the drawing thread can tell; what was waited for before may be over.
+            text = f"the controller, whose event loop has been blocked for {duration(now - polled)}"
             yield "waiting", Text(text, style="yellow")
+        elif waiting is not None:
+            yield "waiting", Text(f"{waiting[0]}; {duration(now - waiting[1])} without progress", style="yellow")
         yield from _results(state)
         problems = {"faults": state.faults, "warnings": state.warnings}
         if any(problems.values()):
             yield "problems", _flow({name: str(many) for name, many in problems.items() if many}, style="yellow")
-
-    def _waits(self, now: float) -> Iterator[str]:
-        """Say what is waited for, and for how long."""
-        polled, waiting = self._state.polled_at, self._state.waiting
-        if polled is not None and now - polled >= BLOCKED_S:
-            # Only the drawing thread can tell; what was waited for before may be over.
-            yield f"the controller, whose event loop has been blocked for {duration(now - polled)}"
-        elif waiting is not None:
-            text, since = waiting
-            yield f"{text}; {duration(now - since)} without progress"
 
 
 def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:

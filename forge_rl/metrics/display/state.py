@@ -1,4 +1,4 @@
-"""What the display knows of a run: its curves, the last values, and what it waits for."""
+"""State of a run as the display knows it: curves, last values, rollouts, and what is waited for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELD_OUT = "held_out"
 
 @dataclass(kw_only=True)
 class RunState:
-    """What is shown of a run.
+    """State of a run that is shown.
 
     The drawing thread reads it while the controller goes on, so its fields are replaced, never changed in place.
     """
@@ -37,9 +37,9 @@ class RunState:
     """Durations of the last few steps."""
     rollout: RolloutStatus | None = None
     waiting: tuple[str, float] | None = None
-    """What a run that does not move waits for, and since when nothing has moved."""
+    """Name of what a run that does not move waits for, and the time since which nothing has moved."""
     polled_at: float | None = None
-    """When the controller last told of itself; None if it does not."""
+    """Time at which the controller last polled; None if it does not."""
     warnings: int = 0
     faults: int = 0
 
@@ -101,10 +101,10 @@ def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:
 
 def phases(values: Mapping[str, float]) -> dict[str, str]:
     """Format each phase's time, and tokens a second where tokens were counted, in the order measured."""
-    shown = {name.removeprefix("seconds/"): value for name, value in values.items() if name.startswith("seconds/")}
-    shown.pop("step", None)
-    rates = {name: values.get(f"tokens_per_s/{name}") for name in shown}
-    return {
-        name: duration(seconds) + ("" if (rate := rates[name]) is None else f" {rate:,.0f} tok/s")
-        for name, seconds in shown.items()
-    }
+    shown: dict[str, str] = {}
+    for name, seconds in values.items():
+        kind, _, phase = name.partition("/")
+        if kind == "seconds" and phase != "step":
+            rate = values.get(f"tokens_per_s/{phase}")
+            shown[phase] = duration(seconds) + ("" if rate is None else f" {rate:,.0f} tok/s")
+    return shown

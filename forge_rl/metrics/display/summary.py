@@ -16,15 +16,7 @@ from forge_rl.metrics.status import Recovery
 def print_summary(
     console: Console, state: RunState, seconds: float, places: Mapping[str, str], faults: Sequence[Recovery]
 ) -> None:
-    """Print scores before and after, steps, time, faults, and where things lie.
-
-    Args:
-        console: where to print.
-        state: of the run at its end.
-        seconds: wall time.
-        places: what to tell besides, such as {"run folder": path}.
-        faults: what failed, and what became of it; a table above the rest.
-    """
+    """Print scores before and after, steps, wall time, faults, and where things lie; see Display.summary."""
     console.print()
     if faults:
         console.print(faults_table(faults))
@@ -48,15 +40,12 @@ def print_summary(
 
 
 def faults_table(faults: Sequence[Recovery]) -> Table:
-    """One row for each fault, in the order of time."""
+    """Return a table of the faults in the order of time."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("at", justify="right", no_wrap=True)
-    table.add_column("fault of", no_wrap=True)
-    table.add_column("phase", no_wrap=True)
-    table.add_column("recovered", justify="right", no_wrap=True)
+    for name in ("at", "fault of", "phase", "recovered"):
+        table.add_column(name, justify="right" if name in ("at", "recovered") else "left", no_wrap=True)
     table.add_column("cause", overflow="fold")
     for row in sorted(faults, key=lambda row: row.at_s):
-        style = "green" if row.recovered_s is not None else "bold red"
-        outcome = Text(row.outcome, style=style)
+        outcome = Text(row.outcome, style="green" if row.recovered_s is not None else "bold red")
         table.add_row(duration(row.at_s), row.name, row.phase, outcome, Text(row.cause.strip()))
     return table

@@ -1,4 +1,4 @@
-"""One request from its choices to its response, whichever API it came by."""
+"""The response to one request: decodes its choices, records them and writes them, whichever API it came by."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from abc import ABC, abstractmethod
 
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.chat import extend_digest
-from forge_rl.gateway.choices import Choice, Piece, decode
+from forge_rl.gateway.choices import Choice, ChoiceDelta, decode
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.wire import Writer
+from forge_rl.gateway.wire import ResponseWriter
 
 
-class Job(ABC):
-    """One request.
+class ApiResponse(ABC):
+    """Decodes the choices of a request and writes them; a subclass knows the API's format.
 
     Args:
-        choices: to be decoded.
-        streamed: write each piece as it comes.
+        choices: completions to decode.
+        streamed: write each delta as it comes.
     """
 
     def __init__(self, choices: tuple[Choice, ...], *, streamed: bool) -> None:
@@ -25,66 +25,67 @@ class Job(ABC):
 
     @abstractmethod
     def body(self) -> dict[str, object]:
-        """The response that is not streamed."""
+        """Return the response that is not streamed."""
 
     @abstractmethod
-    def opening(self) -> bytes:
-        """Events before the first piece."""
+    def stream_start(self) -> bytes:
+        """Return the events before the first delta."""
 
     @abstractmethod
-    def piece(self, choice: Choice, piece: Piece) -> bytes:
-        """Events for a piece of a choice."""
+    def stream_delta(self, choice: Choice, added: ChoiceDelta) -> bytes:
+        """Return the events for what a chunk adds to a choice."""
 
     @abstractmethod
-    def closing(self, choice: Choice) -> bytes:
-        """Events for the end of a choice."""
+    def stream_finish(self, choice: Choice) -> bytes:
+        """Return the events for the end of a choice."""
 
     @abstractmethod
-    def ending(self) -> bytes:
-        """Events after all choices."""
+    def stream_end(self) -> bytes:
+        """Return the events after all choices."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt counted once."""
+        """Tokens of the prompts, each prompt counted once."""
         return sum(
             len(prompt.token_ids) for prompt in {id(choice.prompt): choice.prompt for choice in self.choices}.values()
         )
 
     @property
     def completion_tokens(self) -> int:
+        """Tokens of all choices."""
         return sum(choice.completion_tokens for choice in self.choices)
 
-    async def run(self, backend: Backend, session: Session | None, writer: Writer) -> None:
-        """Decode, record, respond.
+    async def run(self, backend: Backend, session: Session | None, writer: ResponseWriter) -> None:
+        """Decode, record and write.
 
         Raises:
-            ForgeError: the backend's; nothing is recorded then.
-            ClientGone: the client takes nothing.
+            ForgeError: the backend failed; nothing is recorded then.
+            ClientGone: the client does not read.
         """
         key = session.key if session is not None else None
         if not self.streamed:
             await decode(backend, self.choices, session=key)
             self._record(session)
-            await writer.whole(self.body())
+            await writer.write_json(self.body())
             return
         left = len(self.choices)
-        opening = self.opening()
+        opening = self.stream_start()
 
-        async def show(choice: Choice, piece: Piece) -> None:
+        async def write_delta(choice: Choice, added: ChoiceDelta) -> None:
             nonlocal left, opening
-            data = self.piece(choice, piece)
+            data = self.stream_delta(choice, added)
             if choice.finish:
-                data += self.closing(choice)
+                data += self.stream_finish(choice)
                 left -= 1
                 if left == 0:  # before the client can ask for what follows
                     self._record(session)
             begin, opening = opening, b""
             if begin or data:
-                await writer.event(begin + data)
+                await writer.write_event(begin + data)
 
-        await decode(backend, self.choices, session=key, show=show)
-        await writer.event(self.ending())
-        await writer.end()
+        await decode(backend, self.choices, session=key, on_delta=write_delta)
+        await writer.write_event(self.stream_end())
+        await writer.end_stream()
 
     def _record(self, session: Session | None) -> None:
         if session is None or session.closed:
