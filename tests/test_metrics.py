@@ -1,4 +1,4 @@
-"""Values that merge, histograms, gauges, and the phase clock."""
+"""Values that merge, histograms, and the phase clock."""
 
 import math
 import pickle
@@ -7,7 +7,6 @@ import pytest
 
 from forge_rl.errors import ForgeError, ServiceError
 from forge_rl.metrics import (
-    Gauges,
     Histogram,
     Max,
     Mean,
@@ -100,24 +99,6 @@ def test_tokens_are_counted_by_lag_over_all_turns() -> None:
     lags = lag_histogram(batch)
     assert list(lags.counts.items()) == [(0, 5), (1, 2), (2, 1)]
     assert lag_histogram(Batch(groups=(), version=5)) == Histogram({})
-
-
-def test_a_gauge_has_its_mean_over_time_and_its_highest_value_since_the_last_reset() -> None:
-    time = FakeClock()
-    gauges = Gauges(clock=time)
-    assert gauges.reset() == {}
-    gauges.set("queue", 10)
-    time.seconds += 1.0
-    gauges.set("queue", 30)
-    gauges.set("queue", 2)
-    time.seconds += 3.0
-    assert gauges.reset() == {"queue/mean": 4.0, "queue/max": 30}
-    assert gauges.reset() == {"queue/mean": 2, "queue/max": 2}
-    time.seconds += 1.0
-    gauges.set("queue", 6)
-    gauges.set("running", 1)
-    time.seconds += 1.0
-    assert gauges.reset() == {"queue/mean": 4.0, "queue/max": 6, "running/mean": 1.0, "running/max": 1}
 
 
 def test_a_step_reports_seconds_tokens_and_busy_shares() -> None:

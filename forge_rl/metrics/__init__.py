@@ -8,7 +8,6 @@ from forge_rl.metrics.sinks import EpisodeSink, EventSink, JSONLSink, Level, Met
 from forge_rl.metrics.status import Recovery, RolloutStatus
 from forge_rl.metrics.trace import Trace
 from forge_rl.metrics.values import (
-    Gauges,
     Histogram,
     Max,
     Mean,
@@ -24,7 +23,6 @@ __all__ = [
     "Display",
     "EpisodeSink",
     "EventSink",
-    "Gauges",
     "Histogram",
     "JSONLSink",
     "Level",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from forge_rl.types import Batch
@@ -109,42 +108,3 @@ def lag_histogram(batch: Batch) -> Histogram:
         for turn in episode.turns:
             versions.update(turn.versions)
     return Histogram({batch.version - version: versions[version] for version in sorted(versions, reverse=True)})
-
-
-@dataclass(slots=True)
-class _Gauge:
-    value: float
-    since: float
-    begun: float
-    highest: float
-    area: float = 0.0
-    """Integral of the value over time, up to `since`."""
-
-
-class Gauges:
-    """Keeps the mean over time and the highest value of quantities that go up and down, such as a queue's depth.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._gauges: dict[str, _Gauge] = {}
-
-    def set(self, name: str, value: float) -> None:
-        """Set the value that a quantity has from now on."""
-        now = self._clock()
-        gauge = self._gauges.setdefault(name, _Gauge(value, since=now, begun=now, highest=value))
-        gauge.area += gauge.value * (now - gauge.since)
-        gauge.value, gauge.since, gauge.highest = value, now, max(gauge.highest, value)
-
-    def reset(self) -> dict[str, float]:
-        """Return `<name>/mean` and `<name>/max` since the last reset, or since a quantity was first set."""
-        now, values = self._clock(), {}
-        for name, gauge in self._gauges.items():
-            lasted, area = now - gauge.begun, gauge.area + gauge.value * (now - gauge.since)
-            values[f"{name}/mean"] = area / lasted if lasted > 0.0 else gauge.value
-            values[f"{name}/max"] = gauge.highest
-            self._gauges[name] = _Gauge(gauge.value, since=now, begun=now, highest=gauge.value)
-        return values

@@ -8,7 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError
-from forge_rl.metrics import Display, Gauges, PhaseClock, Recovery, RolloutStatus, RunLog, Trace
+from forge_rl.metrics import (
+    Display,
+    Max,
+    Mean,
+    PhaseClock,
+    Recovery,
+    RolloutStatus,
+    RunLog,
+    Trace,
+    Value,
+    merge_all,
+    reduce,
+)
 from forge_rl.runtime.faults import Fault, Faults
 
 
@@ -40,7 +52,7 @@ class RunMonitor:
         self._faults = faults
         self._begun = now()
         self._trace: Trace | None = Trace(folder / "trace.json", clock=now)
-        self._gauges = Gauges(clock=now)
+        self._depths: dict[str, Value] = {}
         self._status: Callable[[], RolloutStatus] | None = None
         self._missing: Callable[[], str] = str
         clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
@@ -68,8 +80,10 @@ class RunMonitor:
         return f"{call.service}{replica}, call {call.method}{others}"
 
     def take(self) -> dict[str, float]:
-        """Depths of the queues, in their mean and at their highest, since this was last asked."""
-        return self._gauges.reset()
+        """Return the mean and the highest depth of each queue over a sample a second, since the last call."""
+        self._look()
+        depths, self._depths = self._depths, {}
+        return reduce(depths)
 
     def recoveries(self) -> list[Recovery]:
         """All faults so far, and what became of them."""
@@ -95,7 +109,8 @@ class RunMonitor:
             "queue/tools": status.episodes_waiting,
         }
         for name, depth in depths.items():
-            self._gauges.set(name, depth)
+            sample: dict[str, Value] = {f"{name}/mean": Mean(depth, 1), f"{name}/max": Max(depth)}
+            self._depths = merge_all([self._depths, sample])
             self._draw(functools.partial(Trace.counter, name=name, value=depth))
         return status
 
