@@ -277,7 +277,7 @@ def test_it_ends_with_its_requests():
                 for headers in keys
                 for stream in (False, True)
             ]
-            await until(lambda: backend.open == 4)
+            await until(lambda: backend.chunks == 4)
             await gateway.stop()
             answers = await asyncio.gather(*running)
             assert [answer.status_code for answer in answers] == [503, 200, 503, 200]

@@ -46,9 +46,7 @@ class ApiResponse(ABC):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompts, each prompt counted once."""
-        return sum(
-            len(prompt.token_ids) for prompt in {id(choice.prompt): choice.prompt for choice in self.choices}.values()
-        )
+        return sum({id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}.values())
 
     @property
     def completion_tokens(self) -> int:

@@ -262,13 +262,9 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._caller(request.headers)
-        models = [self._model_card(name) for name in self._request_builder.models]
-        ends = {
-            "first_id": self._request_builder.models[0],
-            "last_id": self._request_builder.models[-1],
-            "has_more": False,
-        }
-        return JSONResponse({"object": "list", "data": models, **ends})
+        names = self._request_builder.models
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **ends})
 
     async def _model(self, request: Request) -> Response:
         self._caller(request.headers)
@@ -276,7 +272,6 @@ class Gateway:
 
     def _model_card(self, name: str) -> dict[str, object]:
         """Describe a model for both OpenAI's and Anthropic's clients."""
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started_s))
         return {
             "id": name,
             "object": "model",
@@ -285,7 +280,7 @@ class Gateway:
             "max_model_len": self._backend.max_model_tokens,
             "type": "model",
             "display_name": name,
-            "created_at": created,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started_s)),
         }
 
     async def _health(self, request: Request) -> Response:
