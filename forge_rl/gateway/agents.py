@@ -1,4 +1,4 @@
-"""Runs agents that know only an API: each episode has a session of the gateway, which records its turns."""
+"""Episodes of agents that know nothing but an API: each has a session of the gateway, and its turns are recorded."""
 
 from __future__ import annotations
 
@@ -18,34 +18,31 @@ from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task
 
 Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | None]]
 """Works on a task with the policy that it finds at session.base_url under session.key. Returns what is to be scored;
-None stands for the policy's last turn. Work that blocks for long must run in a thread or a process.
-
-Example: `async def agent(task, session): ...  # ask OpenAI's client at session.base_url, return the text`
-"""
+None stands for the policy's last answer. What blocks for long must run in a thread or a process."""
 
 
 class PolicyClient(Protocol):
-    """Decodes one episode's turns on the engines."""
+    """An episode's way to the engines."""
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling parameters of the episode's turns."""
+        """How its answers are drawn."""
 
     def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Decode a turn; one at a time."""
+        """Decode an answer; one at a time."""
 
 
 class Scorer(Protocol):
-    """Scores the text that an episode ends with."""
+    """What scores an episode."""
 
     async def score(self, task: Task, text: str) -> float: ...
 
 
 class SessionBackend:
-    """Decodes each session's requests by its episode's client, and requests without a session by another backend.
+    """Answers of sessions from the engines that their episodes are granted; of others as `outside` has them.
 
     Args:
-        outside: decodes requests without a session.
+        outside: decodes what is of no session.
     """
 
     def __init__(self, outside: Backend) -> None:
@@ -56,7 +53,7 @@ class SessionBackend:
 
     @contextlib.contextmanager
     def seated(self, session: Session, client: PolicyClient) -> Iterator[None]:
-        """Decode the session's requests by this client while the body runs."""
+        """While the body runs, a session's answers come by this client."""
         self._clients[session.key] = (client, asyncio.Lock())
         try:
             yield
@@ -66,7 +63,7 @@ class SessionBackend:
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
     ) -> AsyncGenerator[Chunk, None]:
-        """See Backend.stream. Requests of one session are decoded one after the other."""
+        """See Backend.stream. Answers of one session are decoded one after the other."""
         if session is None:
             answer = self._outside.stream(prompt_ids, sampling, session=None)
             async with contextlib.aclosing(answer) as chunks:
@@ -80,12 +77,12 @@ class SessionBackend:
 
 
 class AgentEpisodeRunner:
-    """Makes episodes by an agent, each in a session of its own.
+    """Attempts at tasks by an agent, each in a session of its own.
 
     Args:
-        agent: works on the tasks.
-        gateway: where the agent finds the policy.
-        backend: the gateway's backend.
+        agent: makes them.
+        gateway: that it finds the policy at.
+        backend: of that gateway.
         reward: scores what the agent returns.
         deadline_s: longest time for an attempt, with all that it waits for.
         clock: monotonic seconds.
@@ -109,7 +106,7 @@ class AgentEpisodeRunner:
         self._clock = clock
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
-        """Make one episode. Whatever the agent or a service fails at is an outcome."""
+        """One attempt. Whatever the agent or a service fails at is an outcome."""
         began = self._clock()
         session = self._gateway.open(task.id, sampling=client.sampling)
 
@@ -134,7 +131,7 @@ class AgentEpisodeRunner:
             return ended(Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR, problem=str(error))
 
     async def _work(self, task: Task, session: Session) -> tuple[Outcome, str, str]:
-        """Run the agent and close the session; return the outcome, the text to score, and what went wrong."""
+        """How the agent's work ended, with what text, and what went wrong. The session is closed afterwards."""
         text, failure = None, ""
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
@@ -162,10 +159,10 @@ class AgentEpisodeRunner:
 async def serving_agents(
     agent: Agent, config: GatewayConfig, outside: Backend, tokenizer: Tokenizer, reward: Scorer
 ) -> AsyncIterator[AgentEpisodeRunner]:
-    """Serve a gateway for an agent's episodes while the body runs.
+    """A gateway for the attempts of an agent.
 
     Raises:
-        ConfigError: the gateway cannot listen.
+        ConfigError: it cannot listen.
     """
     backend = SessionBackend(outside)
     async with Gateway(config, backend, tokenizer) as gateway:

@@ -1,4 +1,4 @@
-"""The backend that a gateway decodes with, and the one that a Generator makes, which survives engines that die."""
+"""What the gateway asks for answers, and how a Generator gives them also when engines die."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Decodes completions."""
+    """Decodes answers."""
 
     @property
     def model(self) -> str:
@@ -20,25 +20,25 @@ class Backend(Protocol):
 
     @property
     def max_model_tokens(self) -> int:
-        """Longest prompt and completion together."""
+        """Longest prompt and answer together."""
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
     ) -> AsyncGenerator[Chunk, None]:
-        """Decode a completion; its last chunk, and no other, says why it ends. Closing the generator ends the request.
+        """Decode one answer; its last chunk, and no other, says why it ends. Closing the generator ends the request.
 
         Args:
             prompt_ids: everything that the model is shown.
-            sampling: how tokens are sampled.
+            sampling: how the answer is drawn.
             session: key of the session that asks, None outside of one.
 
         Raises:
-            ForgeError: decoding failed; see errors.from_forge_error for what clients are told.
+            ForgeError: there is no answer; see errors.of_forge for what clients are told.
         """
 
 
 class GeneratorBackend:
-    """Decodes with a Generator: an engine that dies is replaced by another in the middle of a completion."""
+    """Answers of a Generator: an engine that dies is replaced by another in the middle of an answer."""
 
     def __init__(self, generator: Generator, model: str) -> None:
         self._generator = generator
