@@ -1,4 +1,4 @@
-"""What every benchmark shares: flags, the report with commit, versions and machine, its table and its JSON file."""
+"""Common parts of the benchmarks: flags, the report with commit, versions and machine, its table and its JSON file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ C = TypeVar("C", bound=BenchmarkConfig)
 
 
 class Report:
-    """What a benchmark measured, where, and with what.
+    """Measurements of a benchmark, with its machine, versions and settings.
 
     Args:
         benchmark: name of the benchmark.
@@ -143,7 +143,7 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def machine() -> dict[str, object]:
-    """What the benchmark runs on; nothing that names the machine or its user."""
+    """Describe the machine; nothing that names it or its user."""
     found: dict[str, object] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -182,8 +182,8 @@ def run_benchmark(
     Exit status: 0 when all was measured, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
-        name: of the benchmark.
-        config_class: its flags.
+        name: name of the benchmark.
+        config_class: class of its flags.
         measure: fills the report, or raises a ForgeError.
         args: flags, those of the command line by default.
     """

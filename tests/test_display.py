@@ -1,4 +1,4 @@
-"""What a person sees, drawn to a string at several widths, and once on a real pseudo-terminal."""
+"""The display, drawn to a string at several widths, and once on a real pseudo-terminal."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import Display, Histogram, Mode, PhaseClock, Recovery, RolloutStatus, RunInfo
-from forge_rl.metrics.display.format import count, countdown, duration, keep_end, number, sparkline
+from forge_rl.metrics.display.format import duration, number, sparkline
 
 STEP = {
     "reward/mean": 0.4531,
@@ -60,6 +60,10 @@ class Bench:
             self.console.print(self.display.panel)
         return capture.get().splitlines()
 
+    def text(self) -> str:
+        """The live panel's words, however they are broken into lines."""
+        return " ".join(" ".join(line.strip("│ ") for line in self.panel()).split())
+
 
 def busy_run(width: int, height: int = 24) -> Bench:
     bench = Bench(mode="none", width=width, height=height)
@@ -73,7 +77,6 @@ def busy_run(width: int, height: int = 24) -> Bench:
     display.log(19, {"held_out": 0.91})
     display.startup("generator/1", "starting", "loads version 18, on the second device of the host")
     display.progress("dequantise", 0.5)
-    display.waiting("generator/1 to restart, which should have taken 30 s")
     for i in range(7):
         display.event(f"event {i}: " + "something that takes many words to tell " * 4)
     display.event("a replica gave no sign of life [red]not markup[/red]", "fault")
@@ -96,33 +99,32 @@ def test_the_panel_shows_the_numbers_at_every_width(width: int) -> None:
     bench = busy_run(width, height=60)
     with bench.phases.phase("rollout"):
         bench.seconds += 75.0
-        text = "\n".join(bench.panel())
+        text = bench.text()
     for shown in (
         "grpo · smollm2-135m",
         "/runs/a",
         "19/20",
-        "95%",
-        "eta 0:00",
+        "eta 0.00s",
         "rollout 1:15",
         "elapsed 1:16",
         "0.750",
         "min 0.03 max 0.75",
         "█",
         "0.50 → 0.91",
-        "loss -0.012",
-        "gap 0.0004",
-        "grad 0.81",
+        "loss -0.0123",
+        "gap 0.00041",
+        "grad 0.812",
         "rollout 2.1s 512 tok/s",
         "train 6.0s 310 tok/s",
         "publish 0.9s",
-        "trainer ━━━━━─── 62%",
-        "generator/0 ━━────── 25%",
-        "generator/1 1:15",
-        "dequantise",
-        "equal rewards",
-        "1 fault   1 warning",
+        "trainer 62%",
+        "generator 25%",
+        "0:01:15",
+        "faults 1",
+        "warnings 1",
     ):
         assert shown in text, f"{shown!r} is not in\n{text}"
+    assert ("generator/1" in text and "dequantise" in text) or width < 80
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
@@ -131,13 +133,13 @@ def test_a_panel_of_an_ordinary_run_fits_a_terminal_of_24_lines(width: int) -> N
     bench.display.log(0, {"held_out": 0.5})
     for step in range(1, 10):
         bench.display.log(step, STEP)
-    bench.display.waiting("generator/1 to restart")
     for _ in range(9):
         bench.display.event("something that takes many words to tell " * 4, "warning")
     with bench.phases.phase("train"):
+        poll_for(bench, 12, status=STATUS)
         lines = bench.panel()
     assert len(lines) <= 24
-    assert any("9 warnings" in line for line in lines)
+    assert any("warnings 9" in line for line in lines)
 
 
 def test_services_are_shown_while_they_start_and_vanish_when_the_first_phase_begins() -> None:
@@ -145,18 +147,26 @@ def test_services_are_shown_while_they_start_and_vanish_when_the_first_phase_beg
     bench.display.startup("trainer", "starting", "1 rank")
     bench.display.startup("generator", "starting")
     bench.seconds += 3.0
-    bench.display.startup("trainer", "ready")
-    bench.display.startup("reward", "failed", "no module named x")
+    bench.display.startup("trainer", "ready", "1 rank")
     bench.seconds += 2.0
-    text = "\n".join(bench.panel())
-    assert "✓ trainer 3.0s" in text
-    assert "generator 5.0s" in text
-    assert "✗ reward 0.00s  no module named x" in text
+    trainer, generator = (line for line in bench.panel() if "trainer" in line or "generator" in line)
+    assert "100% 0:00:03 1 rank" in trainer
+    assert "100%" not in generator
+    assert "0:00:05" in generator
     bench.display.startup("generator", "ready")
     with bench.phases.phase("rollout"):
-        text = "\n".join(bench.panel())
+        text = bench.text()
     assert "generator" not in text
-    assert "✗ reward" in text
+    assert "trainer" not in text
+
+
+def test_a_service_that_fails_to_start_is_told_and_its_bar_vanishes() -> None:
+    bench = Bench()
+    bench.display.startup("reward", "starting")
+    bench.seconds += 2.0
+    bench.display.startup("reward", "failed", "no module named x")
+    assert bench.lines()[-1] == "reward failed after 2.0s  no module named x"
+    assert "reward" not in bench.text()
 
 
 def test_a_service_that_starts_again_is_timed_anew() -> None:
@@ -176,18 +186,17 @@ def test_a_service_that_starts_again_is_timed_anew() -> None:
     ]
 
 
-def test_many_devices_of_a_service_are_one_mean_and_its_range() -> None:
+def test_the_devices_of_a_service_are_one_mean_and_its_range() -> None:
     bench = Bench(mode="none", width=100)
     bench.display.log(1, {f"busy/generator/{i}": share for i, share in enumerate((0.2, 0.4, 0.6, 0.8, 1.0))})
-    text = "\n".join(bench.panel())
-    assert "generator x5 ━━━━━─── 60% (20% to 100%)" in text
+    assert "generator x5 60% (20% to 100%)" in bench.text()
 
 
 def test_a_step_in_plain_mode_is_one_line() -> None:
     bench = Bench(width=40)
     bench.display.log(3, STEP)
     assert bench.lines()[-1] == (
-        "step  3/20  reward 0.453  loss -0.012  gap 0.0004  grad 0.81  rollout 2.1s 512 tok/s  "
+        "step  3/20  reward 0.453  loss -0.0123  gap 0.00041  grad 0.812  rollout 2.1s 512 tok/s  "
         "train 6.0s 310 tok/s  publish 0.9s  eta 2:42"
     )
 
@@ -197,23 +206,26 @@ def test_the_title_and_held_out_scores_in_plain_mode() -> None:
     bench.display.log(2, {"held_out": 0.5, "held_out/gsm8k": 0.25})
     assert bench.lines() == [
         "grpo  smollm2-135m  /runs/a  20 steps  resumed after step 2",
-        "step  2/20  held-out 0.500  held-out gsm8k 0.250",
+        "step  2/20  held-out 0.5  held-out gsm8k 0.25",
     ]
 
 
 def test_the_eta_is_the_median_of_recent_steps_times_the_steps_left() -> None:
-    bench = Bench(mode="none")
+    bench = Bench()
     for step, seconds in enumerate((10.0, 12.0, 500.0), 1):
         bench.display.log(step, {"seconds/step": seconds})
-    assert bench.display.state.eta_s() == 12.0 * 17
-    assert bench.display.state.eta_s(elapsed=5.0) == 12.0 * 17 - 5.0
-    assert bench.display.state.eta_s(elapsed=50.0) == 12.0 * 16
+    assert bench.lines()[-1].endswith("eta 3:24")  # 12 s times 17
+    for passed, eta in ((5.0, "3:19"), (50.0, "3:12")):
+        bench.phases.finish_step()
+        with bench.phases.phase("train"):
+            bench.seconds += passed
+            assert f"eta {eta}" in bench.text()
 
 
 def test_the_time_before_the_first_step_is_no_step() -> None:
-    bench = Bench(mode="none")
+    bench = Bench()
     bench.display.log(0, {"seconds/step": 300.0})
-    assert bench.display.state.eta_s() is None
+    assert "eta" not in bench.lines()[-1]
 
 
 def test_progress_in_plain_mode_is_a_line_a_quarter() -> None:
@@ -221,41 +233,25 @@ def test_progress_in_plain_mode_is_a_line_a_quarter() -> None:
     for i in range(101):
         bench.display.progress("dequantise", i / 100)
     assert bench.lines()[1:] == [f"dequantise {percent}%" for percent in (0, 25, 50, 75, 100)]
-    assert bench.display.state.jobs == {}
+    assert "100%" in bench.text()
 
 
-def test_events_and_waiting_in_plain_mode() -> None:
+def test_events_in_plain_mode() -> None:
     bench = Bench()
     bench.display.event("mixture changed [math 0.7]")
     bench.display.event("equal rewards", "warning")
     bench.display.event("generator/1 died", "fault")
-    bench.display.waiting("generator/1")
-    bench.display.waiting("generator/1")
-    bench.display.waiting("")
     assert bench.lines()[1:] == [
         "mixture changed [math 0.7]",
         "warning: equal rewards",
         "fault: generator/1 died",
-        "waiting for generator/1",
     ]
-
-
-def test_waiting_ends_when_told_or_when_a_step_ends() -> None:
-    bench = Bench(mode="none")
-    for end in (lambda: bench.display.waiting(""), lambda: bench.display.log(1, {})):
-        bench.display.waiting("generator/1")
-        bench.seconds += 3.0
-        assert any("generator/1, 3.0s so far" in line for line in bench.panel())
-        end()
-        assert not any("generator/1" in line for line in bench.panel())
 
 
 STATUS = RolloutStatus(
     batch=7,
     groups_done=2,
     groups=8,
-    episodes_done=16,
-    episodes=64,
     episodes_running=12,
     episodes_waiting=9,
     queue=30,
@@ -265,40 +261,38 @@ STATUS = RolloutStatus(
 )
 
 
-def look_for(bench: Bench, seconds: int, *, status: RolloutStatus | None = None, text: str = "generator/1") -> None:
-    """As the run does, once a second."""
+def poll_for(bench: Bench, seconds: int, *, status: RolloutStatus | None = None, text: str = "generator/1") -> None:
+    """Poll once a second, as the run does."""
     for _ in range(seconds):
         bench.seconds += 1.0
-        bench.display.look(waiting=lambda: text, status=lambda: status)
+        bench.display.poll(waiting=lambda: text, status=lambda: status)
 
 
 def test_what_is_waited_for_is_told_when_nothing_has_moved_for_ten_seconds() -> None:
     bench = Bench(mode="none")
     with bench.phases.phase("train"):
-        bench.display.look()
-        look_for(bench, 9)
-        assert bench.display.state.stalled is None
-        look_for(bench, 1, text="trainer, call step for 10 s")
-        assert any("waiting trainer, call step for 10 s; 10.0s without progress" in line for line in bench.panel())
-        look_for(bench, 30, text="trainer, call step for 40 s")
-        assert any("trainer, call step for 40 s; 40.0s without progress" in line for line in bench.panel())
-        look_for(bench, 1, text="")
-        assert not any("waiting" in line for line in bench.panel())
+        bench.display.poll()
+        poll_for(bench, 9)
+        assert "waiting" not in bench.text()
+        poll_for(bench, 1, text="trainer, call step for 10 s")
+        assert "waiting trainer, call step for 10 s; 10.0s without progress" in bench.text()
+        poll_for(bench, 30, text="trainer, call step for 40 s")
+        assert "trainer, call step for 40 s; 40.0s without progress" in bench.text()
+        poll_for(bench, 1, text="")
+        assert "waiting" not in bench.text()
 
 
-@pytest.mark.parametrize("moved", ["phase", "episode", "group", "step", "service", "job"])
+@pytest.mark.parametrize("moved", ["phase", "group", "step", "service", "job"])
 def test_anything_that_moves_ends_the_wait(moved: str) -> None:
     bench, status = Bench(mode="none"), STATUS
     with contextlib.ExitStack() as phase:
         phase.enter_context(bench.phases.phase("train"))
-        look_for(bench, 12, status=status)
-        assert bench.display.state.stalled == ("generator/1", 1.0)
+        poll_for(bench, 12, status=status)
+        assert "generator/1; 11.0s without progress" in bench.text()
         match moved:
             case "phase":
                 phase.close()
                 phase.enter_context(bench.phases.phase("train"))
-            case "episode":
-                status = replace(status, episodes_done=17)
             case "group":
                 status = replace(status, groups_done=3)
             case "step":
@@ -307,17 +301,17 @@ def test_anything_that_moves_ends_the_wait(moved: str) -> None:
                 bench.display.startup("generator", "starting")
             case "job":
                 bench.display.progress("load", 0.5)
-        look_for(bench, 1, status=status)
-        assert bench.display.state.stalled is None
-        look_for(bench, 10, status=status)
-        assert bench.display.state.stalled == ("generator/1", 13.0)
+        poll_for(bench, 1, status=status)
+        assert "without progress" not in bench.text()
+        poll_for(bench, 10, status=status)
+        assert "generator/1; 10.0s without progress" in bench.text()
 
 
 def test_a_wait_in_plain_mode_is_a_line_every_thirty_seconds() -> None:
     bench = Bench()
     with bench.phases.phase("publish"):
-        bench.display.look()
-        look_for(bench, 75)
+        bench.display.poll()
+        poll_for(bench, 75)
     assert bench.lines()[1:] == [
         f"publish: waiting for generator/1; {passed} without progress" for passed in ("10.0s", "40.0s", "1:10")
     ]
@@ -327,10 +321,9 @@ def test_a_long_rollout_that_moves_is_told_in_plain_mode_every_thirty_seconds() 
     bench = Bench()
     with bench.phases.phase("rollout"):
         for done in range(64):
-            look_for(bench, 1, status=replace(STATUS, episodes_done=done))
+            poll_for(bench, 1, status=replace(STATUS, groups_done=done))
     assert bench.lines()[1:] == [
-        f"rollout: batch 7: episodes {done}/64, groups 2/8, decoding 12, in tools 9, queued 30, engines 7/8, "
-        "lag up to 2"
+        f"rollout: batch 7: groups {done}/8, decoding 12, in tools 9, queued 30, engines 7/8, lag up to 2"
         for done in (29, 59)
     ]
 
@@ -340,7 +333,7 @@ def test_a_short_rollout_and_other_phases_say_nothing_of_rollouts_in_plain_mode(
     for phase, seconds in (("rollout", 29), ("train", 64)):
         with bench.phases.phase(phase):
             for done in range(seconds):
-                look_for(bench, 1, status=replace(STATUS, episodes_done=done))
+                poll_for(bench, 1, status=replace(STATUS, groups_done=done))
     assert len(bench.lines()) == 1
 
 
@@ -349,31 +342,30 @@ def test_the_panel_shows_the_rollouts_at_every_width(width: int) -> None:
     bench = busy_run(width, height=60)
     bench.display.log(19, STEP | {"busy_rollout/generator/0": 0.97, "busy_rollout/generator/1": 0.5})
     with bench.phases.phase("rollout"):
-        look_for(bench, 12, status=STATUS)
+        poll_for(bench, 12, status=STATUS)
         lines = bench.panel()
     assert len({cell_len(line) for line in lines}) == 1
-    text = " ".join(" ".join(line.strip("│ ") for line in lines).split())  # However it is broken into lines.
-    shown = ("batch 7 ━━━━────────────", "episodes 16/64", "groups 2/8", "decoding 12", "in tools 9", "queued 30")
-    for part in (*shown, "engines 7/8", "lag up to 2", "25% (rollout 97%)", "generator/1; 11.0s without progress"):
+    text = bench.text()
+    shown = ("batch 7", "2/8", "groups 2/8", "decoding 12", "in tools 9", "queued 30", "engines 7/8", "lag up to 2")
+    for part in (*shown, "25% (rollout 74%)", "generator/1; 11.0s without progress"):
         assert part in text, f"{part!r} is not in\n{text}"
-    bench.display.look(status=lambda: replace(STATUS, episodes=0))
-    assert "episodes" not in "\n".join(bench.panel())
     bench.display.close()
-    assert "batch 7" not in "\n".join(bench.panel())
+    assert "batch" not in bench.text()
 
 
-def test_the_share_of_the_rollout_of_many_devices_is_their_mean() -> None:
-    bench = Bench(mode="none", width=100)
-    shares = {f"busy/generator/{i}": 0.5 for i in range(5)}
-    bench.display.log(1, shares | {f"busy_rollout/generator/{i}": 0.9 + i / 50 for i in range(5)})
-    assert "generator x5 ━━━━──── 50% (50% to 50%, rollout 94%)" in "\n".join(bench.panel())
+def test_each_batch_has_a_bar_of_its_own() -> None:
+    bench = Bench(mode="none")
+    poll_for(bench, 5, status=replace(STATUS, groups_done=8))
+    assert "100% 0:00:00 8/8" in bench.text()
+    poll_for(bench, 3, status=replace(STATUS, batch=8, groups_done=1))
+    assert "12% 0:00:02 1/8" in bench.text()
 
 
 def test_a_blocked_event_loop_is_told_by_the_drawing_thread() -> None:
     bench = Bench(mode="none")
     bench.seconds += 60.0
     assert not any("event loop" in line for line in bench.panel())
-    look_for(bench, 20)
+    poll_for(bench, 20)
     bench.seconds += 9.0
     assert not any("event loop" in line for line in bench.panel())
     bench.seconds += 3.0
@@ -391,12 +383,12 @@ def test_the_display_watches_until_cancelled() -> None:
             return STATUS
 
         bench = Bench(mode="none")
-        watching = asyncio.ensure_future(bench.display.watch(status=status))
+        watching = asyncio.ensure_future(bench.display.watch(waiting=str, status=status))
         await asyncio.wait_for(looked.wait(), 60)
-        assert bench.display.state.rollout == STATUS
+        assert "batch 7" in bench.text()
         watching.cancel()
         await asyncio.wait([watching])
-        assert bench.display.state.rollout is None
+        assert "batch 7" not in bench.text()
 
     asyncio.run(run())
 
@@ -405,7 +397,7 @@ def test_a_histogram_is_no_number_for_the_console() -> None:
     bench = Bench()
     bench.display.log(3, STEP | {"lag/hist": Histogram({0: 1})})
     assert bench.lines()[-1].startswith("step  3/20  reward 0.453")
-    assert "lag/hist" not in bench.display.state.last
+    assert "hist" not in bench.lines()[-1]
 
 
 def test_the_summary_has_a_table_of_faults_and_recoveries_in_the_order_of_time() -> None:
@@ -423,7 +415,7 @@ def test_the_summary_has_a_table_of_faults_and_recoveries_in_the_order_of_time()
     assert [line.rstrip() for line in bench.lines()[1:]] == [
         "",
         "     at  fault of     phase    recovered  cause",
-        "   0:05  environment                  no  hung → stopped",
+        "   5.0s  environment                  no  hung → stopped",
         "1:02:05  generator/1  rollout      12.3s  its process was ended by SIGKILL",
         "1:06:40  trainer/0    rollout      fatal  its process was ended by SIGKILL",
         "",
@@ -452,10 +444,10 @@ def test_the_summary_tells_before_after_and_where_things_lie() -> None:
     bench.seconds += 125.0
     place = "/runs/a/with/a/long/path/to/checkpoints/step-20"
     command = "tensorboard --logdir /runs/a/with/a/long/path/tensorboard"
-    bench.display.summary(places={"checkpoint": place}, commands={"see curves": command})
+    bench.display.summary({"checkpoint": place, "see curves": command})
     assert bench.lines()[-7:] == [
         "",
-        "held-out    0.50 → 0.91 (+0.41)",
+        "held-out    0.50 -> 0.91 (+0.41)",
         "steps       20 of 20",
         "wall time   2:05",
         "faults      1",
@@ -469,7 +461,6 @@ def test_none_writes_nothing() -> None:
     bench.display.startup("trainer", "ready")
     bench.display.log(1, STEP)
     bench.display.event("x", "fault")
-    bench.display.print("x")
     bench.display.summary()
     assert bench.file.getvalue() == ""
 
@@ -508,6 +499,7 @@ def test_live_on_a_terminal_draws_the_panel_and_prints_above_it(monkeypatch: pyt
         display.start(RunInfo(recipe="grpo", model="tiny", folder=Path("/runs/a"), steps=20))
         display.log(1, STEP)
         print("a line from elsewhere")
+        display.event("generator/1 [died]", "fault")
         display.close()
         display.close()
     written = b""
@@ -515,8 +507,9 @@ def test_live_on_a_terminal_draws_the_panel_and_prints_above_it(monkeypatch: pyt
         written += os.read(read, 65536)
     os.close(read)
     text = written.decode()
-    line, last_panel = text.rindex("a line from elsewhere"), text.rindex("grpo · tiny")
-    assert line < last_panel
+    last_panel = text.rindex("grpo · tiny")
+    assert text.rindex("a line from elsewhere") < last_panel
+    assert text.rindex("fault: generator/1 [died]") < last_panel
     assert text.startswith("\x1b[?25l")
 
 
@@ -541,15 +534,5 @@ def test_a_sparkline_leaves_out_what_is_not_finite() -> None:
 
 def test_numbers_read_as_a_person_writes_them() -> None:
     assert [duration(s) for s in (0.04, 2.14, 59.96, 65, 3723)] == ["0.04s", "2.1s", "1:00", "1:05", "1:02:03"]
-    assert [countdown(s) for s in (-1, 9.4, 133, 3723)] == ["0:00", "0:09", "2:13", "1:02:03"]
-    assert [number(v, 3) for v in (0.4531, -0.0, -0.00002, 123456.0)] == ["0.453", "0.000", "-2.0e-05", "1.2e+05"]
-    assert number(math.nan, 3) == "nan"
-    assert [count(v) for v in (7.4, 999.4, 999.6, 12345, 99960, 1.25e6)] == [
-        "7",
-        "999",
-        "1.0k",
-        "12.3k",
-        "100k",
-        "1.2M",
-    ]
-    assert keep_end("/runs/grpo-01", 8) == "…grpo-01"
+    assert [number(v) for v in (0.4531, 0.5, -0.0, -0.00002, 123456.0)] == ["0.453", "0.5", "0", "-2e-05", "1.23e+05"]
+    assert number(math.nan) == "nan"

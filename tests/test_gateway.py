@@ -1,4 +1,4 @@
-"""The gateway as the `openai` package uses it, on a backend whose answers are scripted."""
+"""The gateway as the `openai` package uses it, on a backend whose completions are scripted."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_stream_adds_up_to_the_answer(chunk_tokens: int):
     asyncio.run(check())
 
 
-def test_several_answers_have_their_places_and_seeds():
+def test_several_completions_have_their_places_and_seeds():
     async def check() -> None:
         backend = FakeBackend(["One.", "Two, longer.", "Three."])
         async with client_of(backend) as (client, _):
@@ -128,13 +128,13 @@ async def drain(stream: AsyncIterator[object]) -> None:
         pass
 
 
-async def read(client: AsyncOpenAI, stream: bool, **wishes: Any) -> tuple[str, str]:
+async def read(client: AsyncOpenAI, stream: bool, **params: Any) -> tuple[str, str]:
     """Content and finish reason of one chat completion."""
     if not stream:
-        whole = await client.chat.completions.create(model="fake", messages=HI, **wishes)
+        whole = await client.chat.completions.create(model="fake", messages=HI, **params)
         return whole.choices[0].message.content or "", whole.choices[0].finish_reason
     text, finish = "", ""
-    async for chunk in await client.chat.completions.create(model="fake", messages=HI, stream=True, **wishes):
+    async for chunk in await client.chat.completions.create(model="fake", messages=HI, stream=True, **params):
         text += chunk.choices[0].delta.content or ""
         finish = chunk.choices[0].finish_reason or finish
     return text, finish
@@ -147,18 +147,18 @@ def test_logprobs_tell_of_each_token_its_bytes_and_the_likeliest(stream: bool):
         ids = letters_of(text)
         backend = FakeBackend([ids])
         async with client_of(backend) as (client, _):
-            wishes: Any = {"model": "fake", "messages": HI, "logprobs": True, "top_logprobs": 2}
+            params: Any = {"model": "fake", "messages": HI, "logprobs": True, "top_logprobs": 2}
             if stream:
-                chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **wishes)]
-                told = [one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content or ()]
+                chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **params)]
+                entries = [one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content or ()]
             else:
-                answer = await client.chat.completions.create(**wishes)
+                answer = await client.chat.completions.create(**params)
                 assert answer.choices[0].logprobs is not None
-                told = answer.choices[0].logprobs.content or []
-        assert [one.logprob for one in told] == [logprob_of(token) for token in ids]
-        assert b"".join(bytes(one.bytes or ()) for one in told[:-1]).decode() == text
-        assert told[-1].token == "<|im_end|>"
-        assert [(pair.token, pair.logprob) for pair in told[0].top_logprobs] == [
+                entries = answer.choices[0].logprobs.content or []
+        assert [one.logprob for one in entries] == [logprob_of(token) for token in ids]
+        assert b"".join(bytes(one.bytes or ()) for one in entries[:-1]).decode() == text
+        assert entries[-1].token == "<|im_end|>"
+        assert [(pair.token, pair.logprob) for pair in entries[0].top_logprobs] == [
             ("A", logprob_of(ids[0])),
             ("B", logprob_of(ids[0]) - 1),
         ]
@@ -172,9 +172,9 @@ def test_logprobs_of_a_greedy_answer_are_those_of_the_likeliest_tokens():
         async with client_of(FakeBackend([ids])) as (client, _):
             answer = await client.chat.completions.create(model="fake", messages=HI, temperature=0, logprobs=True)
             assert answer.choices[0].logprobs is not None
-            told = answer.choices[0].logprobs.content or []
-            assert [one.logprob for one in told] == [logprob_of(token) for token in ids]
-            assert [one.top_logprobs for one in told] == [[]] * len(ids)
+            entries = answer.choices[0].logprobs.content or []
+            assert [one.logprob for one in entries] == [logprob_of(token) for token in ids]
+            assert [one.top_logprobs for one in entries] == [[]] * len(ids)
 
     asyncio.run(check())
 
@@ -236,7 +236,7 @@ def test_models_are_listed_with_their_aliases():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "error", "param", "code"),
+    ("params", "error", "param", "code"),
     [
         ({"model": "gpt-5"}, openai.NotFoundError, "model", "model_not_found"),
         ({"messages": []}, openai.BadRequestError, "messages", "invalid_value"),
@@ -265,16 +265,16 @@ def test_models_are_listed_with_their_aliases():
         ({"messages": [{"role": "user", "content": "la " * 5000}]}, openai.BadRequestError, "messages", None),
     ],
 )
-def test_wrong_wishes_raise_what_the_client_has_for_them(
-    wishes: dict[str, Any], error: type[openai.APIStatusError], param: str, code: str | None
+def test_wrong_parameters_raise_what_the_client_has_for_them(
+    params: dict[str, Any], error: type[openai.APIStatusError], param: str, code: str | None
 ):
     async def check() -> None:
         backend = FakeBackend()
         async with client_of(backend) as (client, _):
             for stream in (False, True):
-                extra = {"stream": True} if stream and "stream_options" not in wishes else {}
+                extra = {"stream": True} if stream and "stream_options" not in params else {}
                 with pytest.raises(error) as caught:
-                    await client.chat.completions.create(**{"model": "fake", "messages": HI, **wishes, **extra})
+                    await client.chat.completions.create(**{"model": "fake", "messages": HI, **params, **extra})
                 assert caught.value.param == param
                 assert code is None or caught.value.code == code
                 assert caught.value.type == "invalid_request_error"
@@ -331,7 +331,7 @@ def test_a_failing_backend_is_told_before_and_in_the_middle_of_a_stream(
                 await drain(stream)
             backend.fail = None
             assert await read(client, True) == ("Hello there.", "stop")
-            await until(lambda: "answers in flight 0" in repr(gateway))
+            await until(lambda: "completions in flight 0" in repr(gateway))
 
     asyncio.run(check())
 
@@ -382,6 +382,6 @@ def test_health_and_counts_need_no_key():
             assert (health.status_code, health.json()) == (200, {"status": "ok"})
             assert 'forge_rl_gateway_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in counts
             assert f'forge_rl_gateway_tokens_total{{kind="completion"}} {len(ids_of("Yes."))}.0' in counts
-            assert "forge_rl_gateway_answers_in_flight 0.0" in counts
+            assert "forge_rl_gateway_completions_in_flight 0.0" in counts
 
     asyncio.run(check())

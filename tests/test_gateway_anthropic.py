@@ -1,4 +1,4 @@
-"""The gateway as the `anthropic` package uses it, on a backend whose answers are scripted."""
+"""The gateway as the `anthropic` package uses it, on a backend whose completions are scripted."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def test_a_stream_adds_up_to_the_message():
 def test_stop_sequences_and_limits_are_told_apart(stream: bool):
     async def check() -> None:
         async with client_of(FakeBackend([letters_of("Yes. STOP it")])) as client:
-            for wishes, expected, text in (
+            for params, expected, text in (
                 ({"stop_sequences": ["HALT", "STOP"]}, ("stop_sequence", "STOP"), "Yes. "),
                 ({"max_tokens": 3}, ("max_tokens", None), "Yes"),
             ):
-                asked: Any = {"messages": HI, **ASK, **wishes}
+                asked: Any = {"messages": HI, **ASK, **params}
                 if stream:
                     async with client.messages.stream(**asked) as events:
                         answer: Any = await events.get_final_message()
@@ -156,7 +156,7 @@ def test_models_are_listed():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "error", "text"),
+    ("params", "error", "text"),
     [
         ({"model": "claude"}, anthropic.NotFoundError, "does not exist"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
@@ -168,7 +168,7 @@ def test_models_are_listed():
         ({"extra_body": {"best": 5}}, anthropic.BadRequestError, "unknown parameter"),
         ({"tools": TOOLS, "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice: not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking"),
-        ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, anthropic.BadRequestError, "cannot be begun"),
+        ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, anthropic.BadRequestError, "cannot be prefilled"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             anthropic.BadRequestError,
@@ -176,14 +176,14 @@ def test_models_are_listed():
         ),
     ],
 )
-def test_wrong_wishes_raise_what_the_client_has_for_them(
-    wishes: dict[str, Any], error: type[anthropic.APIStatusError], text: str
+def test_wrong_parameters_raise_what_the_client_has_for_them(
+    params: dict[str, Any], error: type[anthropic.APIStatusError], text: str
 ):
     async def check() -> None:
         backend = FakeBackend()
         async with client_of(backend) as client:
             with pytest.raises(error, match=text) as caught:
-                await client.messages.create(**{**ASK, "messages": HI, **wishes})
+                await client.messages.create(**{**ASK, "messages": HI, **params})
             assert isinstance(caught.value.body, dict)
             assert caught.value.body["type"] == "error"
         assert not backend.asked

@@ -41,9 +41,9 @@ def test_sessions_record_what_a_real_engine_draws(model: Path, tmp_path: Path, n
             session = gateway.open(sampling=Sampling(max_tokens=12, seed=5))
             async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
                 first = await client.chat.completions.create(model="tiny", messages=[HI], logprobs=True, top_logprobs=2)
-                told = first.choices[0].logprobs
-                assert told is not None
-                assert told.content is not None
+                entries = first.choices[0].logprobs
+                assert entries is not None
+                assert entries.content is not None
                 messages: list[Any] = [HI, first.choices[0].message, {"role": "user", "content": "And now?"}]
                 text = ""
                 async for chunk in await client.chat.completions.create(model="tiny", messages=messages, stream=True):
@@ -63,7 +63,7 @@ def test_sessions_record_what_a_real_engine_draws(model: Path, tmp_path: Path, n
 
         tokenizer = Tokenizer(model)
         assert turns[0].prompt_ids == tokenizer.render([HI])
-        assert [token.logprob for token in told.content] == list(turns[0].logprobs)
+        assert [token.logprob for token in entries.content] == list(turns[0].logprobs)
         assert all(-30 < logprob < 0 for turn in turns for logprob in turn.logprobs)
         assert turns[1].prompt_ids == tokenizer.extend(turns[0].prompt_ids + turns[0].token_ids, [messages[2]])
         assert turns[1].text == text

@@ -1,4 +1,4 @@
-"""What a session allows: who has its key, until when, and how its answers are drawn."""
+"""Sessions: who has the key, until when, and how completions are sampled."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_only_open_sessions_keys_are_taken():
     asyncio.run(check())
 
 
-def test_answers_are_drawn_as_the_session_says():
+def test_completions_are_sampled_as_the_session_says():
     async def check() -> None:
         backend = FakeBackend()
         async with agent_of(backend, sampling=Sampling(max_tokens=5, temperature=0.8, stop=("END",))) as agent:
@@ -77,13 +77,13 @@ def test_answers_are_drawn_as_the_session_says():
     asyncio.run(check())
 
 
-def test_another_temperature_is_refused_and_greedy_answers_have_no_logprobs():
+def test_another_temperature_is_refused_and_greedy_completions_have_no_logprobs():
     async def check() -> None:
         backend = FakeBackend([letters_of("Hello."), "Yes."])
         async with agent_of(backend) as agent:
-            for wish in ({"temperature": 0.5}, {"temperature": 1}, {"top_p": 0.9}):
+            for params in ({"temperature": 0.5}, {"temperature": 1}, {"top_p": 0.9}):
                 with pytest.raises(openai.BadRequestError, match="logprobs would be"):
-                    await agent.ask([HI], **wish)
+                    await agent.ask([HI], **params)
             greedy = await agent.ask([HI], temperature=0)
             await agent.ask([HI, greedy, HI])
             recorded, drawn = agent.session.close()
@@ -108,7 +108,7 @@ def test_a_greedy_session_takes_any_temperature():
     asyncio.run(check())
 
 
-def test_seeds_differ_between_answers_and_not_between_runs():
+def test_seeds_differ_between_completions_and_not_between_runs():
     async def check() -> None:
         runs = []
         for order in ((0, 1, 0), (1, 0, 0)):

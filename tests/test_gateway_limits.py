@@ -1,4 +1,4 @@
-"""What the gateway does not let through, and what it holds: keys, bodies, concurrency, slow clients, its end."""
+"""Limits of the gateway: keys, bodies, concurrency, slow clients, its end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
             writer.write(request_bytes(gateway, BODY)[:-5])
             assert b" 408 " in await asyncio.wait_for(reader.readline(), 30)
             writer.close()
-            await until(lambda: "answers in flight 0" in repr(gateway))
+            await until(lambda: "completions in flight 0" in repr(gateway))
         assert not backend.asked
 
     asyncio.run(check())
@@ -119,7 +119,7 @@ def test_only_json_is_taken(kind: str):
     asyncio.run(check())
 
 
-def test_more_answers_than_may_be_in_flight_are_refused():
+def test_more_completions_than_may_be_in_flight_are_refused():
     async def check() -> None:
         backend = FakeBackend(gate=asyncio.Event())
         async with (
@@ -138,7 +138,7 @@ def test_more_answers_than_may_be_in_flight_are_refused():
             assert backend.gate is not None
             backend.gate.set()
             assert [answer.status_code for answer in await asyncio.gather(*running)] == [200] * 3
-            await until(lambda: "answers in flight 0" in repr(gateway))
+            await until(lambda: "completions in flight 0" in repr(gateway))
             assert (await client.post("/chat/completions", json={**BODY, "n": 3})).status_code == 200
 
     asyncio.run(check())
@@ -251,13 +251,13 @@ def test_it_is_private_unless_told_otherwise():
 @pytest.mark.parametrize(("key", "warnings"), [("", 1), ("k", 0)])
 def test_a_public_gateway_without_a_key_is_warned_of(key: str, warnings: int):
     async def check() -> None:
-        told: list[str] = []
+        warned: list[str] = []
         config = GatewayConfig(host="0.0.0.0", api_key=key)
-        gateway = Gateway(config, FakeBackend(), tokenizer(), open_to_all=True, warn=told.append)
+        gateway = Gateway(config, FakeBackend(), tokenizer(), open_to_all=True, warn=warned.append)
         async with gateway, httpx.AsyncClient() as client:
             assert gateway.base_url.startswith("http://127.0.0.1:")
             assert (await client.get(f"{gateway.base_url.removesuffix('/v1')}/health")).status_code == 200
-        assert len(told) == warnings
+        assert len(warned) == warnings
 
     asyncio.run(check())
 
@@ -277,7 +277,7 @@ def test_it_ends_with_its_requests():
                 for headers in keys
                 for stream in (False, True)
             ]
-            await until(lambda: backend.open == 4)
+            await until(lambda: backend.chunks == 4)
             await gateway.stop()
             answers = await asyncio.gather(*running)
             assert [answer.status_code for answer in answers] == [503, 200, 503, 200]

@@ -206,7 +206,7 @@ def test_the_longest_turn_that_fits_is_gone_on_from():
     asyncio.run(check())
 
 
-def test_each_of_several_answers_is_a_turn_that_can_be_gone_on_from():
+def test_each_of_several_completions_is_a_turn_that_can_be_gone_on_from():
     async def check() -> None:
         backend = FakeBackend([letters_of("Left."), letters_of("Right."), "End."])
         async with agent_of(backend) as agent:

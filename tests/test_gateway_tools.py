@@ -1,4 +1,4 @@
-"""Tools, as the `openai` package uses them at the gateway: calls are found in answers by vLLM's parsers."""
+"""Tools, as the `openai` package uses them at the gateway: calls are found in completions by vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_an_agent_calls_tools_and_goes_on_with_their_outputs(chunk_tokens: int):
 def test_only_one_tool_is_called_at_a_time_if_asked(stream: bool):
     async def check() -> None:
         async with client_of(FakeBackend([letters_of(f"{CALL}\n{CALL}")])) as (client, _):
-            wishes: Any = {"model": "fake", "messages": HI, "tools": TOOLS, "parallel_tool_calls": False}
+            params: Any = {"model": "fake", "messages": HI, "tools": TOOLS, "parallel_tool_calls": False}
             if stream:
-                chunks = [c async for c in await client.chat.completions.create(stream=True, **wishes)]
+                chunks = [c async for c in await client.chat.completions.create(stream=True, **params)]
                 assert {call.index for c in chunks for call in c.choices[0].delta.tool_calls or ()} == {0}
             else:
-                answer = await client.chat.completions.create(**wishes)
+                answer = await client.chat.completions.create(**params)
                 assert len(answer.choices[0].message.tool_calls or ()) == 1
 
     asyncio.run(check())

@@ -1,5 +1,6 @@
 """The files of a run, TensorBoard and W&B, and the fan-out to all of them."""
 
+import io
 import json
 import math
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.metrics import (
@@ -24,6 +26,7 @@ from forge_rl.metrics import (
     Recovery,
     RunInfo,
     RunLog,
+    Sink,
     TensorBoardSink,
     WandbSink,
 )
@@ -136,7 +139,7 @@ def test_a_step_that_goes_back_is_a_bug(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_a_full_disk_is_told_with_the_mend(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_a_hint(tmp_path: Path) -> None:
     sink = JSONLSink(Path("/dev/full"))
     sink.start(info(tmp_path))
     with pytest.raises(CheckpointError, match=r"cannot write /dev/full: no space left") as caught:
@@ -145,7 +148,7 @@ def test_a_full_disk_is_told_with_the_mend(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_the_mend(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sink = JSONLSink(tmp_path / "file" / "metrics.jsonl")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl") as caught:
@@ -181,7 +184,7 @@ def batch(groups: int, group_size: int) -> Batch:
 def test_a_sample_is_readable(tmp_path: Path) -> None:
     sink = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=1)
     sink.start(info(tmp_path))
-    sink.log(5, batch(1, 1))
+    sink.log(5, {}, batch(1, 1))
     sink.close()
     assert rows(tmp_path / "episodes.jsonl") == [
         {
@@ -204,7 +207,7 @@ def test_samples_are_spread_over_the_groups_and_resume_drops_repeated_steps(tmp_
         sink = EpisodeSink(path, episodes_per_step=3)
         sink.start(info(tmp_path, resumed))
         for step in range(resumed + 1, 4):
-            sink.log(step, batch(3, 4))
+            sink.log(step, {}, batch(3, 4))
         sink.close()
     assert [(row["step"], row["task"]) for row in rows(path)] == [(s, f"t{p}") for s in (1, 2, 3) for p in range(3)]
 
@@ -212,7 +215,7 @@ def test_samples_are_spread_over_the_groups_and_resume_drops_repeated_steps(tmp_
 def test_a_batch_smaller_than_the_sample_is_written_whole(tmp_path: Path) -> None:
     sink = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=8)
     sink.start(info(tmp_path))
-    sink.log(1, batch(1, 2))
+    sink.log(1, {}, batch(1, 2))
     sink.close()
     assert [row["reward"] for row in rows(tmp_path / "episodes.jsonl")] == [0.0, 1.0]
 
@@ -222,7 +225,7 @@ def test_any_text_that_a_model_can_write_is_a_line_of_json(tmp_path: Path) -> No
     sink = EpisodeSink(tmp_path / "episodes.jsonl")
     sink.start(info(tmp_path))
     one = episode("t", math.nan, strange)
-    sink.log(1, Batch(groups=(Group(task=one.task, episodes=(one,)),), version=0))
+    sink.log(1, {}, Batch(groups=(Group(task=one.task, episodes=(one,)),), version=0))
     sink.close()
     data = (tmp_path / "episodes.jsonl").read_bytes()
     assert data.count(b"\n") == 1
@@ -326,7 +329,7 @@ def test_wandb_gets_a_histogram_in_its_own_form_and_none_that_is_empty(
     assert fake.logged == [(1, {"lag/hist": ("histogram", [5, 0, 1], [-0.5, 0.5, 1.5, 2.5]), "loss": 0.5})]
 
 
-class Recorder:
+class Recorder(Sink):
     """A sink that records its calls, and fails in those named."""
 
     def __init__(self, *failing: str) -> None:
@@ -341,7 +344,7 @@ class Recorder:
     def start(self, info: RunInfo) -> None:
         self._called("start")
 
-    def log(self, step: int, values: Mapping[str, Metric]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         self._called("log")
 
     def event(self, text: str, level: Level) -> None:
@@ -369,9 +372,12 @@ def test_every_sink_gets_every_call_and_the_first_error_is_raised(tmp_path: Path
 
 
 def test_the_run_log_writes_steps_and_samples_and_gives_a_resumed_display_its_past(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    display = Display("none", phase_clock=PhaseClock(), console=console)
+
     def log() -> RunLog:
         episodes = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=1)
-        return RunLog(quiet(), JSONLSink(tmp_path / "metrics.jsonl"), episodes=episodes)
+        return RunLog(display, JSONLSink(tmp_path / "metrics.jsonl"), episodes)
 
     first = log()
     first.start(info(tmp_path))
@@ -385,41 +391,29 @@ def test_the_run_log_writes_steps_and_samples_and_gives_a_resumed_display_its_pa
     again.close()
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert [row["step"] for row in rows(tmp_path / "episodes.jsonl")] == [1, 2]
-    assert again.display.state.rewards == (0.25, 0.5)
-    assert again.display.state.held_out == {"": (0.5,)}
+    with console.capture() as drawn:
+        console.print(display.panel)
+    text = " ".join(drawn.get().split())
+    assert "reward 0.500 ▁█ min 0.25 max 0.50" in text
+    assert "held-out 0.50" in text
 
 
 def test_a_fault_and_its_recovery_are_two_events(tmp_path: Path) -> None:
     log = RunLog(quiet(), EventSink(tmp_path / "events.jsonl"))
     log.start(info(tmp_path))
     fault = Recovery(service="generator", replica=1, cause="its process was ended by SIGTERM", phase="rollout", at_s=65)
-    log.fault(fault)
-    log.fault(replace(fault, recovered_s=12.34))
-    log.fault(replace(fault, service="trainer", replica=None, phase="", fatal=True))
+    for seen in (
+        fault,
+        replace(fault, recovered_s=12.34),
+        replace(fault, service="trainer", replica=None, phase="", fatal=True),
+    ):
+        log.event(*seen.event)
     log.close()
     assert [(row["level"], row["text"]) for row in rows(tmp_path / "events.jsonl")] == [
         ("fault", "generator/1 failed in phase rollout: its process was ended by SIGTERM"),
         ("info", "generator/1 has recovered after 12.3s"),
         ("fault", "trainer failed: its process was ended by SIGTERM"),
     ]
-    assert log.display.state.faults == 2
-
-
-def test_a_fault_becomes_json_with_its_time_since_the_run_began() -> None:
-    fault = SimpleNamespace(
-        service="reward", replica=0, cause="hung", phase="train", at_s=1065.00049, fatal=False, recovered_s=2.4
-    )
-    assert json.loads(json.dumps(Recovery.of(fault, begun_s=1000.0).as_json())) == {
-        "service": "reward",
-        "replica": 0,
-        "cause": "hung",
-        "phase": "train",
-        "at_s": 65.0,
-        "fatal": False,
-        "recovered_s": 2.4,
-    }
-    fault.recovered_s = None
-    assert Recovery.of(fault, begun_s=1000.0).recovered_s is None
 
 
 def test_importing_metrics_imports_no_heavy_library() -> None:

@@ -1,4 +1,4 @@
-"""The gateway: OpenAI's and Anthropic's APIs before the engines, which records what it answers token for token."""
+"""The gateway: OpenAI's and Anthropic's APIs before the engines; it records each turn token for token."""
 
 from forge_rl.gateway.agents import Agent, serving_agents
 from forge_rl.gateway.backend import Backend, GeneratorBackend

@@ -1,4 +1,4 @@
-"""Anthropic's messages: what may be asked, and how answers are written."""
+"""Anthropic's messages: reads requests and writes responses."""
 
 from __future__ import annotations
 
@@ -7,28 +7,19 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from forge_rl.gateway.chat import ChatMessage, ToolCall, parsed
-from forge_rl.gateway.choices import Choice, Piece
+from forge_rl.gateway.choices import Choice, ChoiceDelta
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.job import Job
+from forge_rl.gateway.openai_requests import LenientModel, StrictModel
 from forge_rl.gateway.request_builder import RequestBuilder, SamplingRequest
+from forge_rl.gateway.response import ApiResponse
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.wire import encode
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class _Lenient(BaseModel):
-    """Parts of messages: what we do not know there, such as cache hints, says nothing of the sampling."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class Block(_Lenient):
+class Block(LenientModel):
     type: str
     text: str | None = None
     id: str | None = None
@@ -38,25 +29,25 @@ class Block(_Lenient):
     content: str | list[Block] | None = None
 
 
-class Message(_Lenient):
+class Message(LenientModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class Tool(_Lenient):
+class Tool(LenientModel):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
 
 
-class ToolChoice(_Lenient):
+class ToolChoice(LenientModel):
     type: Literal["auto", "any", "tool", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
-class CountRequest(_Model):
-    """What counting tokens and answering have in common; Any stands for what is refused, or means nothing here."""
+class CountRequest(StrictModel):
+    """Fields that counting tokens and messages share; Any marks those that are refused or ignored."""
 
     model: str
     messages: list[Message] = Field(min_length=1)
@@ -71,7 +62,7 @@ class CountRequest(_Model):
     mcp_servers: Any = None
 
     def check(self) -> None:
-        """Raises ApiError for what is not supported."""
+        """Raise ApiError for what is not supported."""
         logprobs = "the recorded logprobs would be those of another distribution than the one that is trained"
         for name, refused, why in (
             ("top_p", getattr(self, "top_p", None) not in (None, 1), logprobs),
@@ -86,11 +77,11 @@ class CountRequest(_Model):
             if refused:
                 raise ApiError(400, f"not supported: {why}", param=name)
         if self.messages[-1].role == "assistant":
-            raise ApiError(400, "an answer cannot be begun for the model: end with a user's message", param="messages")
+            raise ApiError(400, "the model's message cannot be prefilled: end with a user's message", param="messages")
 
     @property
     def tool_schemas(self) -> list[dict[str, object]]:
-        """The tools as OpenAI has them, which is how chat templates take them."""
+        """Tools in OpenAI's form, which is how chat templates take them."""
         return [
             {
                 "type": "function",
@@ -104,10 +95,10 @@ class CountRequest(_Model):
         ]
 
     def conversation(self) -> list[ChatMessage]:
-        """The messages as all APIs have them.
+        """Convert the messages to the form that all APIs share.
 
         Raises:
-            ApiError: a block is of a kind that there is not.
+            ApiError: a block is of an unknown kind.
         """
         system = _text(self.system, "system") if self.system is not None else ""
         found = [ChatMessage(role="system", content=system)] if system else []
@@ -133,54 +124,54 @@ class MessagesRequest(CountRequest):
     diagnostics: Any = None
 
 
-async def messages(body: bytes, desk: RequestBuilder, session: Session | None) -> Job:
-    """A request of messages.
+async def messages(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
+    """Read a request of messages.
 
     Raises:
-        ValidationError, ApiError, ForgeError: it is wrong.
+        ValidationError, ApiError, ForgeError: the request is wrong.
     """
     request = MessagesRequest.model_validate_json(body)
-    model = desk.check_model(request.model)
+    model = builder.check_model(request.model)
     request.check()
     if "" in (request.stop_sequences or ()):
         raise ApiError(400, "a stop sequence is empty", param="stop_sequences")
     choice = request.tool_choice
     tools = request.tool_schemas
-    wish = SamplingRequest(
+    requested = SamplingRequest(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
         stop=tuple(request.stop_sequences or ()),
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
     )
-    prompt = await desk.composer.chat(request.conversation(), tools, session)
+    prompt = await builder.prompt_builder.chat(request.conversation(), tools, session)
     called = [] if choice and choice.type == "none" else tools
-    return MessagesJob(await desk.choices([prompt], 1, wish, session, called), bool(request.stream), model)
+    return MessagesResponse(await builder.choices([prompt], 1, requested, session, called), bool(request.stream), model)
 
 
-async def count_tokens(body: bytes, desk: RequestBuilder, session: Session | None) -> dict[str, object]:
-    """How many tokens a request's prompt has.
+async def count_tokens(body: bytes, builder: RequestBuilder, session: Session | None) -> dict[str, object]:
+    """Count the tokens of a request's prompt.
 
     Raises:
-        ValidationError, ApiError, ForgeError: it is wrong.
+        ValidationError, ApiError, ForgeError: the request is wrong.
     """
     request = CountRequest.model_validate_json(body)
-    desk.check_model(request.model)
+    builder.check_model(request.model)
     request.check()
-    prompt = await desk.composer.chat(request.conversation(), request.tool_schemas, session)
+    prompt = await builder.prompt_builder.chat(request.conversation(), request.tool_schemas, session)
     return {"input_tokens": len(prompt.token_ids)}
 
 
-class MessagesJob(Job):
-    """One message: blocks of text and of tool calls."""
+class MessagesResponse(ApiResponse):
+    """Response of one message: blocks of text and of tool calls."""
 
     def __init__(self, choices: tuple[Choice, ...], streamed: bool, model: str) -> None:
         super().__init__(choices, streamed=streamed)
         self._model = model
         self._id = f"msg_{uuid.uuid4().hex}"
         self._block = -1
-        """Index of the last block that was begun."""
+        """Index of the last block that was started; -1 if none was."""
         self._call: int | None = None
-        """Of the call that it holds; None if it holds text."""
+        """Index of the tool call that the block holds; None if it holds text."""
 
     def body(self) -> dict[str, object]:
         (choice,) = self.choices
@@ -192,17 +183,17 @@ class MessagesJob(Job):
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
         return {**self._head(), "content": content, **_stop(choice), "usage": self._usage(self.completion_tokens)}
 
-    def opening(self) -> bytes:
+    def stream_start(self) -> bytes:
         empty: dict[str, object] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
         return _event("message_start", {"message": {**self._head(), **empty}}) + _event("ping", {})
 
-    def piece(self, choice: Choice, piece: Piece) -> bytes:
+    def stream_delta(self, choice: Choice, added: ChoiceDelta) -> bytes:
         found = b""
-        if piece.content:
+        if added.content:
             if self._block < 0 or self._call is not None:
                 found += self._begin({"type": "text", "text": ""}, None)
-            found += self._delta({"type": "text_delta", "text": piece.content})
-        for call in piece.calls:
+            found += self._delta({"type": "text_delta", "text": added.content})
+        for call in added.calls:
             if call.name is not None:
                 begun: dict[str, object] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
                 found += self._begin(begun, call.index)
@@ -210,11 +201,11 @@ class MessagesJob(Job):
                 found += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         return found
 
-    def closing(self, choice: Choice) -> bytes:
+    def stream_finish(self, choice: Choice) -> bytes:
         stop: dict[str, object] = {"delta": _stop(choice), "usage": self._usage(choice.completion_tokens)}
         return self._end_block() + _event("message_delta", stop)
 
-    def ending(self) -> bytes:
+    def stream_end(self) -> bytes:
         return _event("message_stop", {})
 
     def _begin(self, block: dict[str, object], call: int | None) -> bytes:
@@ -232,8 +223,8 @@ class MessagesJob(Job):
     def _head(self) -> dict[str, object]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
 
-    def _usage(self, answered: int) -> dict[str, object]:
-        return {"input_tokens": self.prompt_tokens, "output_tokens": answered}
+    def _usage(self, completed: int) -> dict[str, object]:
+        return {"input_tokens": self.prompt_tokens, "output_tokens": completed}
 
 
 def _event(kind: str, data: dict[str, object]) -> bytes:
@@ -250,7 +241,7 @@ def _stop(choice: Choice) -> dict[str, object]:
 
 
 def _messages(message: Message, where: str) -> list[ChatMessage]:
-    """One of an assistant; of a user, the tools' outputs in it and what it says, in their order."""
+    """Split a message: an assistant's is one, a user's becomes its tool outputs and texts in their order."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     texts: list[str] = []

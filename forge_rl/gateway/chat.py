@@ -1,4 +1,4 @@
-"""From a conversation to token ids: what a session's turns cover keeps their ids, only what follows is tokenised."""
+"""Turns a conversation into token ids: recorded turns of its session keep theirs, only what follows is tokenised."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""How Hermes and Qwen show tools."""
+"""System message by which Hermes and Qwen show tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """One call of a tool in an answer."""
+    """One tool call in a completion."""
 
     id: str
     name: str
     arguments: str
-    """As the model wrote them; JSON if it did well."""
+    """Text of the arguments as the model wrote them; JSON if it did well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +52,13 @@ class ChatMessage:
     """system, user, assistant or tool."""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
-    """Of an assistant's message."""
+    """Tool calls of an assistant's message."""
     call_id: str = ""
-    """Of a tool's message: the call that it answers."""
+    """Id of the call that a tool's message answers."""
     name: str = ""
 
     def template(self) -> dict[str, object]:
-        """What chat templates take."""
+        """Return the message as chat templates take it."""
         message: dict[str, object] = {"role": self.role, "content": self.content}
         if self.calls:
             message["tool_calls"] = self.template_calls()
@@ -69,7 +69,7 @@ class ChatMessage:
         return message
 
     def template_calls(self) -> list[dict[str, object]]:
-        """The calls as chat templates take them."""
+        """Return the calls as chat templates take them."""
         return [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": parsed(call.arguments)}}
             for call in self.calls
@@ -78,17 +78,17 @@ class ChatMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What the model is shown, and how a later request may go on from its answer."""
+    """Token ids that the model is shown, with what a later request needs to go on from the completion."""
 
     token_ids: tuple[int, ...]
     digest: bytes = b""
-    """Of the tools and messages."""
+    """Digest of the tools and messages."""
     text: str | None = None
-    """Of a completion that was asked for by text."""
+    """Raw prompt text; None for chat and for prompts of ids."""
 
 
 def parsed(arguments: str) -> object:
-    """A call's arguments as JSON, or their text if the model wrote none."""
+    """Parse a call's arguments as JSON; return their text if they are none."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -96,7 +96,7 @@ def parsed(arguments: str) -> object:
 
 
 def digests(tools: Sequence[Mapping[str, object]], messages: Sequence[ChatMessage]) -> list[bytes]:
-    """For each number of messages from 0 on, what stands for the tools and that many of them."""
+    """Return, for each number of messages from 0 on, a digest of the tools and that many messages."""
     found = [hashlib.sha256(_canonical(list(tools))).digest()]
     for message in messages:
         found.append(extend_digest(found[-1], message))
@@ -104,16 +104,16 @@ def digests(tools: Sequence[Mapping[str, object]], messages: Sequence[ChatMessag
 
 
 def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
-    """The digest of a conversation with one more message; arguments are the same whatever their JSON's blanks."""
+    """Return the digest with one more message; blanks in the JSON of arguments make no difference."""
     return hashlib.sha256(digest + _canonical(message.template())).digest()
 
 
-class Composer:
-    """Makes prompts.
+class PromptBuilder:
+    """Makes prompts out of conversations and texts.
 
     Args:
-        tokenizer: of the model.
-        tool_parser: name of the parser that reads the answers.
+        tokenizer: the model's tokenizer.
+        tool_parser: name of the parser that reads the completions.
     """
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str) -> None:
@@ -127,11 +127,11 @@ class Composer:
         tools: Sequence[Mapping[str, object]] = (),
         session: Session | None = None,
     ) -> Prompt:
-        """The prompt of a conversation, up to where the model is to answer.
+        """Make the prompt of a conversation, up to where the model is to answer.
 
         Raises:
             ModelError: the chat template refuses the messages.
-            ApiError: it cannot show tools.
+            ApiError: the chat template cannot show tools.
         """
         if tools and not self.tokenizer.shows_tools and self._tool_parser != "hermes":
             raise ApiError(
@@ -156,7 +156,7 @@ class Composer:
         return Prompt(token_ids=ids, digest=known[-1])
 
     async def completion(self, prompt: str | Sequence[int], session: Session | None = None) -> Prompt:
-        """The prompt of a completion."""
+        """Make the prompt of a completion."""
         if not isinstance(prompt, str):
             return Prompt(token_ids=tuple(prompt))
         context = session.longest_prefix(prompt) if session is not None else None
@@ -178,7 +178,7 @@ class Composer:
     def _longest_turn(
         self, messages: Sequence[ChatMessage], known: Sequence[bytes], session: Session | None
     ) -> tuple[int, Context | None]:
-        """How many of the messages a recorded turn covers, and what it left."""
+        """Return how many of the messages a recorded turn covers, and its context."""
         for count in range(len(messages), 0, -1):
             if session is None:
                 break
@@ -189,7 +189,7 @@ class Composer:
     def _shown(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]], *, whole: bool
     ) -> tuple[list[dict[str, object]], Sequence[Mapping[str, object]]]:
-        """Messages and tools as the template takes them; one that knows no tools is given text, as Hermes writes it."""
+        """Return messages and tools as the template takes them: as Hermes' text, where it knows no tools."""
         if self.tokenizer.shows_tools:
             return [message.template() for message in messages], tools
         texts: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""Choices, the answers to one request, while they are decoded: the engine's tokens, and what is shown of them."""
+"""The choices of one request while they are decoded: the engine's tokens, and what clients see of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Chunk, Sampling, Turn
 
 _LEAST = -9999.0
-"""What OpenAI writes for a logprob that is not known, or is no JSON."""
+"""OpenAI's value for a logprob that is unknown or has no JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """What OpenAI calls a token with its logprob."""
+    """A token with its logprob and the likeliest alternatives."""
 
     token: int
     logprob: float
@@ -29,8 +29,8 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What a chunk adds to an answer."""
+class ChoiceDelta:
+    """Content, tool calls and logprobs that a chunk adds to a choice."""
 
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
@@ -38,16 +38,16 @@ class Piece:
 
 
 class Choice:
-    """One of the answers to a request, all of which are of one conversation.
+    """One completion of a request.
 
     Args:
-        index: among them.
+        index: its place among the request's choices.
         prompt: what the model is shown.
-        sampling: how it is drawn.
-        tokenizer: of the model.
-        reader: finds tool calls in it, if the request has tools.
+        sampling: how tokens are sampled.
+        tokenizer: the model's tokenizer.
+        reader: finds tool calls, if the request has tools.
         parallel_calls: keep more than the first call.
-        logprobs: of each token tell its logprob and so many of the likeliest; None tells nothing.
+        logprobs: report each token's logprob and so many of the likeliest; None reports nothing.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Choice:
         self.finish = ""
         """"stop" or "length" once it has ended."""
         self.stop_text = ""
-        """The one of sampling.stop that ended it."""
+        """Stop text that ended it, out of sampling.stop; "" if none did."""
         self.tokens: list[TokenLogprob] = []
         self._tokenizer = tokenizer
         self._reader = reader
         self._parallel = parallel_calls
-        self._told = logprobs
+        self._top_logprobs = logprobs
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -85,52 +85,53 @@ class Choice:
 
     @property
     def completion_tokens(self) -> int:
+        """Tokens decoded so far."""
         return len(self._ids)
 
     @property
     def version(self) -> int:
-        """Of the weights behind its last token; -1 if that is not known."""
+        """Version of the weights behind the last token; -1 while there is none."""
         return self._versions[-1] if self._versions else -1
 
-    def add(self, chunk: Chunk, *, streamed: bool) -> Piece:
-        """Take what was decoded; returns what may be shown of it. Tool calls are found here only if streamed."""
+    def add(self, chunk: Chunk, *, streamed: bool) -> ChoiceDelta:
+        """Add decoded tokens; return what the client may see of them. Tool calls are found here only if streamed."""
         self._ids += chunk.token_ids
         self._logprobs += chunk.logprobs
         self._versions += chunk.versions
         self.finish = chunk.finish
-        tokens = () if self._told is None else self._tokens(chunk, self._told)
+        tokens = () if self._top_logprobs is None else self._tokens(chunk, self._top_logprobs)
         self.tokens += tokens
         for place, token in enumerate(chunk.token_ids, 1):
             ends = chunk.finish == "stop" and place == len(chunk.token_ids) and token in self._tokenizer.stop_ids
             if not ends:
                 self._text += self._stream.add(token)
-        text = self._take()
+        text = self._next_text()
         if not streamed:
-            return Piece()
+            return ChoiceDelta()
         calls: tuple[CallDelta, ...] = ()
         if self._reader is not None:
-            text, found = self._reader.delta(text, chunk.token_ids, finished=bool(self.finish))
+            text, found = self._reader.parse_delta(text, chunk.token_ids, finished=bool(self.finish))
             calls = tuple(call for call in found if call.index == 0 or self._parallel)
             for call in calls:
                 self._add_call(call)
         self._content.append(text)
-        return Piece(content=text, calls=calls, tokens=tokens)
+        return ChoiceDelta(content=text, calls=calls, tokens=tokens)
 
-    def end(self) -> None:
-        """Find the tool calls of an answer that was not streamed."""
-        content, calls = (self._text, ()) if self._reader is None else self._reader.whole(self._text, self._ids)
+    def parse_calls(self) -> None:
+        """Find the tool calls of a completion that was not streamed."""
+        content, calls = (self._text, ()) if self._reader is None else self._reader.parse(self._text, self._ids)
         self._content = [content]
         self._calls = dict(enumerate(calls if self._parallel else calls[:1]))
 
     @property
     def message(self) -> ChatMessage:
-        """The answer as it is returned."""
+        """The completion as it is returned."""
         calls = tuple(self._calls[index] for index in sorted(self._calls))
         return ChatMessage(role="assistant", content="".join(self._content), calls=calls)
 
     @property
     def turn(self) -> Turn:
-        """The answer as it is trained on."""
+        """The completion as it is trained on."""
         text = self._tokenizer.decode(self._ids)
         if self.stop_text:
             text = text.partition(self.stop_text)[0]
@@ -145,11 +146,11 @@ class Choice:
 
     @property
     def full_text(self) -> str:
-        """All that its tokens say, the text that stopped it included."""
+        """Text of all its tokens, with the stop text and special tokens."""
         return self._tokenizer.decode(self._ids, skip_special=False)
 
-    def _take(self) -> str:
-        """Text that can be shown now, and was not yet; sets `finish` when a stop text is found."""
+    def _next_text(self) -> str:
+        """Return text that can be shown now and was not yet; set `finish` when a stop text is found."""
         # A stop text can begin in what is held back, which is never longer than it.
         ends = [(at, stop) for stop in self.sampling.stop if (at := self._text.find(stop, self._shown)) >= 0]
         if ends:
@@ -159,13 +160,13 @@ class Choice:
         begin, self._shown = self._shown, max(self._shown, len(self._text) - held)
         return self._text[begin : self._shown]
 
-    def _tokens(self, chunk: Chunk, told: int) -> tuple[TokenLogprob, ...]:
+    def _tokens(self, chunk: Chunk, top_logprobs: int) -> tuple[TokenLogprob, ...]:
         tops = chunk.top or ((),) * len(chunk.token_ids)
         found = []
         for token, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True):
-            # A greedy answer has no behaviour logprob, but the model's own is the likeliest one's.
+            # A greedy completion has no behaviour logprob; the one to report is that of the likeliest token.
             known = logprob if math.isfinite(logprob) else dict(top).get(token, _LEAST)
-            likeliest = tuple((other, max(value, _LEAST)) for other, value in top[:told])
+            likeliest = tuple((other, max(value, _LEAST)) for other, value in top[:top_logprobs])
             found.append(TokenLogprob(token=token, logprob=max(known, _LEAST), top=likeliest))
         return tuple(found)
 
@@ -176,47 +177,49 @@ class Choice:
         )
 
 
-Show = Callable[[Choice, Piece], Awaitable[None]]
+OnDelta = Callable[[Choice, ChoiceDelta], Awaitable[None]]
 
 
-async def decode(backend: Backend, choices: Sequence[Choice], *, session: str | None, show: Show | None = None) -> None:
+async def decode(
+    backend: Backend, choices: Sequence[Choice], *, session: str | None, on_delta: OnDelta | None = None
+) -> None:
     """Decode choices side by side.
 
     Args:
         backend: decodes.
-        choices: to be filled.
+        choices: filled with tokens.
         session: key of the session that asks.
-        show: called with what each chunk adds, where the request is streamed. A choice goes on when it returns, so
-            that a slow client holds up its own only.
+        on_delta: called with what each chunk adds, where the request is streamed. A choice goes on when it returns,
+            so that a slow client holds up its own only.
 
     Raises:
-        ForgeError: the backend's; the other answers end too.
+        ForgeError: the backend failed; the other choices end too.
     """
     if len(choices) == 1:
-        await _decode(backend, choices[0], session, show)
+        await _decode(backend, choices[0], session, on_delta)
         return
     async with task_group() as group:
         for choice in choices:
-            group.create_task(_decode(backend, choice, session, show))
+            group.create_task(_decode(backend, choice, session, on_delta))
 
 
-async def _decode(backend: Backend, choice: Choice, session: str | None, show: Show | None) -> None:
+async def _decode(backend: Backend, choice: Choice, session: str | None, on_delta: OnDelta | None) -> None:
     stream = backend.stream(choice.prompt.token_ids, choice.sampling, session=session)
     async with contextlib.aclosing(stream) as chunks:
         async for chunk in chunks:
-            piece = choice.add(chunk, streamed=show is not None)
-            if show is not None:
-                await show(choice, piece)
+            added = choice.add(chunk, streamed=on_delta is not None)
+            if on_delta is not None:
+                await on_delta(choice, added)
             if choice.finish:
                 break
     if not choice.finish:
-        raise ServiceError("an answer has no end", service="generator", call="stream")
-    if show is None:
-        choice.end()
+        raise ServiceError("a completion has no end", service="generator", call="stream")
+    if on_delta is None:
+        choice.parse_calls()
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text that a stop text begins with, and is longer than."""
+    """Return the length of the longest end of a text that is the beginning, not the whole, of a stop text."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

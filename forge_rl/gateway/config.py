@@ -1,4 +1,4 @@
-"""What a gateway can be told: where it listens, who may ask, and how much at a time."""
+"""Configuration of a gateway: where it listens, who may ask, and how much at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from forge_rl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """The HTTP server before the engines."""
+    """Configures the HTTP server before the engines: `GatewayConfig(port=8000, api_key="secret")`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Others than this machine reach it only on another one, such as 0.0.0.0."""
+    """Address to listen on. Other machines reach the gateway only on another one, such as 0.0.0.0."""
     port: int = 0
     """Port to listen on; 0 takes a free one."""
     api_key: str = field(default="", repr=False)
@@ -21,13 +21,13 @@ class GatewayConfig:
     aliases: tuple[str, ...] = ()
     """Other names for the model, such as the one that an agent asks for."""
     tool_parser: str = "hermes"
-    """Which of vLLM's parsers finds tool calls in an answer: the one for the model's way to write them."""
+    """Name of vLLM's parser for the model's way to write tool calls."""
     max_body_bytes: int = 8 << 20
     """Longest body of a request."""
     max_concurrent: int = 4096
-    """Most answers that are decoded at a time; more requests are refused with status 429."""
+    """Most completions that are decoded at a time; more requests are refused with status 429."""
     client_deadline_s: float = 60.0
-    """Longest time that a client may take to send its request, or to take what is sent to it."""
+    """Longest time that a client may take to send its request, or to read what is sent to it."""
 
     agent_deadline_s: float = 3600.0
     """Longest time for an agent's attempt at a task, with all that it waits for, such as a training step."""
@@ -47,7 +47,7 @@ class GatewayConfig:
 
     @property
     def is_public(self) -> bool:
-        """Whether other machines may reach it."""
+        """True if other machines may reach it."""
         if self.host == "localhost":
             return False
         try:

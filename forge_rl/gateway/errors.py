@@ -1,4 +1,4 @@
-"""What is wrong with a request, and how OpenAI's and Anthropic's clients are told."""
+"""Errors of requests, in the shapes that OpenAI's and Anthropic's clients know."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rat
 
 
 class ApiError(Exception):
-    """An answer other than the one that was asked for.
+    """An error that a client is answered with.
 
     Args:
         status: HTTP status.
-        message: what is wrong, and how to mend it; shown to the client.
+        message: what is wrong, with a hint; shown to the client.
         param: the parameter that is wrong, such as "messages.0.content".
-        code: OpenAI's code, such as "context_length_exceeded".
-        headers: of the response.
+        code: OpenAI's error code, such as "context_length_exceeded".
+        headers: extra headers of the response.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def openai(self) -> dict[str, object]:
-        """The body that OpenAI's clients know."""
+        """Return the body that OpenAI's clients know."""
         kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic(self) -> dict[str, object]:
-        """The body that Anthropic's clients know."""
+        """Return the body that Anthropic's clients know."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         message = f"{self.param}: {self.message}" if self.param else self.message
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """What a request's first wrong field is."""
+def from_validation_error(error: ValidationError) -> ApiError:
+    """Name the first wrong field of a request."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
@@ -75,8 +75,8 @@ def of_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"invalid {param or 'body'}: {first['msg']}", param=param, code="invalid_value")
 
 
-def of_forge(error: ForgeError) -> ApiError:
-    """What an error of ours means to a client; where it says how to mend it, that is for the server's owner."""
+def from_forge_error(error: ForgeError) -> ApiError:
+    """Translate a ForgeError for a client; its hint is for the server's owner and left out."""
     match error:
         case ConfigError() | ModelError():
             return ApiError(400, error.message)
@@ -87,18 +87,18 @@ def of_forge(error: ForgeError) -> ApiError:
     return ApiError(500, error.message, code="internal_error")
 
 
-def of_any(error: ApiError | ValidationError | ForgeError) -> ApiError:
-    """What clients are told of an error."""
+def to_api_error(error: ApiError | ValidationError | ForgeError) -> ApiError:
+    """Translate an error for a client."""
     match error:
         case ValidationError():
-            return of_validation(error)
+            return from_validation_error(error)
         case ForgeError():
-            return of_forge(error)
+            return from_forge_error(error)
     return error
 
 
 def context_length(prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages") -> ApiError:
-    """A prompt with its answer is longer than the model takes."""
+    """Make the error of a prompt that is, with its completion, longer than the model takes."""
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, you requested {prompt_tokens + max_tokens} "

@@ -1,4 +1,4 @@
-"""uvicorn in an event loop that is not its own: listens, serves, and ends when it is told to."""
+"""uvicorn in an event loop that is not its own: listens, serves, and stops when asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.gateway.config import GatewayConfig
 
 _GRACE_S = 5
-"""How long connections may take to close at the end."""
+"""Seconds that connections may take to close at the end."""
 _KEEP_ALIVE_S = 75
 
 
@@ -23,7 +23,7 @@ class HttpServer:
     """Serves an app.
 
     Args:
-        app: what answers requests.
+        app: the ASGI app.
         config: where to listen.
     """
 
@@ -43,7 +43,7 @@ class HttpServer:
         )
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
-        """Where it can be reached from this machine."""
+        """URL that reaches it from this machine."""
 
     def start(self) -> None:
         """Listen; requests are answered as soon as the event loop runs.
@@ -59,14 +59,14 @@ class HttpServer:
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
 
     async def stop(self) -> None:
-        """Listen no more, and wait until connections are closed."""
+        """Stop listening, and wait until connections are closed."""
         if self._serving is not None:
             self._server.should_exit = True
             await self._serving
 
 
 def check_address(config: GatewayConfig) -> None:
-    """Look, before much is started, whether there can be a server.
+    """Check, before much is started, that the server could listen.
 
     Raises:
         ConfigError: the port is in use, or there is no such address here.
@@ -75,7 +75,7 @@ def check_address(config: GatewayConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the program that it is a part of."""
+    """A server that leaves signals to the program that it is a part of."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
@@ -98,7 +98,7 @@ def _listen(config: GatewayConfig) -> socket.socket:
 
 
 def _allow_connections(count: int) -> None:
-    """Let this process have as many open files as it needs; many systems begin with 1024."""
+    """Raise this process's limit of open files to what connections need; many systems begin with 1024."""
     wanted = 2 * count + 1024
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""What the gateway counts, as Prometheus reads it."""
+"""Counts of the gateway, for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class GatewayMetrics:
-    """Counts of one gateway, in a registry of its own.
+    """Counts what one gateway does, in a registry of its own.
 
     Args:
-        in_flight: answers that are being decoded.
-        sessions: sessions that are open.
+        in_flight: number of completions that are being decoded.
+        sessions: number of open sessions.
     """
 
     def __init__(self, in_flight: Callable[[], float], sessions: Callable[[], float]) -> None:
@@ -41,23 +41,23 @@ class GatewayMetrics:
             "forge_rl_gateway_tokens", "Tokens of answered requests", ["kind"], registry=self._registry
         )
         for name, text, value in (
-            ("answers_in_flight", "Answers that are being decoded", in_flight),
+            ("completions_in_flight", "Completions that are being decoded", in_flight),
             ("sessions_open", "Sessions whose key is accepted", sessions),
         ):
             Gauge(f"forge_rl_gateway_{name}", text, registry=self._registry).set_function(value)
 
     def request(self, endpoint: str, status: int, seconds: float, first_event_s: float | None = None) -> None:
-        """A request ended."""
+        """Count a request that ended."""
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
         if first_event_s is not None:
             self._first.labels(endpoint).observe(first_event_s)
 
     def tokens(self, prompt: int, completion: int) -> None:
-        """Of a request that was answered."""
+        """Count the tokens of a request that was answered."""
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("completion").inc(completion)
 
     def text(self) -> bytes:
-        """All counts, in Prometheus' format."""
+        """Return all counts in Prometheus' format."""
         return generate_latest(self._registry)

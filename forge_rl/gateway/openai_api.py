@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions: from a request to its answers, and how they are written."""
+"""OpenAI's chat completions and completions: reads requests and writes responses."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from forge_rl.gateway.choices import Choice, Piece, TokenLogprob
+from forge_rl.gateway.choices import Choice, ChoiceDelta, TokenLogprob
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.job import Job
 from forge_rl.gateway.openai_requests import ChatRequest, Common, CompletionRequest, to_chat
 from forge_rl.gateway.request_builder import RequestBuilder, SamplingRequest
+from forge_rl.gateway.response import ApiResponse
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.wire import encode
 
 
-async def chat(body: bytes, desk: RequestBuilder, session: Session | None) -> Job:
-    """A request of chat completions.
+async def chat(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
+    """Read a request of chat completions.
 
     Raises:
-        ValidationError, ApiError, ForgeError: it is wrong.
+        ValidationError, ApiError, ForgeError: the request is wrong.
     """
     request = ChatRequest.model_validate_json(body)
-    model = desk.check_model(request.model)
+    model = builder.check_model(request.model)
     request.check()
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs wants logprobs to be true", param="top_logprobs")
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     messages = [to_chat(message, at) for at, message in enumerate(request.messages)]
-    wish = SamplingRequest(
+    requested = SamplingRequest(
         max_tokens=request.max_completion_tokens or request.max_tokens,
         temperature=request.temperature,
         seed=request.seed,
@@ -36,27 +36,27 @@ async def chat(body: bytes, desk: RequestBuilder, session: Session | None) -> Jo
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         parallel_calls=request.parallel_tool_calls is not False,
     )
-    prompt = await desk.composer.chat(messages, tools, session)
+    prompt = await builder.prompt_builder.chat(messages, tools, session)
     called = tools if request.tool_choice != "none" else []
-    choices = await desk.choices([prompt], request.n or 1, wish, session, called)
-    return ChatJob(choices, request, desk, model)
+    choices = await builder.choices([prompt], request.n or 1, requested, session, called)
+    return ChatResponse(choices, request, builder, model)
 
 
-async def completion(body: bytes, desk: RequestBuilder, session: Session | None) -> Job:
-    """A request of completions.
+async def completion(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
+    """Read a request of completions.
 
     Raises:
-        ValidationError, ApiError, ForgeError: it is wrong.
+        ValidationError, ApiError, ForgeError: the request is wrong.
     """
     request = CompletionRequest.model_validate_json(body)
-    model = desk.check_model(request.model)
+    model = builder.check_model(request.model)
     request.check()
     given = request.prompt
     several = bool(given) and isinstance(given, list) and not isinstance(given[0], int)
     texts: Sequence[Any] = given if several else [given]
     if len(texts) * (request.n or 1) > 2048:
-        raise ApiError(400, "more than 2048 answers in one request", param="prompt")
-    wish = SamplingRequest(
+        raise ApiError(400, "more than 2048 completions in one request", param="prompt")
+    requested = SamplingRequest(
         max_tokens=request.max_tokens or 16,
         temperature=request.temperature,
         seed=request.seed,
@@ -64,23 +64,23 @@ async def completion(body: bytes, desk: RequestBuilder, session: Session | None)
         logprobs=request.logprobs,
         prompt_param="prompt",
     )
-    prompts = [await desk.composer.completion(text, session) for text in texts]
-    choices = await desk.choices(prompts, request.n or 1, wish, session)
-    return CompletionJob(choices, request, desk, model)
+    prompts = [await builder.prompt_builder.completion(text, session) for text in texts]
+    choices = await builder.choices(prompts, request.n or 1, requested, session)
+    return CompletionResponse(choices, request, builder, model)
 
 
-class OpenAIJob(Job):
-    """What the responses of both kinds share."""
+class OpenAIResponse(ApiResponse):
+    """Parts that the responses of both kinds share."""
 
     kind: str
     chunk_kind: str
     id_prefix: str
 
-    def __init__(self, choices: tuple[Choice, ...], request: Common, desk: RequestBuilder, model: str) -> None:
+    def __init__(self, choices: tuple[Choice, ...], request: Common, builder: RequestBuilder, model: str) -> None:
         super().__init__(choices, streamed=bool(request.stream))
         self._with_usage = request.with_usage
-        self._request_builder = desk
-        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(desk.now()), "model": model}
+        self._request_builder = builder
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(builder.now()), "model": model}
 
     def body(self) -> dict[str, object]:
         version = self.choices[-1].version
@@ -92,7 +92,7 @@ class OpenAIJob(Job):
             "usage": self._usage(),
         }
 
-    def ending(self) -> bytes:
+    def stream_end(self) -> bytes:
         usage = self._event([], usage=self._usage()) if self._with_usage else b""
         return usage + b"data: [DONE]\n\n"
 
@@ -106,38 +106,38 @@ class OpenAIJob(Job):
         return b"data: " + encode(event) + b"\n\n"
 
     def _usage(self) -> dict[str, object]:
-        prompt, answered = self.prompt_tokens, self.completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": answered, "total_tokens": prompt + answered}
+        prompt, completed = self.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completed, "total_tokens": prompt + completed}
 
     def _token(self, token: int) -> str:
         return self._request_builder.tokenizer.decode([token], skip_special=False)
 
 
-class ChatJob(OpenAIJob):
-    """Chat completions."""
+class ChatResponse(OpenAIResponse):
+    """Response of chat completions."""
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def opening(self) -> bytes:
+    def stream_start(self) -> bytes:
         first: dict[str, object] = {"role": "assistant", "content": ""}
         return b"".join(self._delta(choice, first) for choice in self.choices)
 
-    def piece(self, choice: Choice, piece: Piece) -> bytes:
+    def stream_delta(self, choice: Choice, added: ChoiceDelta) -> bytes:
         delta: dict[str, object] = {}
-        if piece.content or piece.tokens:
-            delta["content"] = piece.content
-        if piece.calls:
+        if added.content or added.tokens:
+            delta["content"] = added.content
+        if added.calls:
             delta["tool_calls"] = [
                 {
                     "index": call.index,
                     **({"id": call.id, "type": "function"} if call.id else {}),
                     "function": {**({"name": call.name} if call.name else {}), "arguments": call.arguments},
                 }
-                for call in piece.calls
+                for call in added.calls
             ]
-        return self._delta(choice, delta, piece.tokens) if delta else b""
+        return self._delta(choice, delta, added.tokens) if delta else b""
 
-    def closing(self, choice: Choice) -> bytes:
+    def stream_finish(self, choice: Choice) -> bytes:
         return self._delta(choice, {}, finish=_finish(choice))
 
     def _choice(self, choice: Choice) -> dict[str, object]:
@@ -168,8 +168,8 @@ class ChatJob(OpenAIJob):
         if not tokens:
             return None
         content = [
-            {**self._one(told.token, told.logprob), "top_logprobs": [self._one(*pair) for pair in told.top]}
-            for told in tokens
+            {**self._one(entry.token, entry.logprob), "top_logprobs": [self._one(*pair) for pair in entry.top]}
+            for entry in tokens
         ]
         return {"content": content, "refusal": None}
 
@@ -178,29 +178,29 @@ class ChatJob(OpenAIJob):
         return {"token": self._token(token), "logprob": logprob, "bytes": raw}
 
 
-class CompletionJob(OpenAIJob):
-    """Completions."""
+class CompletionResponse(OpenAIResponse):
+    """Response of completions."""
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(
-        self, choices: tuple[Choice, ...], request: CompletionRequest, desk: RequestBuilder, model: str
+        self, choices: tuple[Choice, ...], request: CompletionRequest, builder: RequestBuilder, model: str
     ) -> None:
-        super().__init__(choices, request, desk, model)
+        super().__init__(choices, request, builder, model)
         self._offsets = dict.fromkeys(range(len(choices)), 0)
 
-    def opening(self) -> bytes:
+    def stream_start(self) -> bytes:
         return b""
 
-    def piece(self, choice: Choice, piece: Piece) -> bytes:
-        if not piece.content and not piece.tokens:
+    def stream_delta(self, choice: Choice, added: ChoiceDelta) -> bytes:
+        if not added.content and not added.tokens:
             return b""
-        logprobs = self._logprobs(choice, piece.tokens)
+        logprobs = self._logprobs(choice, added.tokens)
         return self._event(
-            [{"index": choice.index, "text": piece.content, "logprobs": logprobs, "finish_reason": None}]
+            [{"index": choice.index, "text": added.content, "logprobs": logprobs, "finish_reason": None}]
         )
 
-    def closing(self, choice: Choice) -> bytes:
+    def stream_finish(self, choice: Choice) -> bytes:
         return self._event([{"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish}])
 
     def _choice(self, choice: Choice) -> dict[str, object]:
@@ -215,16 +215,16 @@ class CompletionJob(OpenAIJob):
         if not tokens:
             return None
         texts, offsets = [], []
-        for told in tokens:
-            texts.append(self._token(told.token))
+        for entry in tokens:
+            texts.append(self._token(entry.token))
             offsets.append(self._offsets[choice.index])
             self._offsets[choice.index] += len(texts[-1])
         return {
             "tokens": texts,
-            "token_logprobs": [told.logprob for told in tokens],
+            "token_logprobs": [entry.logprob for entry in tokens],
             "top_logprobs": [
-                {self._token(token): logprob for token, logprob in (*told.top, (told.token, told.logprob))}
-                for told in tokens
+                {self._token(token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))}
+                for entry in tokens
             ],
             "text_offset": offsets,
         }

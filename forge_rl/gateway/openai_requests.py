@@ -1,4 +1,4 @@
-"""What may be asked of OpenAI's chat completions and completions: types, bounds, and what is refused and why."""
+"""Requests of OpenAI's chat completions and completions: types, bounds, and what is refused and why."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "repetition_penalty": ((1,), _LOGPROBS),
     "logit_bias": (({},), _LOGPROBS),
     "response_format": (({"type": "text"},), _LOGPROBS),
-    "tool_choice": (("auto", "none"), f"answers are not forced: {_LOGPROBS}"),
-    "modalities": ((["text"],), "answers are text"),
-    "audio": ((), "answers are text"),
+    "tool_choice": (("auto", "none"), f"completions are not forced: {_LOGPROBS}"),
+    "modalities": ((["text"],), "completions are text"),
+    "audio": ((), "completions are text"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tools"),
     "prediction": ((), "it is not there"),
@@ -34,39 +34,41 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "suffix": (("",), "it is not there"),
     "best_of": ((1,), "use n"),
 }
-"""Parameters that change answers in ways that we do not have: the values that change nothing, and why no others."""
+"""Parameters that are not supported: the values that change nothing, and the reason why others are refused."""
 
 Stop = str | Annotated[list[str], Field(max_length=16)] | None
 
 
-class _Model(BaseModel):
+class StrictModel(BaseModel):
+    """Requests: unknown fields are refused."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class _Lenient(BaseModel):
-    """Parts of messages: what we do not know there, such as cache hints, says nothing of the sampling."""
+class LenientModel(BaseModel):
+    """Parts of messages; unknown fields there, such as cache hints, are ignored: they do not concern the sampling."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class Part(_Lenient):
+class Part(LenientModel):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class Function(_Lenient):
+class Function(LenientModel):
     name: str
     arguments: str = ""
 
 
-class Call(_Lenient):
+class Call(LenientModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: Function
 
 
-class Message(_Lenient):
+class Message(LenientModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     tool_calls: list[Call] | None = None
@@ -74,24 +76,24 @@ class Message(_Lenient):
     name: str | None = None
 
 
-class ToolFunction(_Lenient):
+class ToolFunction(LenientModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(_Lenient):
+class Tool(LenientModel):
     type: Literal["function"]
     function: ToolFunction
 
 
-class StreamOptions(_Model):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Common(_Model):
-    """What both kinds of requests have; Any stands for what is refused, or means nothing here."""
+class Common(StrictModel):
+    """Fields that both kinds of requests have; Any marks those that are refused or ignored."""
 
     model: str
     n: int | None = Field(None, ge=1, le=128)
@@ -111,7 +113,7 @@ class Common(_Model):
     user: Any = None
 
     def check(self) -> None:
-        """Raises ApiError for what is not supported."""
+        """Raise ApiError for what is not supported."""
         for name, (neutral, why) in _UNSUPPORTED.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
@@ -121,6 +123,7 @@ class Common(_Model):
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """Stop texts, as a tuple."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stops:
             raise ApiError(400, "a stop text is empty", param="stop")
@@ -167,10 +170,10 @@ class CompletionRequest(Common):
 
 
 def to_chat(message: Message, at: int) -> ChatMessage:
-    """A message as all APIs have it.
+    """Convert a message to the form that all APIs share; `at` is its place in the request.
 
     Raises:
-        ApiError: it holds what there is not, or lacks what it needs; `at` is its place in the request.
+        ApiError: it holds what is not supported, or lacks what it needs.
     """
     role = "system" if message.role == "developer" else message.role
     calls = message.tool_calls or []

@@ -1,4 +1,4 @@
-"""From what a request asks for to choices that can be decoded: the rules that all APIs share."""
+"""Makes choices that can be decoded out of what a request asks for: the rules that all APIs share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.backend import Backend
-from forge_rl.gateway.chat import Composer, Prompt
+from forge_rl.gateway.chat import Prompt, PromptBuilder
 from forge_rl.gateway.choices import Choice
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError, context_length
@@ -19,26 +19,26 @@ from forge_rl.types import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRequest:
-    """How a request wants its answers drawn; None leaves it to us."""
+    """Sampling parameters that a request asks for; None leaves one to the gateway."""
 
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    """Tell each token's, and so many of the likeliest."""
+    """Report each token's logprob, and so many of the likeliest; None reports nothing."""
     parallel_calls: bool = True
     prompt_param: str = "messages"
-    """What errors call the prompt."""
+    """Name of the prompt in errors."""
 
 
 class RequestBuilder:
-    """Makes choices from wishes.
+    """Makes choices out of prompts and sampling requests.
 
     Args:
         backend: decodes them.
-        tokenizer: of the model.
-        config: of the gateway.
+        tokenizer: the model's tokenizer.
+        config: the gateway's config.
         now: seconds since 1970, for what responses say of their time.
     """
 
@@ -47,16 +47,16 @@ class RequestBuilder:
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
-        self.composer = Composer(tokenizer, config.tool_parser)
+        self.prompt_builder = PromptBuilder(tokenizer, config.tool_parser)
         self.parser = ToolParser(config.tool_parser, tokenizer)
         self.models = tuple(dict.fromkeys((backend.model, *config.aliases)))
         self.now = now
 
     def check_model(self, name: str) -> str:
-        """The name, if it is one of ours.
+        """Return the name if the model goes by it.
 
         Raises:
-            ApiError: it is not.
+            ApiError: it does not.
         """
         if name not in self.models:
             raise ApiError(
@@ -71,26 +71,26 @@ class RequestBuilder:
         self,
         prompts: Sequence[Prompt],
         count: int,
-        wish: SamplingRequest,
+        requested: SamplingRequest,
         session: Session | None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> tuple[Choice, ...]:
-        """So many answers to each prompt, to be decoded.
+        """Make so many choices for each prompt.
 
         Raises:
-            ApiError: a wish that cannot be fulfilled.
+            ApiError: the sampling that is requested cannot be had.
         """
         if tools:
             await self.parser.load()
         found: list[Choice] = []
         for prompt in prompts:
-            self._check_ids(prompt, wish)
-            sampling = self._sampling(prompt, wish, session)
+            self._check_ids(prompt, requested)
+            sampling = self._sampling(prompt, requested, session)
             for place in range(count):
                 if session is not None:
                     sampling = replace(sampling, seed=session.seed_for(prompt.token_ids))
-                elif wish.seed is not None:
-                    sampling = replace(sampling, seed=(wish.seed + place) % (1 << 63))
+                elif requested.seed is not None:
+                    sampling = replace(sampling, seed=(requested.seed + place) % (1 << 63))
                 reader = self.parser.reader(tools, prompt.token_ids) if tools else None
                 found.append(
                     Choice(
@@ -99,36 +99,37 @@ class RequestBuilder:
                         sampling,
                         self.tokenizer,
                         reader=reader,
-                        parallel_calls=wish.parallel_calls,
-                        logprobs=wish.logprobs,
+                        parallel_calls=requested.parallel_calls,
+                        logprobs=requested.logprobs,
                     )
                 )
         return tuple(found)
 
-    def _sampling(self, prompt: Prompt, wish: SamplingRequest, session: Session | None) -> Sampling:
+    def _sampling(self, prompt: Prompt, requested: SamplingRequest, session: Session | None) -> Sampling:
         limit, used = self.backend.max_model_tokens, len(prompt.token_ids)
         room = limit - used
-        tokens = wish.max_tokens if wish.max_tokens is not None else room
+        tokens = requested.max_tokens if requested.max_tokens is not None else room
         if session is not None:
             tokens = min(tokens, session.sampling.max_tokens, room)
         if room < 1 or tokens > room:
-            raise context_length(used, max(tokens, wish.max_tokens or 1), limit, wish.prompt_param)
-        temperature = _temperature(wish.temperature, session)
-        # A greedy answer has no behaviour logprobs; what can be told of its tokens is that of the likeliest one.
-        top = 0 if wish.logprobs is None else max(wish.logprobs, 1 if temperature == 0 else 0)
-        stop = tuple(dict.fromkeys((*wish.stop, *(session.sampling.stop if session is not None else ()))))
+            raise context_length(used, max(tokens, requested.max_tokens or 1), limit, requested.prompt_param)
+        temperature = _temperature(requested.temperature, session)
+        # A greedy completion has no behaviour logprobs; what can be reported is that of the likeliest token.
+        top = 0 if requested.logprobs is None else max(requested.logprobs, 1 if temperature == 0 else 0)
+        stop = tuple(dict.fromkeys((*requested.stop, *(session.sampling.stop if session is not None else ()))))
         return Sampling(max_tokens=tokens, temperature=temperature, stop=stop, top_logprobs=top)
 
-    def _check_ids(self, prompt: Prompt, wish: SamplingRequest) -> None:
+    def _check_ids(self, prompt: Prompt, requested: SamplingRequest) -> None:
         if not prompt.token_ids:
-            raise ApiError(400, "the prompt is empty", param=wish.prompt_param)
+            raise ApiError(400, "the prompt is empty", param=requested.prompt_param)
         if not all(0 <= token < self.tokenizer.vocab_size for token in prompt.token_ids):
-            raise ApiError(400, f"token ids go from 0 to {self.tokenizer.vocab_size - 1}", param=wish.prompt_param)
+            raise ApiError(400, f"token ids go from 0 to {self.tokenizer.vocab_size - 1}", param=requested.prompt_param)
 
 
 def _temperature(wanted: float | None, session: Session | None) -> float:
-    """An episode's answers are drawn as it is trained: at another temperature the recorded logprobs would be those of
-    another distribution. Greedy answers have none and are not trained; what a greedy session does is only evaluated.
+    """Choose the temperature: that of training, as recorded logprobs at another one would be another distribution's.
+
+    Greedy completions have no logprobs and are not trained; a greedy session is only evaluated.
     """
     if session is None:
         return 1.0 if wanted is None else wanted
@@ -138,7 +139,7 @@ def _temperature(wanted: float | None, session: Session | None) -> float:
     raise ApiError(
         400,
         f"temperature {wanted:g} is not the {own:g} that this session is trained at: the behaviour logprobs would be "
-        "another distribution's. Leave temperature out, or set it to 0 for answers that are not trained",
+        "another distribution's. Leave temperature out, or set it to 0 for completions that are not trained",
         param="temperature",
         code="unsupported_value",
     )

@@ -1,4 +1,4 @@
-"""The gateway: HTTP in the controller's own event loop, before whatever decodes."""
+"""The gateway: an HTTP server in the controller's own event loop, before a backend that decodes."""
 
 from __future__ import annotations
 
@@ -20,34 +20,39 @@ from starlette.types import Receive, Send
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ForgeError
-from forge_rl.gateway import anthropic_api, openai_api
+from forge_rl.gateway import anthropic_api, openai_api, wire
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
-from forge_rl.gateway.errors import ApiError, of_any
+from forge_rl.gateway.errors import ApiError, to_api_error
 from forge_rl.gateway.http import HttpServer
-from forge_rl.gateway.job import Job
 from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.request_builder import RequestBuilder
+from forge_rl.gateway.response import ApiResponse
 from forge_rl.gateway.sessions import Keyring, Session
-from forge_rl.gateway.wire import CLIENT_GONE, ClientGone, Reply, Writer, read_body, tell, while_connected
 from forge_rl.types import Sampling
 
-Make = Callable[[bytes, RequestBuilder, Session | None], Awaitable[Job | dict[str, object]]]
+Make = Callable[[bytes, RequestBuilder, Session | None], Awaitable[ApiResponse | dict[str, object]]]
 
 _ANTHROPIC_PATH = "/v1/messages"
 
 
 class Gateway:
-    """Typed handle of the gateway, and its server.
+    """Serves OpenAI's and Anthropic's APIs, and records the turns of each session.
+
+    Example:
+        async with Gateway(GatewayConfig(), backend, tokenizer) as gateway:
+            session = gateway.open(sampling=Sampling(max_tokens=64))
+            ...  # a client of session.base_url with session.key
+            turns = session.close()
 
     Args:
-        config: where it listens, and what it takes.
-        backend: decodes answers.
-        tokenizer: of the model.
+        config: where it listens, and what it accepts.
+        backend: decodes completions.
+        tokenizer: the model's tokenizer.
         open_to_all: answer requests outside of sessions, where config.api_key is not set. A run leaves it off: its
             engines are for its episodes.
-        healthy: what /health says.
-        warn: takes a line for the user.
+        healthy: what /health reports.
+        warn: called with a line for the user.
         clock: monotonic seconds.
         now: seconds since 1970.
     """
@@ -94,7 +99,7 @@ class Gateway:
         self._http.start()
 
     async def load_tool_parser(self) -> None:
-        """Import vLLM's parser now, not with the first request that has tools.
+        """Import vLLM's parser now, and not with the first request that has tools.
 
         Raises:
             ConfigError: there is no such parser, or it does not fit the model.
@@ -103,7 +108,7 @@ class Gateway:
 
     @property
     def base_url(self) -> str:
-        """For clients of OpenAI; those of Anthropic leave out the /v1."""
+        """URL for OpenAI's clients; Anthropic's leave out the /v1."""
         assert self._http is not None, "start comes first"
         return f"{self._http.url}/v1"
 
@@ -116,9 +121,9 @@ class Gateway:
         """Begin a session: one episode, with a key of its own.
 
         Args:
-            task_id: of the episode's task, for people to read.
-            sampling: how its answers are drawn, unless a request says otherwise: the training temperature, the most
-                tokens of one answer, and the seed that those of its answers come from.
+            task_id: id of the episode's task, for people to read.
+            sampling: how its turns are sampled, unless a request says otherwise: the training temperature, the most
+                tokens of a turn, and the seed that those of its turns come from.
         """
         session = Session(
             self._keyring.new_key(),
@@ -131,7 +136,7 @@ class Gateway:
         return session
 
     async def stop(self) -> None:
-        """End all requests and sessions, and listen no more."""
+        """End all requests and sessions, and stop listening."""
         self._closing = True
         for session in self._keyring.all():
             session.close()
@@ -149,7 +154,7 @@ class Gateway:
 
     def __repr__(self) -> str:
         where = self._http.url if self._http is not None else "not started"
-        return f"Gateway  {where}  sessions {len(self._keyring)}  answers in flight {self._in_flight}"
+        return f"Gateway  {where}  sessions {len(self._keyring)}  completions in flight {self._in_flight}"
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -170,52 +175,52 @@ class Gateway:
         return app
 
     async def _endpoint(self, path: str, make: Make, request: Request) -> Response:
-        return Reply(partial(self._respond, path, make, request))
+        return wire.AsgiResponse(partial(self._respond, path, make, request))
 
     async def _respond(self, path: str, make: Make, request: Request, receive: Receive, send: Send) -> None:
-        """One request that wants answers, from its key to its last byte."""
+        """Serve one request, from its key to its last byte."""
         began = self._clock()
-        writer = Writer(send, self.config.client_deadline_s, self._clock)
+        writer = wire.ResponseWriter(send, self.config.client_deadline_s, self._clock)
         status = 500
         session: Session | None = None
         try:
             session = self._caller(request.headers)
             with self._admit(1):
-                body = await read_body(request, self.config.max_body_bytes, self.config.client_deadline_s)
+                body = await wire.read_body(request, self.config.max_body_bytes, self.config.client_deadline_s)
                 running = self._running if session is None else session.running
-                await while_connected(self._answer(make, body, session, writer), receive, running)
+                await wire.while_connected(self._serve(make, body, session, writer), receive, running)
             status = 200
-        except (ClientGone, ClientDisconnect):
-            status = CLIENT_GONE
+        except (wire.ClientGone, ClientDisconnect):
+            status = wire.CLIENT_GONE
         except (ApiError, ValidationError, ForgeError) as error:
-            told = of_any(error)
-            status = told.status
+            api_error = to_api_error(error)
+            status = api_error.status
             if session is not None:
-                session.refusal = told
-            with contextlib.suppress(ClientGone):
-                await tell(told, path.startswith(_ANTHROPIC_PATH), writer)
+                session.refusal = api_error
+            with contextlib.suppress(wire.ClientGone):
+                await wire.write_error(api_error, path.startswith(_ANTHROPIC_PATH), writer)
         except Exception:
-            if writer.started_s is not None:  # before that, the app's own handler tells
-                with contextlib.suppress(ClientGone):
-                    await tell(ApiError(500, _BROKEN), path.startswith(_ANTHROPIC_PATH), writer)
+            if writer.started_s is not None:  # before that, the app's own handler answers
+                with contextlib.suppress(wire.ClientGone):
+                    await wire.write_error(ApiError(500, _BROKEN), path.startswith(_ANTHROPIC_PATH), writer)
             raise
         finally:
             first = writer.started_s - began if writer.is_stream and writer.started_s is not None else None
             self._metrics.request(path, status, self._clock() - began, first)
 
-    async def _answer(self, make: Make, body: bytes, session: Session | None, writer: Writer) -> None:
+    async def _serve(self, make: Make, body: bytes, session: Session | None, writer: wire.ResponseWriter) -> None:
         if self._closing or (session is not None and session.closed):
             raise ApiError(503, "the session or the server was closed", code="closed")
-        job = await make(body, self._request_builder, session)
-        if isinstance(job, dict):
-            await writer.whole(job)
+        response = await make(body, self._request_builder, session)
+        if isinstance(response, dict):
+            await writer.write_json(response)
             return
-        with self._admit(len(job.choices) - 1):
-            await job.run(self._backend, session, writer)
-        self._metrics.tokens(job.prompt_tokens, job.completion_tokens)
+        with self._admit(len(response.choices) - 1):
+            await response.run(self._backend, session, writer)
+        self._metrics.tokens(response.prompt_tokens, response.completion_tokens)
 
     def _caller(self, headers: Headers) -> Session | None:
-        """The session whose key a request carries; None where it needs none.
+        """Return the session whose key a request carries; None where it needs none.
 
         Raises:
             ApiError: the key is missing or wrong.
@@ -235,43 +240,38 @@ class Gateway:
         raise ApiError(401, "wrong API key, or its session was closed", code="invalid_api_key")
 
     @contextlib.contextmanager
-    def _admit(self, answers: int) -> Iterator[None]:
-        """Count answers in flight.
+    def _admit(self, completions: int) -> Iterator[None]:
+        """Count completions in flight.
 
         Raises:
             ApiError: there would be too many.
         """
         most = self.config.max_concurrent
-        if self._in_flight + answers > most:
+        if self._in_flight + completions > most:
             raise ApiError(
                 429,
-                f"{self._in_flight} answers are in flight, and {most} may be; try again",
+                f"{self._in_flight} completions are in flight, and {most} may be; try again",
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )
-        self._in_flight += answers
+        self._in_flight += completions
         try:
             yield
         finally:
-            self._in_flight -= answers
+            self._in_flight -= completions
 
     async def _models(self, request: Request) -> Response:
         self._caller(request.headers)
-        models = [self._model_card(name) for name in self._request_builder.models]
-        ends = {
-            "first_id": self._request_builder.models[0],
-            "last_id": self._request_builder.models[-1],
-            "has_more": False,
-        }
-        return JSONResponse({"object": "list", "data": models, **ends})
+        names = self._request_builder.models
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **ends})
 
     async def _model(self, request: Request) -> Response:
         self._caller(request.headers)
         return JSONResponse(self._model_card(self._request_builder.check_model(request.path_params["name"])))
 
     def _model_card(self, name: str) -> dict[str, object]:
-        """What both OpenAI's and Anthropic's clients read."""
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started_s))
+        """Describe a model for both OpenAI's and Anthropic's clients."""
         return {
             "id": name,
             "object": "model",
@@ -280,7 +280,7 @@ class Gateway:
             "max_model_len": self._backend.max_model_tokens,
             "type": "model",
             "display_name": name,
-            "created_at": created,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started_s)),
         }
 
     async def _health(self, request: Request) -> Response:
@@ -310,6 +310,6 @@ _BROKEN = "the gateway failed; see its log"
 
 
 def _same(one: str, other: str) -> bool:
-    """Compared in a time that tells nothing of where they differ, nor of their length."""
+    """Compare in a time that depends on neither their length nor where they differ."""
     digests = [hashlib.sha256(text.encode(errors="surrogateescape")).digest() for text in (one, other)]
     return hmac.compare_digest(*digests)

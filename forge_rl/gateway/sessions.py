@@ -1,4 +1,4 @@
-"""Sessions: the key of one episode, and the turns that were answered under it, token for token."""
+"""Sessions: the key of one episode, and the turns recorded under it, token for token."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from forge_rl.types import Sampling, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a recorded turn leaves for a later request to go on from."""
+    """Token ids of a recorded turn, for a later request to go on from."""
 
     token_ids: tuple[int, ...]
-    """The turn's prompt and answer."""
+    """Ids of the turn's prompt and completion."""
     text: str = ""
-    """Of a completion: its prompt and answer as text."""
+    """Prompt and completion as text; "" for chat."""
 
 
 class Session:
     """One episode at the gateway; made by Gateway.open.
 
     Args:
-        key: what its requests carry.
-        base_url: for clients of OpenAI.
-        task_id: of the episode's task, for people to read.
-        sampling: how its answers are drawn, and the most tokens of one.
-        on_close: ends its key.
+        key: API key of its requests.
+        base_url: URL for OpenAI's clients.
+        task_id: id of the episode's task, for people to read.
+        sampling: how its turns are sampled, and the most tokens of one.
+        on_close: called when it closes; ends its key.
     """
 
     def __init__(
@@ -47,22 +47,21 @@ class Session:
         self.running: set[asyncio.Task[None]] = set()
         """Requests in flight."""
         self.refusal: ApiError | None = None
-        """What the last request was told, if it got no answer."""
+        """Error that the last request was answered with, if it was."""
         self._on_close = on_close
         self._turns: list[Turn] = []
         self._contexts: dict[bytes, Context] = {}
         self._completions: list[Context] = []
-        self._asked: Counter[int] = Counter()
+        self._seeds_used: Counter[int] = Counter()
 
     @property
     def anthropic_url(self) -> str:
-        """base_url for clients of Anthropic, who add the version themselves."""
+        """URL for Anthropic's clients, which add the version themselves."""
         return self.base_url.removesuffix("/v1")
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """What was answered so far, in the order in which answers ended. The logprobs of greedy answers are NaN, which
-        packing masks."""
+        """Turns so far, in the order in which they ended. The logprobs of greedy turns are NaN, which packing masks."""
         return tuple(self._turns)
 
     def close(self) -> tuple[Turn, ...]:
@@ -79,25 +78,25 @@ class Session:
         return self.turns
 
     async def ended(self) -> None:
-        """Once it is closed: until its requests have left the engines."""
+        """Wait, once it is closed, until its requests have left the engines."""
         if running := tuple(self.running):
             await asyncio.wait(running)
 
     def seed_for(self, prompt_ids: tuple[int, ...]) -> int | None:
-        """Of the next answer to a prompt: another one for each answer, whatever order concurrent requests come in."""
+        """Return a new seed for each completion of a prompt, whatever order concurrent requests come in."""
         if self.sampling.seed is None:
             return None
         prompt = zlib.crc32(array("q", prompt_ids).tobytes())
-        self._asked[prompt] += 1
-        return zlib.crc32(f"{self.sampling.seed}/{prompt}/{self._asked[prompt]}".encode())
+        self._seeds_used[prompt] += 1
+        return zlib.crc32(f"{self.sampling.seed}/{prompt}/{self._seeds_used[prompt]}".encode())
 
     def record(self, turn: Turn, *, digest: bytes | None = None, text: str | None = None) -> None:
         """Keep a turn.
 
         Args:
-            turn: with the engine's own ids.
-            digest: of the messages up to and with the answer as it was returned; see chat.digests.
-            text: of a completion, the text of its prompt and answer.
+            turn: the turn, with the engine's own ids.
+            digest: digest of the messages up to and with the one that was returned; see chat.digests.
+            text: prompt and completion as text, where the request was not a chat.
         """
         self.refusal = None
         self._turns.append(turn)
@@ -108,11 +107,11 @@ class Session:
             self._completions.append(context)
 
     def context(self, digest: bytes) -> Context | None:
-        """Of the turn that ended with these messages, the last one if several did."""
+        """Return the context of the last turn that ended with these messages."""
         return self._contexts.get(digest)
 
     def longest_prefix(self, text: str) -> Context | None:
-        """Of the completion that a prompt goes on from: the longest one that it begins with."""
+        """Return the context of the longest recorded text that a prompt begins with."""
         fitting = [context for context in self._completions if text.startswith(context.text)]
         return max(fitting, key=lambda context: len(context.text), default=None)
 
@@ -122,7 +121,7 @@ class Session:
 
 
 class Keyring:
-    """Which session a key belongs to.
+    """Finds the session that a key belongs to.
 
     A key is a name and a secret. The name is looked up, the secret is compared in constant time: what time tells is at
     most whether a name is in use, and the cost does not grow with the number of sessions.
@@ -134,7 +133,7 @@ class Keyring:
 
     @staticmethod
     def new_key() -> str:
-        """A random one."""
+        """Return a random key."""
         return f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
 
     def add(self, session: Session) -> None:
@@ -144,7 +143,7 @@ class Keyring:
         self._sessions.pop(_name(session.key), None)
 
     def find(self, key: str) -> Session | None:
-        """The open session of a key."""
+        """Return the open session of a key."""
         session = self._sessions.get(_name(key))
         known = session.key if session is not None else self._nobody
         same = hmac.compare_digest(known.encode(), key.encode(errors="surrogateescape"))
@@ -152,7 +151,7 @@ class Keyring:
 
     @staticmethod
     def is_session_key(key: str) -> bool:
-        """Whether it looks like one of ours, of an open session or not."""
+        """Tell whether a key has the form of a session's, of an open session or not."""
         return key.startswith("forge-") and "." in key
 
     def all(self) -> tuple[Session, ...]:

@@ -1,4 +1,4 @@
-"""vLLM's tool parsers: which tools an answer calls, of a whole answer and of one that is still being written."""
+"""vLLM's tool parsers: find the tool calls in a whole completion, and in one that is still being decoded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_rl.gateway.chat import ToolCall
 
 @dataclass(frozen=True, kw_only=True)
 class CallDelta:
-    """What some tokens add to a call; name and id come with its first one."""
+    """Part of a tool call that some tokens add; id and name come with the first one."""
 
     index: int
     id: str | None = None
@@ -27,8 +27,8 @@ class ToolParser:
     """One of vLLM's tool parsers, imported when it is first needed: vLLM takes seconds.
 
     Args:
-        name: as vLLM registers it.
-        tokenizer: of the model.
+        name: the parser's name in vLLM.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
@@ -38,7 +38,7 @@ class ToolParser:
         self._loaded: tuple[Any, Any] | None = None  # vLLM has no types that we follow
 
     async def load(self) -> None:
-        """Import the parser, beside the event loop; nothing happens if that was done.
+        """Import the parser in a thread, once.
 
         Raises:
             ConfigError: there is no parser of that name, or it does not fit the tokenizer.
@@ -48,7 +48,7 @@ class ToolParser:
                 self._loaded = await asyncio.to_thread(self._load)
 
     def reader(self, tools: Sequence[Mapping[str, object]], prompt_ids: Sequence[int]) -> ToolReader:
-        """Reads one answer. load() comes first."""
+        """Make a reader of one completion, after `load`."""
         assert self._loaded is not None, "load comes first"
         parser, request = self._loaded
         asked = request.model_validate(
@@ -77,15 +77,15 @@ class ToolParser:
 
 
 class ToolReader:
-    """Finds the calls in one answer. What the parser cannot read is text."""
+    """Finds the tool calls in one completion. What the parser cannot read is text."""
 
     def __init__(self, parser: Any, request: Any, prompt_ids: list[int]) -> None:
         self._parser = parser
         self._request = request
         self._prompt_ids = prompt_ids
 
-    def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Content and calls of a whole answer."""
+    def parse(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return content and calls of a whole completion."""
         try:
             _, content, calls = self._parser.parse(
                 text, self._request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
@@ -96,8 +96,8 @@ class ToolReader:
             ToolCall(id=call.id or new_call_id(), name=call.name, arguments=call.arguments) for call in calls or ()
         )
 
-    def delta(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, list[CallDelta]]:
-        """Content and calls that some tokens add to an answer."""
+    def parse_delta(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, list[CallDelta]]:
+        """Return content and calls that some tokens add to a completion."""
         try:
             delta = self._parser.parse_delta(
                 text, list(token_ids), self._request, prompt_token_ids=self._prompt_ids, finished=finished

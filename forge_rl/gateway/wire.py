@@ -1,4 +1,4 @@
-"""Bytes in and out: bodies that are bounded while they are read, responses that end when their client does."""
+"""HTTP bodies and responses: bodies are bounded while they are read, responses end when their client leaves."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ClientGone(Exception):
     """The client closed its connection, or took nothing for too long."""
 
 
-class Reply(Response):
-    """A response that writes itself.
+class AsgiResponse(Response):
+    """An ASGI response that a function writes.
 
     Args:
-        write: gets ASGI's receive and send.
+        write: called with ASGI's receive and send.
     """
 
     def __init__(self, write: Callable[[Receive, Send], Awaitable[None]]) -> None:
@@ -36,12 +36,12 @@ class Reply(Response):
         await self._write(receive, send)
 
 
-class Writer:
-    """Writes a response, at the client's pace.
+class ResponseWriter:
+    """Writes a response no faster than its client reads.
 
     Args:
-        send: ASGI's.
-        deadline_s: longest time for the client to take what was written before.
+        send: ASGI's send.
+        deadline_s: longest time for the client to read what was written before.
         clock: monotonic seconds.
     """
 
@@ -53,20 +53,20 @@ class Writer:
         """When the first bytes were written."""
         self.is_stream = False
 
-    async def whole(self, body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """A JSON response."""
+    async def write_json(self, body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Write a whole JSON response."""
         await self._start(status, "application/json", headers)
         await self._put(encode(body), more=False)
 
-    async def event(self, data: bytes) -> None:
-        """More of a stream of server-sent events; the first ones start it."""
+    async def write_event(self, data: bytes) -> None:
+        """Write server-sent events; the first ones start the stream."""
         if self.started_s is None:
             self.is_stream = True
             await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"})
         await self._put(data, more=True)
 
-    async def end(self) -> None:
-        """The end of a stream."""
+    async def end_stream(self) -> None:
+        """End the stream."""
         await self._put(b"", more=False)
 
     async def _start(self, status: int, kind: str, headers: Mapping[str, str] | None) -> None:
@@ -84,14 +84,14 @@ class Writer:
 
 
 async def read_body(request: Request, most_bytes: int, deadline_s: float) -> bytes:
-    """The body of a request, never more of it than is allowed.
+    """Read the body of a request, never more of it than is allowed.
 
     Raises:
         ApiError: it is too long, too slow, or no JSON by its header.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Also what a web page in somebody's browser cannot send here without being allowed to.
+        # A web page in somebody's browser cannot send this type here without being allowed to.
         raise ApiError(415, f"the content type is {kind or 'missing'}; send application/json")
     too_long = ApiError(413, f"the body is longer than {most_bytes} bytes", code="request_too_large")
     length = request.headers.get("content-length", "")
@@ -110,12 +110,12 @@ async def read_body(request: Request, most_bytes: int, deadline_s: float) -> byt
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, running: set[asyncio.Task[None]]) -> None:
-    """Run work as long as its client is there; the request's body was read before.
+    """Run work until its client disconnects; the request's body was read before.
 
     Args:
-        work: is cancelled when the client goes.
-        receive: ASGI's.
-        running: holds the work meanwhile; whoever cancels it there ends the request.
+        work: cancelled when the client goes.
+        receive: ASGI's receive.
+        running: holds the work's task meanwhile; cancelling it there ends the request.
 
     Raises:
         ClientGone: the client went.
@@ -139,19 +139,19 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def tell(error: ApiError, is_anthropic: bool, writer: Writer) -> None:
-    """In the shape that the client knows; in the middle of a stream as its last event."""
+async def write_error(error: ApiError, is_anthropic: bool, writer: ResponseWriter) -> None:
+    """Write an error in its API's shape; in the middle of a stream it is the last event."""
     body = error.anthropic() if is_anthropic else error.openai()
     if writer.started_s is None:
-        await writer.whole(body, status=error.status, headers=error.headers)
+        await writer.write_json(body, status=error.status, headers=error.headers)
         return
     if writer.is_stream:
-        await writer.event((b"event: error\n" if is_anthropic else b"") + b"data: " + encode(body) + b"\n\n")
-        await writer.end()
+        await writer.write_event((b"event: error\n" if is_anthropic else b"") + b"data: " + encode(body) + b"\n\n")
+        await writer.end_stream()
 
 
 def encode(body: object) -> bytes:
-    """As compact JSON."""
+    """Encode as compact JSON."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
 
 

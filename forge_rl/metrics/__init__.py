@@ -1,30 +1,35 @@
-"""Metrics: values that merge, the clock of the phases, the trace, and where they go."""
+"""Metrics: values that merge, the clock of the phases, the trace, and the sinks that they go to."""
 
 from forge_rl.metrics.batch import batch_metrics, rewards_by_source
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
 from forge_rl.metrics.display.console import Display, Mode
-from forge_rl.metrics.gauges import Gauges
-from forge_rl.metrics.histogram import Histogram, lag_histogram
 from forge_rl.metrics.logger import RunLog
 from forge_rl.metrics.phases import PhaseClock
-from forge_rl.metrics.recoveries import Recovery
 from forge_rl.metrics.sinks import EpisodeSink, EventSink, JSONLSink, Level, Metric, RunInfo, Sink
-from forge_rl.metrics.status import RolloutStatus
+from forge_rl.metrics.status import Recovery, RolloutStatus
 from forge_rl.metrics.trace import Trace
-from forge_rl.metrics.values import Max, Mean, Min, Sum, Value, merge, merge_all, reduce
+from forge_rl.metrics.values import (
+    Histogram,
+    Max,
+    Mean,
+    Sum,
+    Value,
+    lag_histogram,
+    merge,
+    merge_all,
+    reduce,
+)
 
 __all__ = [
     "Display",
     "EpisodeSink",
     "EventSink",
-    "Gauges",
     "Histogram",
     "JSONLSink",
     "Level",
     "Max",
     "Mean",
     "Metric",
-    "Min",
     "Mode",
     "PhaseClock",
     "Recovery",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge_rl.metrics.histogram import Histogram, lag_histogram
 from forge_rl.metrics.sinks import Metric
+from forge_rl.metrics.values import lag_histogram
 from forge_rl.types import Batch, Episode
 
 
@@ -23,9 +23,9 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
         "tokens/completion_mean": sum(lengths) / len(lengths),
         "tokens/completion_max": float(max(lengths)),
         "episodes/truncated": sum(episode.outcome == "truncated" for episode in episodes) / len(episodes),
-        "lag/mean": sum(lag * tokens for lag, tokens in lags.items()) / max(1, sum(lags.values())),
-        "lag/max": float(max(lags, default=0)),
-        "lag/hist": Histogram(lags),
+        "lag/mean": sum(lag * tokens for lag, tokens in lags.counts.items()) / max(1, lags.total),
+        "lag/max": float(max(lags.counts, default=0)),
+        "lag/hist": lags,
         **rewards_by_source("reward", episodes),
     }
 

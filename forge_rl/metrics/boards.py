@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError
-from forge_rl.metrics.histogram import Histogram
-from forge_rl.metrics.sinks import Level, Metric, RunInfo, writing
+from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, writing
+from forge_rl.metrics.values import Histogram
+from forge_rl.types import Batch
 
 if TYPE_CHECKING:
     import wandb
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """A curve for each metric; a resumed run hides what was logged beyond the step that it resumed from.
 
     Args:
@@ -31,9 +32,6 @@ class TensorBoardSink:
         self._writer: SummaryWriter | None = None
         self._step = 0
 
-    def start(self, info: RunInfo) -> None:
-        self.rollback(info.step)
-
     def rollback(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -42,7 +40,7 @@ class TensorBoardSink:
             self._writer = SummaryWriter(str(self._folder), purge_step=step + 1, flush_secs=10)
         self._step = step
 
-    def log(self, step: int, values: Mapping[str, Metric]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         assert self._writer is not None, "the sink was not started"
         self._step = step
         with writing(self._folder):
@@ -64,14 +62,15 @@ class TensorBoardSink:
                 writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Logs to Weights & Biases, where a resumed run goes on as the same run.
 
-    W&B cannot go back: of the steps that a resumed run repeats, it keeps the values that it got first.
+    W&B cannot go back: of the steps that a resumed run repeats, it keeps the values that it got first. It keeps the
+    console's output itself, so events are not sent.
 
     Args:
-        project: the W&B project.
-        name: what W&B calls the run; its own choice when empty.
+        project: name of the W&B project.
+        name: name of the run; W&B chooses one when it is empty.
         config: logged as the run's config, in place of the one in RunInfo.
 
     Raises:
@@ -79,7 +78,7 @@ class WandbSink:
     """
 
     def __init__(self, project: str, name: str = "", config: Mapping[str, object] | None = None) -> None:
-        # Imported here and not in start, so that what is missing is told before any service starts.
+        # Imported here and not in start, so that a missing package is reported before any service starts.
         try:
             import wandb
         except ImportError as error:
@@ -101,7 +100,7 @@ class WandbSink:
             resume="allow",
         )
 
-    def log(self, step: int, values: Mapping[str, Metric]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         assert self._run is not None, "the sink was not started"
         drawn = {
             name: self._wandb.Histogram(np_histogram=value.bins()) if isinstance(value, Histogram) else value
@@ -109,12 +108,6 @@ class WandbSink:
             if not isinstance(value, Histogram) or value.counts
         }
         self._run.log(drawn, step=step)
-
-    def rollback(self, step: int) -> None:
-        """W&B cannot."""
-
-    def event(self, text: str, level: Level) -> None:
-        """W&B keeps the console's output itself."""
 
     def close(self) -> None:
         if self._run is not None:
@@ -141,7 +134,7 @@ def _add_histogram(writer: SummaryWriter, name: str, histogram: Histogram, step:
 
 
 def _run_id(info: RunInfo) -> str:
-    """The id of this run folder's W&B run: a new one for a run that starts, the same one when it resumes."""
+    """Return the id of this folder's W&B run: a new one for a run that starts, the same one when it resumes."""
     path = info.folder / "wandb_run_id"
     with writing(path):
         if info.step == 0 or not path.is_file():

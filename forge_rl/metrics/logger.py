@@ -2,75 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from forge_rl.metrics.display.console import Display
-from forge_rl.metrics.recoveries import Recovery
-from forge_rl.metrics.sinks import EpisodeSink, JSONLSink, Level, Metric, RunInfo, Sink, Steps
+from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
 from forge_rl.types import Batch
 
 
 class RunLog:
-    """Fans out to the display, the sinks, and the file of sample episodes.
+    """Fans out to the display and to the sinks.
 
     Every call reaches all of them, also when one fails; then the first error is raised, and notes name the others.
 
+    Example:
+        log = RunLog(display, JSONLSink(folder / "metrics.jsonl"), EpisodeSink(folder / "episodes.jsonl"))
+        log.start(info)
+        log.log(1, {"loss": 0.1}, batch)
+        log.event("generator/1 failed: killed", "fault")
+
     Args:
-        display: what a person sees.
-        sinks: where values and events go. A JSONLSink among them also gives a resumed run's display its past.
-        episodes: where samples of each batch go, if anywhere.
+        display: shows the run to a person.
+        sinks: keep values and events. A JSONLSink among them also gives a resumed run's display its past.
     """
 
-    def __init__(self, display: Display, *sinks: Sink, episodes: EpisodeSink | None = None) -> None:
+    def __init__(self, display: Display, *sinks: Sink) -> None:
         self.display = display
         self._sinks = sinks
-        self._episodes = episodes
 
     def start(self, info: RunInfo) -> None:
         """Open all; on a resumed run, drop what they hold beyond `info.step`."""
-        calls = [partial(sink.start, info) for sink in self._sinks]
-        if self._episodes is not None:
-            calls.append(partial(self._episodes.start, info))
-        _all(calls)
-        self.display.start(info, self._past)
+        _call_all(*(partial(sink.start, info) for sink in self._sinks))
+        self.display.start(info, self._history)
 
     def rollback(self, step: int) -> None:
-        """The run goes on from an earlier step: drop what was logged beyond it."""
-        calls = [partial(sink.rollback, step) for sink in self._sinks]
-        if self._episodes is not None:
-            calls.append(partial(self._episodes.rollback, step))
-        _all(calls)
-        self.display.rollback(step, self._past)
+        """Go on from an earlier step: drop what was logged beyond it."""
+        _call_all(*(partial(sink.rollback, step) for sink in self._sinks))
+        self.display.rollback(step, self._history)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
-        """The values of a step, and the batch that it trained on, if samples of it shall be kept."""
-        calls = [partial(sink.log, step, values) for sink in (self.display, *self._sinks)]
-        if self._episodes is not None and batch is not None:
-            calls.append(partial(self._episodes.log, step, batch))
-        _all(calls)
+        """Log the values of a step, and the batch that it trained on, if samples of it shall be kept."""
+        _call_all(*(partial(sink.log, step, values, batch) for sink in (self.display, *self._sinks)))
 
     def event(self, text: str, level: Level = "info") -> None:
-        """Something that happened between steps."""
-        _all([partial(sink.event, text, level) for sink in (self.display, *self._sinks)])
-
-    def fault(self, recovery: Recovery) -> None:
-        """A fault, or that one has been recovered from: an event like others."""
-        self.event(*recovery.event)
-
-    @property
-    def _past(self) -> Steps:
-        return next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
+        """Tell of something that happened between steps."""
+        _call_all(*(partial(sink.event, text, level) for sink in (self.display, *self._sinks)))
 
     def close(self) -> None:
         """Write what is held back and stop the display."""
-        calls = [sink.close for sink in (self.display, *self._sinks)]
-        if self._episodes is not None:
-            calls.append(self._episodes.close)
-        _all(calls)
+        _call_all(*(sink.close for sink in (self.display, *self._sinks)))
+
+    @property
+    def _history(self) -> Steps:
+        return next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
 
 
-def _all(calls: Sequence[Callable[[], None]]) -> None:
+def _call_all(*calls: Callable[[], None]) -> None:
     errors: list[Exception] = []
     for call in calls:
         try:

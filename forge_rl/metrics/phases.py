@@ -1,4 +1,4 @@
-"""Where a step's wall time goes: seconds and tokens of each phase, and how busy each device was."""
+"""The clock of the phases: seconds and tokens of each phase of a step, and how busy each device was."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ class PhaseClock:
 
     A step lasts from construction, or from the last `finish_step`, to the next `finish_step`.
 
+    Example:
+        with clock.phase("rollout"):
+            ...
+        clock.finish_step()  # {"seconds/rollout": 2.1, "seconds/step": 2.2}
+
     Args:
         clock: monotonic seconds.
     """
@@ -24,9 +29,9 @@ class PhaseClock:
         # One attribute for both, so that another thread (the live display) never reads a name with another's time.
         self._current: tuple[str, float] = ("", clock())
         self.used = False
-        """Whether a phase has ever begun."""
+        """True once a phase has begun."""
         self.on_phase: Callable[[str, float, float], None] | None = None
-        """Told each phase when it has ended, also when it failed: its name, begin and end in the clock's seconds."""
+        """Called with each phase that has ended or failed: its name, begin and end in the clock's seconds."""
         self._begun = clock()
         self._seconds: dict[str, float] = defaultdict(float)
         self._tokens: dict[str, int] = defaultdict(int)
@@ -39,11 +44,11 @@ class PhaseClock:
 
     @property
     def since(self) -> float:
-        """The clock's reading when the current phase began, or when the last one ended."""
+        """Time at which the current phase began, or the last one ended, by the clock."""
         return self._current[1]
 
     def now(self) -> tuple[str, float, float]:
-        """Current phase or "", seconds in it (or since the last one), and seconds since the step began."""
+        """Return the current phase or "", seconds in it (or since the last one), and seconds since the step began."""
         (name, since), moment = self._current, self._clock()
         return name, moment - since, moment - self._begun
 
@@ -85,8 +90,8 @@ class PhaseClock:
         """Count seconds that a device, such as "trainer" or "generator/0", computed in this step.
 
         Args:
-            device: its name.
-            seconds: of computing.
+            device: name of the device.
+            seconds: time that it computed.
             phase: count them for the device's share of this phase, and not for its share of the step.
         """
         self._busy[device, phase] += seconds

@@ -1,4 +1,4 @@
-"""Where metrics go: the Sink protocol, and the files of a run folder, which go back to a step on resume."""
+"""Sinks for metrics: their base class, and the files of a run folder, which go back to a step on resume."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal
 
 from forge_rl.errors import CheckpointError
-from forge_rl.metrics.histogram import Histogram
+from forge_rl.metrics.values import Histogram
 from forge_rl.types import Batch, Episode
 
 Level = Literal["info", "warning", "fault"]
@@ -24,7 +24,7 @@ Steps = list[tuple[int, dict[str, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a run is, told to each sink once."""
+    """Description of a run, given to each sink once."""
 
     recipe: str
     model: str
@@ -38,26 +38,36 @@ class RunInfo:
     """The flags of the run, flat."""
 
 
-class Sink(Protocol):
-    """A place that metrics go to."""
+class Sink:
+    """A place that metrics go to. A subclass overrides what it keeps; the rest does nothing.
+
+    Example:
+        class Printer(Sink):
+            def event(self, text: str, level: Level) -> None:
+                print(level, text)
+    """
 
     def start(self, info: RunInfo) -> None:
         """Open, and drop what was logged beyond `info.step`."""
-
-    def log(self, step: int, values: Mapping[str, Metric]) -> None:
-        """Take the values of a step. Steps never go back; a step that is logged again gains values."""
-
-    def event(self, text: str, level: Level) -> None:
-        """Take something that happened between steps."""
+        self.rollback(info.step)
 
     def rollback(self, step: int) -> None:
-        """The run goes on from an earlier step: drop what was logged beyond it, where that can be."""
+        """Go on from an earlier step: drop what was logged beyond it, where that can be."""
+
+    def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
+        """Keep the values of a step, and samples of the batch that it trained on.
+
+        Steps never go back, except by `rollback`; a step that is logged again gains values.
+        """
+
+    def event(self, text: str, level: Level) -> None:
+        """Keep what happened between steps."""
 
     def close(self) -> None:
         """Write what is held back. Does nothing when never started or closed already."""
 
 
-class JSONLSink:
+class JSONLSink(Sink):
     """`{"step": 3, "reward": 0.4, ...}`: exactly one line for each step, flushed at once.
 
     NaN and infinity are null; a histogram is an object, `{"0": 512, "1": 40}`.
@@ -70,31 +80,25 @@ class JSONLSink:
         self._lines = _StepLines(path)
         self._row: dict[str, object] = {}
         self.history: Steps = []
-        """What the file held up to the step that the run resumed from, without its histograms."""
-
-    def start(self, info: RunInfo) -> None:
-        self.rollback(info.step)
+        """Steps in the file up to the one that the run resumed from, without their histograms."""
 
     def rollback(self, step: int) -> None:
         rows = self._lines.open(step)
         self._row = rows[-1] if rows else {}
         self.history = [(_step(row), _floats(row)) for row in rows]
 
-    def log(self, step: int, values: Mapping[str, Metric]) -> None:
+    def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         assert "step" not in values, "a metric may not be named 'step'"
         again = self._row.get("step") == step
         row: dict[str, object] = {name: _as_json(value) for name, value in values.items()}
         self._row = (self._row if again else {"step": step}) | row
         self._lines.append(step, self._row, replace=again)
 
-    def event(self, text: str, level: Level) -> None:
-        """Events are in a file of their own: EventSink."""
-
     def close(self) -> None:
         self._lines.close()
 
 
-class EventSink:
+class EventSink(Sink):
     """`{"time": ..., "level": "fault", "text": ...}`: what happened in this folder's runs, also in those cut short.
 
     Args:
@@ -108,15 +112,7 @@ class EventSink:
         self._file: BinaryIO | None = None
 
     def start(self, info: RunInfo) -> None:
-        with writing(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-
-    def log(self, step: int, values: Mapping[str, Metric]) -> None:
-        """Steps are in a file of their own: JSONLSink."""
-
-    def rollback(self, step: int) -> None:
-        """What happened, happened."""
+        self._file = open_append(self._path)
 
     def event(self, text: str, level: Level) -> None:
         assert self._file is not None, "the sink was not started"
@@ -129,27 +125,23 @@ class EventSink:
             self._file = None
 
 
-class EpisodeSink:
+class EpisodeSink(Sink):
     """Samples for a person to read: a few episodes of each batch, spread evenly over its groups.
 
     Args:
         path: the file, such as `episodes.jsonl`.
-        episodes_per_step: how many to write for each batch; all of them if the batch has fewer.
+        episodes_per_step: number to write for each batch; all of them if the batch has fewer.
     """
 
     def __init__(self, path: Path, episodes_per_step: int = 8) -> None:
         self._lines = _StepLines(path)
         self._episodes_per_step = episodes_per_step
 
-    def start(self, info: RunInfo) -> None:
-        self._lines.open(info.step)
-
     def rollback(self, step: int) -> None:
-        """The run goes on from an earlier step."""
         self._lines.open(step)
 
-    def log(self, step: int, batch: Batch) -> None:
-        episodes = batch.episodes
+    def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
+        episodes = batch.episodes if batch is not None else ()
         chosen = min(self._episodes_per_step, len(episodes))
         for i in range(chosen):
             self._lines.append(step, _sample(step, episodes[i * len(episodes) // chosen]))
@@ -166,7 +158,7 @@ def _sample(step: int, episode: Episode) -> dict[str, object]:
         "source": episode.task.source,
         "prompt": "\n\n".join(shown),
         "answer": episode.text,
-        "reward": episode.reward if math.isfinite(episode.reward) else None,
+        "reward": _as_json(episode.reward),
         "outcome": episode.outcome.value,
         "turns": len(episode.turns),
         "tokens": episode.response_tokens,
@@ -188,12 +180,10 @@ class _StepLines:
         self.close()
         rows: list[dict[str, object]] = []
         with writing(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.is_file():
                 rows = self._read(step)
                 os.truncate(self._path, self._end)
-            # Unbuffered: a line reaches the kernel whole or raises here, not when the file is closed.
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._file = open_append(self._path)
         self._step = _step(rows[-1]) if rows else 0
         return rows
 
@@ -229,7 +219,7 @@ class _StepLines:
             if row is None and number < len(lines):
                 raise CheckpointError(
                     f"line {number} of {self._path} is not a step: {line[:60]!r}",
-                    hint="move the file away, or hint the line, then run the same command again",
+                    hint="move the file away, or correct the line, then run the same command again",
                 )
             if row is None or _step(row) > step:
                 break
@@ -240,7 +230,7 @@ class _StepLines:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say which file could not be written, and what to do."""
+    """Raise a CheckpointError that names the file and what to do, where the body meets an OSError."""
     try:
         yield
     except OSError as error:
@@ -250,8 +240,19 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(message, hint=f"{hint}, then run the same command again: it resumes") from error
 
 
+def open_append(path: Path) -> BinaryIO:
+    """Open a file to append to, unbuffered: what is written reaches the kernel or raises, not only when it is closed.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "ab", buffering=0)
+
+
 def write_all(file: BinaryIO, data: bytes) -> None:
-    """All of it: the write that meets a full disk may first be cut short."""
+    """Write all of it: the write that meets a full disk may first be cut short."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
@@ -277,7 +278,7 @@ def _step(row: Mapping[str, object]) -> int:
 
 
 def _floats(row: Mapping[str, object]) -> dict[str, float]:
-    """The metrics of a line; null becomes NaN again."""
+    """Read the metrics of a line; null becomes NaN again."""
     return {
         name: float(value) if isinstance(value, int | float) else math.nan
         for name, value in row.items()
@@ -287,5 +288,5 @@ def _floats(row: Mapping[str, object]) -> dict[str, float]:
 
 def _as_json(value: Metric) -> object:
     if isinstance(value, Histogram):
-        return value.as_json()
+        return {str(number): count for number, count in sorted(value.counts.items())}
     return float(value) if math.isfinite(value) else None

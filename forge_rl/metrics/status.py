@@ -1,29 +1,28 @@
-"""What a display is told of a phase while it lasts: how far the rollouts are, and whether anything moves at all."""
+"""Status of a run while it goes: progress of its rollouts, and its faults."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
+
+from forge_rl.metrics.display.format import duration
+from forge_rl.metrics.sinks import Level
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
-    """How far the rollouts of a batch are, as of now."""
+    """Progress of a batch's rollouts, as of now."""
 
     batch: int
     """Number of the batch that is waited for."""
     groups_done: int
     groups: int
     """P: groups that the batch needs."""
-    episodes_done: int = 0
-    episodes: int = 0
-    """Episodes that the batch needs; 0 where only groups are counted."""
     episodes_running: int = 0
-    """Decode now, of any batch."""
+    """Episodes of any batch that decode now."""
     episodes_waiting: int = 0
-    """Wait for a tool, a world or a score, of any batch."""
+    """Episodes of any batch that wait for a tool, an environment or a score."""
     queue: int = 0
-    """Wait for an engine."""
+    """Episodes that wait for an engine."""
     engines_serving: int = 0
     engines: int = 0
     lag_max: int = 0
@@ -31,36 +30,56 @@ class RolloutStatus:
 
     @property
     def share(self) -> float:
-        """Of the batch that is done, from 0 to 1."""
-        done, needed = (self.episodes_done, self.episodes) if self.episodes else (self.groups_done, self.groups)
-        return done / needed if needed else 0.0
+        """Share of the batch's groups that are complete, from 0 to 1."""
+        return self.groups_done / self.groups if self.groups else 0.0
 
-    def parts(self) -> list[tuple[str, str]]:
-        """What there is to say beside the batch's number: names and numbers as text."""
-        shown = [("episodes", f"{self.episodes_done}/{self.episodes}")] if self.episodes else []
-        return [
-            *shown,
-            ("groups", f"{self.groups_done}/{self.groups}"),
-            ("decoding", str(self.episodes_running)),
-            ("in tools", str(self.episodes_waiting)),
-            ("queued", str(self.queue)),
-            ("engines", f"{self.engines_serving}/{self.engines}"),
-            ("lag up to", str(self.lag_max)),
-        ]
+    def parts(self) -> dict[str, str]:
+        """Return what there is to say beside the batch's number: names, and numbers as text."""
+        return {
+            "groups": f"{self.groups_done}/{self.groups}",
+            "decoding": str(self.episodes_running),
+            "in tools": str(self.episodes_waiting),
+            "queued": str(self.queue),
+            "engines": f"{self.engines_serving}/{self.engines}",
+            "lag up to": str(self.lag_max),
+        }
 
     def __str__(self) -> str:
-        return f"batch {self.batch}: " + ", ".join(f"{name} {number}" for name, number in self.parts())
+        return f"batch {self.batch}: " + ", ".join(f"{name} {number}" for name, number in self.parts().items())
 
 
-class StallDetector:
-    """Since when nothing has changed."""
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """A fault and what became of it."""
 
-    def __init__(self) -> None:
-        self._mark: Hashable = None
-        self._since = 0.0
+    service: str
+    replica: int | None
+    """None where the whole service failed."""
+    cause: str
+    phase: str
+    """Phase that the controller was in; "" between phases."""
+    at_s: float
+    """Seconds since the run began."""
+    fatal: bool = False
+    """True if it ended the run."""
+    recovered_s: float | None = None
+    """Seconds from the fault to full strength; None while the replica does not serve."""
 
-    def since(self, mark: Hashable, now: float) -> float:
-        """When the mark became what it is, as far as was looked."""
-        if mark != self._mark:
-            self._mark, self._since = mark, now
-        return self._since
+    @property
+    def name(self) -> str:
+        """Service and replica: `generator/1`."""
+        return self.service if self.replica is None else f"{self.service}/{self.replica}"
+
+    @property
+    def outcome(self) -> str:
+        """Seconds that the recovery took, "fatal", or "no"."""
+        if self.recovered_s is not None:
+            return duration(self.recovered_s)
+        return "fatal" if self.fatal else "no"
+
+    @property
+    def event(self) -> tuple[str, Level]:
+        """A line for the events: the recovery if there was one, the fault otherwise."""
+        if self.recovered_s is not None:
+            return f"{self.name} has recovered after {self.outcome}", "info"
+        return f"{self.name} failed{f' in phase {self.phase}' if self.phase else ''}: {self.cause}", "fault"

@@ -1,43 +1,48 @@
-"""A trace of the run, on a timeline of lanes: open the file in ui.perfetto.dev or chrome://tracing.
+"""The trace of a run, a timeline of lanes: open the file in ui.perfetto.dev or chrome://tracing.
 
-JSON array format of the Trace Event Format, one event a line. Both viewers read a file without its closing bracket.
+It is in the JSON array format of the Trace Event Format, one event a line. Both viewers read a file without its
+closing bracket.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.sinks import writing
 
-Scalar = str | int | float | bool | None
 _BEGIN = b"[\n"
 _FLUSH_S = 1.0
 _RESERVE_BYTES = 2048
 """Kept free for the notice that the file is full, with its lane, and for the closing bracket."""
 _FULL = "the trace is full: nothing is written after this"
 _SERVICES = ("controller", "trainer", "generator", "environment", "reward", "weights")
-"""From top to bottom; others come below."""
+"""Services in the order of their lanes from top to bottom; others come below."""
 _FIRST_TID = 1000
 """Viewers take a thread whose tid is a pid for that process's main thread, so these are numbers apart."""
 _EVENT = re.compile(rb'\{"ph":"[bCeiX]","ts":(\d+)(?:,"dur":(\d+))?(?:,"id":"(\d+)")?')
 
 
 class Trace:
-    """Spans, instants and counters of a run, in a file that is readable at any moment.
+    """Writes spans, instants and counters of a run into a file that is readable at any moment.
 
     A lane is a service or a replica of one: "controller", "generator/0". What is there already is kept: times go on
     after it. Events are flushed by the first one that comes a second after the last flush, by `flush` and by `close`.
 
+    Example:
+        trace = Trace(folder / "trace.json")
+        trace.span("controller", "rollout", begin_s, end_s)
+        trace.instant("generator/0", "fault", cause="killed")
+        trace.close()
+
     Args:
         path: the file.
-        clock: seconds, the same that spans are measured with.
+        clock: monotonic seconds, the same that spans are measured with.
         most_bytes: bound on the file; when it is reached, an event says so and nothing more is written.
 
     Raises:
@@ -66,43 +71,35 @@ class Trace:
                 self._drain()
         self._origin_s = self._flushed_s = clock()
 
-    def span(
-        self, lane: str, name: str, begin_s: float, end_s: float, *, overlapping: bool = False, **args: Scalar
-    ) -> None:
-        """Something that lasted, told when it has ended.
+    def span(self, lane: str, name: str, begin_s: float, end_s: float, *, overlapping: bool = False) -> None:
+        """Draw something that lasted, when it has ended.
 
         Args:
             lane: where it happened.
-            name: what it was, such as a phase; few different ones, as details are for `args`.
+            name: what it was, such as a phase; few different ones.
             begin_s: seconds of the clock.
             end_s: seconds of the clock.
             overlapping: spans of this name overlap in this lane, as the requests of an engine do. They are drawn in
                 rows of their own, labelled with lane and name. Without it spans of a lane may only follow one another
                 or lie one within the other.
-            args: details that the viewer shows.
         """
         begin = self._micros(begin_s)
         end = max(begin, self._micros(end_s))
         if not overlapping:
-            self._events(lane, [{"ph": "X", "ts": begin, "dur": end - begin, "name": name, "args": _finite(args)}])
+            self._add(lane, {"ph": "X", "ts": begin, "dur": end - begin, "name": name})
             return
         # Viewers draw asynchronous spans by process and name, whatever their thread: hence the lane in the name.
         common: dict[str, object] = {"id": str(self._next_id), "cat": lane, "name": f"{lane} {name}"}
         self._next_id += 1
-        self._events(
-            lane,
-            [{"ph": "b", "ts": begin} | common | {"args": _finite(args)}, {"ph": "e", "ts": end} | common],
-        )
+        self._add(lane, {"ph": "b", "ts": begin} | common, {"ph": "e", "ts": end} | common)
 
-    def instant(self, lane: str, name: str, **args: Scalar) -> None:
-        """Something that happens now."""
-        self._events(lane, [{"ph": "i", "ts": self._now(), "s": "t", "name": name, "args": _finite(args)}])
+    def instant(self, lane: str, name: str, cause: str) -> None:
+        """Draw something that happens now, such as a fault, with its cause."""
+        self._add(lane, {"ph": "i", "ts": self._now(), "s": "t", "name": name, "args": {"cause": cause}})
 
-    def counter(self, name: str, **values: float) -> None:
-        """Curves, one a value, that go on at these heights from now; a value that is not finite is left out."""
-        finite = {key: value for key, value in values.items() if math.isfinite(value)}
-        if finite:
-            self._events("counters", [{"ph": "C", "ts": self._now(), "name": name, "args": finite}])
+    def counter(self, name: str, value: float) -> None:
+        """Draw a curve that goes on at this height from now."""
+        self._add("counters", {"ph": "C", "ts": self._now(), "name": name, "args": {"value": value}})
 
     def flush(self) -> None:
         """Write what is held back."""
@@ -125,27 +122,26 @@ class Trace:
         return self._micros(self._clock())
 
     def _micros(self, seconds: float) -> int:
-        """Time in the trace. Whole microseconds, so that where one span ends the next can begin with no overlap."""
+        """Convert to time in the trace: whole microseconds, so that a span can begin exactly where another ends."""
         return max(self._start_us, self._start_us + round((seconds - self._origin_s) * 1e6))
 
-    def _events(self, lane: str, events: list[dict[str, object]]) -> None:
-        """Take events that belong together: all are written or none."""
+    def _add(self, lane: str, *events: dict[str, object]) -> None:
+        """Add events that belong together: all are written or none."""
         assert self._file is not None, "the trace is closed"
         if self._full:
             return
-        lines = self._encode(lane, events)
+        lines = self._encode(lane, *events)
         if self._bytes + len(lines) > self._most_bytes - _RESERVE_BYTES:
             self._full = True
             args = {"most_bytes": self._most_bytes}
-            notice: dict[str, object] = {"ph": "i", "ts": self._now(), "s": "g", "name": _FULL, "args": args}
-            lines = self._encode("trace", [notice])
+            lines = self._encode("trace", {"ph": "i", "ts": self._now(), "s": "g", "name": _FULL, "args": args})
         self._empty = False
         self._append(lines)
         if self._full or self._clock() - self._flushed_s >= _FLUSH_S:
             self.flush()
 
-    def _encode(self, lane: str, events: list[dict[str, object]]) -> bytes:
-        """Lines of the events, after those that name a new lane."""
+    def _encode(self, lane: str, *events: dict[str, object]) -> bytes:
+        """Write the lines of the events, after those that name a new lane."""
         named = self._name(lane) if lane not in self._lanes else []
         pid, tid = self._lanes[lane]
         rows = [event | {"pid": pid, "tid": tid} for event in [*named, *events]]
@@ -177,7 +173,7 @@ class Trace:
             del self._held[: self._file.write(self._held)]
 
     def _resume(self) -> int:
-        """Learn lanes, ids and the last time of what the file holds; returns how many bytes of it to keep.
+        """Learn the lanes, ids and last time of the file; return how many bytes of it to keep.
 
         A killed run can leave its last line torn; it is cut, as is the closing bracket.
         """
@@ -206,7 +202,7 @@ class Trace:
         return keep
 
     def _learn(self, line: bytes) -> bool:
-        """Take note of a line; returns whether it is an event."""
+        """Note the lane, id or time of a line; return whether it is an event."""
         if found := _EVENT.match(line):
             ts, duration, number = (int(part or 0) for part in found.groups())
             self._start_us = max(self._start_us, ts + duration)
@@ -229,8 +225,3 @@ def _whole(line: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _finite(args: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """JSON has no NaN and no infinity: they are shown as text."""
-    return {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in args.items()}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from forge_rl.metrics.histogram import Histogram
+from forge_rl.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,6 @@ class Mean:
     count: float
     """Weight of that sum: tokens, episodes, or whatever the mean is taken over."""
 
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Mean:
-        """The mean of some values, each with weight 1."""
-        listed = list(values)
-        return cls(sum(listed), len(listed))
-
 
 @dataclass(frozen=True, slots=True)
 class Max:
@@ -39,17 +34,36 @@ class Max:
 
 
 @dataclass(frozen=True, slots=True)
-class Min:
-    """The smallest value seen; NaN if any was NaN, so that a merge hides no fault."""
+class Histogram:
+    """Counts of whole numbers, by value, such as the lags of a batch's tokens."""
 
-    value: float
+    counts: Mapping[int, int]
+
+    @property
+    def total(self) -> int:
+        """Number of values that were counted."""
+        return sum(self.counts.values())
+
+    def bins(self, most: int = 512) -> tuple[list[int], list[float]]:
+        """Return counts from the least value to the greatest in bins of equal width, and the edges of the bins.
+
+        A bin holds one whole number, and more only where there would be more bins than `most`.
+        """
+        if not self.counts:
+            return [], []
+        low, high = min(self.counts), max(self.counts)
+        width = (high - low) // most + 1
+        counts = [0] * ((high - low) // width + 1)
+        for value, count in self.counts.items():
+            counts[(value - low) // width] += count
+        return counts, [low - 0.5 + width * i for i in range(len(counts) + 1)]
 
 
-Value = Sum | Mean | Max | Min | Histogram
+Value = Sum | Mean | Max
 
 
 def merge(a: Value, b: Value) -> Value:
-    """What one process would hold had it seen what both have seen; both must be of one kind."""
+    """Return what one process would hold had it seen what both have seen; both must be of one kind."""
     match a, b:
         case Sum(x), Sum(y):
             return Sum(x + y)
@@ -57,38 +71,40 @@ def merge(a: Value, b: Value) -> Value:
             return Mean(x + y, m + n)
         case Max(x), Max(y):
             return Max(x if x != x or x > y else y)
-        case Min(x), Min(y):
-            return Min(x if x != x or x < y else y)
-        case Histogram(x), Histogram(y):
-            return Histogram({value: x.get(value, 0) + y.get(value, 0) for value in sorted({*x, *y})})
     raise AssertionError(f"one name has values of two kinds: {a} and {b}")
 
 
 def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """Merge by name, in the order given; a name that only some parts have is merged from those."""
+    """Merge by name, in the order given; a name that only some parts have is merged from those.
+
+    Example:
+        reduce(merge_all([{"loss": Mean(3.0, 2)}, {"loss": Mean(1.0, 2)}])) == {"loss": 1.0}
+    """
     merged: dict[str, Value] = {}
     for part in parts:
         for name, value in part.items():
-            try:
-                merged[name] = merge(merged[name], value) if name in merged else value
-            except AssertionError as error:
-                error.add_note(f"metric {name!r}")
-                raise
+            assert name not in merged or type(value) is type(merged[name]), f"metric {name!r} has values of two kinds"
+            merged[name] = merge(merged[name], value) if name in merged else value
     return merged
 
 
 def reduce(values: Mapping[str, Value]) -> dict[str, float]:
-    """One float for each name; a mean over nothing is NaN, and a histogram is its mean."""
+    """Return one float for each name; a mean over nothing is NaN."""
     return {name: _number(value) for name, value in values.items()}
 
 
 def _number(value: Value) -> float:
     match value:
-        case Sum(total):
-            return float(total)
+        case Sum(number) | Max(number):
+            return float(number)
         case Mean(total, count):
             return total / count if count else float("nan")
-        case Max(number) | Min(number):
-            return float(number)
-        case Histogram():
-            return value.mean
+
+
+def lag_histogram(batch: Batch) -> Histogram:
+    """Count the batch's tokens by lag: how many versions older than the trainer's the weights were."""
+    versions = Counter[int]()
+    for episode in batch.episodes:
+        for turn in episode.turns:
+            versions.update(turn.versions)
+    return Histogram({batch.version - version: versions[version] for version in sorted(versions, reverse=True)})

@@ -5,11 +5,24 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from forge_rl.checkpoint import Checkpoint
 from forge_rl.errors import CheckpointError
-from forge_rl.metrics import Display, Gauges, PhaseClock, Recovery, RolloutStatus, RunLog, Trace
+from forge_rl.metrics import (
+    Display,
+    Max,
+    Mean,
+    PhaseClock,
+    Recovery,
+    RolloutStatus,
+    RunLog,
+    Trace,
+    Value,
+    merge_all,
+    reduce,
+)
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Fault, Faults
 
@@ -43,7 +56,7 @@ class RunMonitor:
         self._display = display
         self._begun = now()
         self._trace: Trace | None = Trace(folder / "trace.json", clock=now)
-        self._gauges = Gauges(clock=now)
+        self._depths: dict[str, Value] = {}
         self._status: Callable[[], RolloutStatus] | None = None
         self._missing: Callable[[], str] = str
         clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
@@ -72,11 +85,13 @@ class RunMonitor:
 
     def pop_depths(self) -> dict[str, float]:
         """Returns mean and highest depth of each queue since the last call."""
-        return self._gauges.take()
+        self._look()
+        depths, self._depths = self._depths, {}
+        return reduce(depths)
 
     def recoveries(self) -> list[Recovery]:
         """Lists all faults so far, and what became of them."""
-        return [Recovery.of(fault, self._begun) for fault in self.faults.seen]
+        return [self._recovery(fault) for fault in self.faults.seen]
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
         """Draws something that lasted."""
@@ -90,18 +105,18 @@ class RunMonitor:
             "score_after": scores[max(scores)] if scores else None,
             "steps": step,
             "seconds": round(seconds, 1),
-            "faults": [recovery.as_json() for recovery in recoveries],
+            "faults": [asdict(recovery) for recovery in recoveries],
         }
         write_json(folder / "summary.json", summary)
-        places = {
+        places: dict[str, object] = {
             "run folder": folder,
             "metrics": folder / "metrics.jsonl",
             "timeline": f"{folder / 'trace.json'} (open it in ui.perfetto.dev)",
         }
         if checkpoint is not None:
             places["model"] = checkpoint.model
-        commands = {"curves": f"tensorboard --logdir {folder / 'tensorboard'}"}
-        self._display.summary(places=places, commands=commands, faults=recoveries)
+        places["curves"] = f"tensorboard --logdir {folder / 'tensorboard'}"
+        self._display.summary(places, recoveries)
 
     def close(self) -> None:
         """Ends the trace."""
@@ -119,17 +134,29 @@ class RunMonitor:
             "queue/tools": status.episodes_waiting,
         }
         for name, depth in depths.items():
-            self._gauges.set(name, depth)
+            sample: dict[str, Value] = {f"{name}/mean": Mean(depth, 1), f"{name}/max": Max(depth)}
+            self._depths = merge_all([self._depths, sample])
             self._draw(functools.partial(Trace.counter, name=name, value=depth))
         return status
 
     def _on_fault(self, fault: Fault) -> None:
-        recovery = Recovery.of(fault, self._begun)
-        self.log.fault(recovery)
+        recovery = self._recovery(fault)
+        self.log.event(*recovery.event)
         if fault.recovered_s is None:
             self._draw(lambda trace: trace.instant(recovery.name, "fault", cause=fault.cause))
         else:
             self.span(recovery.name, "recovery", fault.at_s, fault.at_s + fault.recovered_s, True)
+
+    def _recovery(self, fault: Fault) -> Recovery:
+        return Recovery(
+            service=fault.service,
+            replica=fault.replica,
+            cause=fault.cause,
+            phase=fault.phase,
+            at_s=round(fault.at_s - self._begun, 3),
+            fatal=fault.fatal,
+            recovered_s=None if fault.recovered_s is None else round(fault.recovered_s, 3),
+        )
 
     def _draw(self, draw: Callable[[Trace], None]) -> None:
         """Draws something. Where that fails, the run goes on without a trace."""

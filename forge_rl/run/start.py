@@ -135,7 +135,7 @@ async def _start(
         checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
         checkpoint = checkpoints.latest()
         display = Display(config.display, phase_clock=clock)
-        log = RunLog(display, *_sinks(config, folder), episodes=EpisodeSink(folder / "episodes.jsonl"))
+        log = RunLog(display, *_sinks(config, folder))
         stack.callback(log.close)
         monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
         stack.enter_context(rare_collections())
@@ -242,6 +242,7 @@ def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
     sinks: list[Sink] = [
         JSONLSink(folder / "metrics.jsonl"),
         EventSink(folder / "events.jsonl"),
+        EpisodeSink(folder / "episodes.jsonl"),
         TensorBoardSink(folder / "tensorboard"),
     ]
     if config.wandb:

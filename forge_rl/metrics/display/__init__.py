@@ -1,1 +1,1 @@
-"""What a terminal shows of a run."""
+"""Display of a run on a terminal."""

@@ -1,0 +1,110 @@
+"""State of a run as the display knows it: curves, last values, rollouts, and what is waited for."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from forge_rl.metrics.display.format import duration
+from forge_rl.metrics.sinks import RunInfo, Steps
+from forge_rl.metrics.status import RolloutStatus
+
+REWARD = "reward/mean"
+UPDATE = {"loss": "loss", "gap": "logprob_gap", "grad": "grad_norm"}
+"""Metrics of an update that the display shows when a step has them: label and name."""
+HELD_OUT = "held_out"
+"""`held_out`, or `held_out/<source>`: the score on tasks that are never trained on."""
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """State of a run that is shown.
+
+    The drawing thread reads it while the controller goes on, so its fields are replaced, never changed in place.
+    """
+
+    info: RunInfo | None = None
+    step: int = 0
+    rewards: tuple[float, ...] = ()
+    """Mean reward of each step."""
+    held_out: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Scores so far by source; "" for the score over all."""
+    last: Mapping[str, float] = field(default_factory=dict)
+    """Values of the last step, and what was logged since."""
+    step_seconds: tuple[float, ...] = ()
+    """Durations of the last few steps."""
+    rollout: RolloutStatus | None = None
+    waiting: tuple[str, float] | None = None
+    """Name of what a run that does not move waits for, and the time since which nothing has moved."""
+    polled_at: float | None = None
+    """Time at which the controller last polled; None if it does not."""
+    warnings: int = 0
+    faults: int = 0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of a step, which may be logged in parts."""
+        self.step, self.waiting = step, None
+        if REWARD in values:
+            self.rewards = (*self.rewards, values[REWARD])
+        for name, score in held_out_scores(values).items():
+            self.held_out = {**self.held_out, name: (*self.held_out.get(name, ()), score)}
+        if step > 0 and "seconds/step" in values:
+            self.step_seconds = (*self.step_seconds, values["seconds/step"])[-10:]
+            self.last = dict(values)
+        else:
+            self.last = {**self.last, **values}
+
+    def rollback(self, step: int, history: Steps) -> None:
+        """Go back to a step; history holds what was logged up to it."""
+        self.rewards, self.held_out, self.last, self.step_seconds = (), {}, {}, ()
+        for past, values in history:
+            self.log(past, values)
+        self.step = step
+
+    def eta_s(self, elapsed_s: float = 0.0) -> float | None:
+        """Return the seconds to the last step, by the median of recent steps; None while nothing is known.
+
+        Args:
+            elapsed_s: seconds already spent in the step under way.
+        """
+        if self.info is None or not self.step_seconds:
+            return None
+        left = max(self.info.steps - self.step, 0)
+        median = statistics.median(self.step_seconds)
+        return median * left - min(elapsed_s, median) if left else 0.0
+
+
+class StallDetector:
+    """Remembers since when nothing has moved."""
+
+    def __init__(self) -> None:
+        self._state: Hashable = None
+        self._since = 0.0
+
+    def since(self, state: Hashable, now: float) -> float:
+        """Return when the state became what it is, as far as earlier calls have seen it."""
+        if state != self._state:
+            self._state, self._since = state, now
+        return self._since
+
+
+def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:
+    """Pick the held-out scores out of a step's values, by source; "" for the score over all."""
+    return {
+        name.removeprefix(HELD_OUT).removeprefix("/"): value
+        for name, value in values.items()
+        if name.partition("/")[0] == HELD_OUT and not math.isnan(value)
+    }
+
+
+def phases(values: Mapping[str, float]) -> dict[str, str]:
+    """Format each phase's time, and tokens a second where tokens were counted, in the order measured."""
+    shown: dict[str, str] = {}
+    for name, seconds in values.items():
+        kind, _, phase = name.partition("/")
+        if kind == "seconds" and phase != "step":
+            rate = values.get(f"tokens_per_s/{phase}")
+            shown[phase] = duration(seconds) + ("" if rate is None else f" {rate:,.0f} tok/s")
+    return shown

@@ -1,0 +1,51 @@
+"""The summary of a run that has ended: what came of it, and what failed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge_rl.metrics.display.format import duration
+from forge_rl.metrics.display.state import RunState
+from forge_rl.metrics.status import Recovery
+
+
+def print_summary(
+    console: Console, state: RunState, seconds: float, places: Mapping[str, str], faults: Sequence[Recovery]
+) -> None:
+    """Print scores before and after, steps, wall time, faults, and where things lie; see Display.summary."""
+    console.print()
+    if faults:
+        console.print(faults_table(faults))
+        console.print()
+    rows: list[tuple[str, Text]] = []
+    for name, scores in state.held_out.items():
+        first, last = scores[0], scores[-1]
+        change = (f" ({last - first:+.2f})", "green" if last > first else "")
+        rows.append((f"held-out {name}".strip(), Text.assemble((f"{first:.2f} -> {last:.2f}", "bold"), change)))
+    rows.append(("steps", Text(f"{state.step} of {state.info.steps}" if state.info else str(state.step))))
+    rows.append(("wall time", Text(duration(seconds))))
+    recovered = sum(row.recovered_s is not None for row in faults)
+    total = f"{len(faults)}, {recovered} recovered" if faults else str(state.faults)
+    bad = recovered < len(faults) if faults else state.faults > 0
+    rows.append(("faults", Text(total, style="bold red" if bad else "")))
+    rows += [(name, Text(place)) for name, place in places.items()]
+    widest = max(len(name) for name, _ in rows)
+    for name, content in rows:
+        # Lines, not a table: a path or a command that a column broke into lines could not be copied.
+        console.print(Text.assemble((f"{name:<{widest}}  ", "dim"), content), soft_wrap=True)
+
+
+def faults_table(faults: Sequence[Recovery]) -> Table:
+    """Return a table of the faults in the order of time."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("at", "fault of", "phase", "recovered"):
+        table.add_column(name, justify="right" if name in ("at", "recovered") else "left", no_wrap=True)
+    table.add_column("cause", overflow="fold")
+    for row in sorted(faults, key=lambda row: row.at_s):
+        outcome = Text(row.outcome, style="green" if row.recovered_s is not None else "bold red")
+        table.add_row(duration(row.at_s), row.name, row.phase, outcome, Text(row.cause.strip()))
+    return table
