@@ -4,6 +4,7 @@ import contextlib
 import getpass
 import mmap
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,15 +17,22 @@ from pathlib import Path
 import hypothesis  # noqa: F401  its pytest plugin would import it at the end, while Monarch's threads still run
 import pytest
 
+from tests.commands import Command
+
 ROOT = Path(__file__).parent.parent
-SESSION = f"FORGE_RL_TESTS={uuid.uuid4().hex}"
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+# Each worker has a mark of its own, which begins with that of the session that started it.
+MARK = f"{os.environ['FORGE_RL_TESTS']}/{WORKER}" if WORKER else uuid.uuid4().hex
 MONARCH_LOGS = Path(tempfile.gettempdir()) / getpass.getuser()
 
 # Every process below this one inherits these: small models are quickest on one thread, actors of tests must be
 # importable, and the mark tells our processes from anybody else's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-os.environ["FORGE_RL_TESTS"] = SESSION.partition("=")[2]
+os.environ["FORGE_RL_TESTS"] = MARK
+# A background job of a shell ignores Ctrl-C, and so would all that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def started_processes() -> set[int]:
@@ -32,10 +40,12 @@ def started_processes() -> set[int]:
 
     Python's resource tracker is left out: it ends with pytest, and complains if it ends before.
     """
+    mark = f"FORGE_RL_TESTS={MARK}"
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
-            ours = SESSION.encode() in (folder / "environ").read_bytes().split(b"\0")
+            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            ours = any(entry == mark or entry.startswith(f"{mark}/") for entry in environment)
             if ours and b"resource_tracker" not in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
     return found - {os.getpid()}
@@ -46,10 +56,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ends what is left. A session with workers does it last, also for a worker that has crashed."""
     for pid in started_processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    if not session.config.stash[_HAD_LOGS] and MONARCH_LOGS.is_dir():
+    if not WORKER and not session.config.stash[_HAD_LOGS] and MONARCH_LOGS.is_dir():
         for path in MONARCH_LOGS.glob("monarch_log*"):
             path.unlink()
         with contextlib.suppress(OSError):  # somebody else's file is in it
@@ -57,6 +68,41 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 _HAD_LOGS = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Starts slow tests first, one by one; keeps the others of a file on one worker, with what they share.
+
+    What starts services is marked so, that `-m "not processes"` is quick.
+    """
+    for item in items:
+        slow = item.get_closest_marker("slow") is not None
+        if slow or item.get_closest_marker("long") or "nothing_left" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(re.sub(r"[@\[\]]", "-", item.nodeid) if slow else item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 3 M parameters with the bundled model's tokenizer; nobody writes to its folder."""
+    from forge_rl.data.bundled import bundled_model, default_cache
+    from tests.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", bundled_model(default_cache()))
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    """Recipes that a test runs; none outlives it."""
+    started: list[Command] = []
+    try:
+        yield started
+    finally:
+        for command in started:
+            command.clean_up()
 
 
 @pytest.fixture

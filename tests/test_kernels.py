@@ -5,7 +5,7 @@ import torch
 
 from forge_rl.weights.fingerprints import CAST, COPY, HASH, PLAIN
 from forge_rl.weights.kernels import run_rows
-from tests.test_fingerprint import formula
+from tests.test_fingerprints import formula
 
 FIRST, FIRST_STEP = 1000, 777
 
