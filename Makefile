@@ -32,8 +32,8 @@ $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt)
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
 	$(BIN)/python -m recipes.grpo $(ARGS)
 
-# Files whose tests share what they start stay on one worker, slow tests come first: see tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py: slow ones first.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)  ## lint, types and the tests that start no services: what to run while writing
 	@$(MAKE) --no-print-directory --jobs 2 lint fast

@@ -4,13 +4,13 @@ import contextlib
 import getpass
 import mmap
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,17 +72,14 @@ _HAD_LOGS = pytest.StashKey[bool]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts slow tests first, one by one; keeps the others of a file on one worker, with what they share.
-
-    What starts services is marked so, that `-m "not processes"` is quick.
-    """
+    """Marks what starts services, and puts the files with most slow tests first: workers take whole files."""
+    slow: Counter[Path] = Counter()
     for item in items:
-        slow = item.get_closest_marker("slow") is not None
-        if slow or item.get_closest_marker("long") or "nothing_left" in getattr(item, "fixturenames", ()):
+        slow[item.path] += item.get_closest_marker("slow") is not None
+        names = {mark.name for mark in item.iter_markers()} | set(getattr(item, "fixturenames", ()))
+        if names & {"slow", "long", "nothing_left"}:
             item.add_marker("processes")
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(re.sub(r"[@\[\]]", "-", item.nodeid) if slow else item.path.stem))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")
