@@ -32,14 +32,14 @@ $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt)
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
 	$(BIN)/python -m recipes.grpo $(ARGS)
 
-# A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py: slow ones first.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 check: $(STAMP)  ## lint, types and the tests that start no services: what to run while writing
 	@$(MAKE) --no-print-directory --jobs 2 lint fast
 
-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not processes and not long" $(ARGS)
+fast: $(STAMP)  # test_store_schedules.py draws schedules for half a minute
+	$(BIN)/python -m pytest -m "not processes and not long" --ignore tests/test_store_schedules.py $(ARGS)
 
 test: $(STAMP)  ## all tests but the long ones
 	$(PYTEST) $(ARGS)

@@ -28,6 +28,7 @@ MONARCH_LOGS = Path(tempfile.gettempdir()) / getpass.getuser()
 # Every process below this one inherits these: small models are quickest on one thread, actors of tests must be
 # importable, and the mark tells our processes from anybody else's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave their core to the other worker's tests
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 os.environ["FORGE_RL_TESTS"] = MARK
 # A background job of a shell ignores Ctrl-C, and so would all that it starts.
@@ -70,16 +71,32 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 _HAD_LOGS = pytest.StashKey[bool]()
 
 
+# What a test starts, by the fixtures that it asks for and the helpers that its module has: about how many seconds.
+STARTS = {
+    "commands": 30,
+    "tiny_model": 10,
+    "run_on_engine": 10,
+    "wheel": 5,
+    "two_ranks": 5,
+    "run_ranks": 2,
+    "nothing_left": 2,
+    "process_group": 1,
+    "shm": 1,
+}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what starts services, and puts the files with most slow tests first: workers take whole files."""
-    slow: Counter[Path] = Counter()
+    """Marks tests that start processes; puts first the files that start most, since a worker takes a whole file."""
+    seconds: Counter[Path] = Counter()
     for item in items:
-        slow[item.path] += item.get_closest_marker("slow") is not None
-        names = {mark.name for mark in item.iter_markers()} | set(getattr(item, "fixturenames", ()))
-        if names & {"slow", "long", "nothing_left"}:
+        assert isinstance(item, pytest.Function)
+        names = {*item.fixturenames, *vars(item.module)}
+        starts = sum(some for name, some in STARTS.items() if name in names)
+        if starts or item.get_closest_marker("long"):
             item.add_marker("processes")
-    items.sort(key=lambda item: -slow[item.path])
+        seconds[item.path] += starts
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 @pytest.fixture(scope="session")

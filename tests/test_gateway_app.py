@@ -27,7 +27,6 @@ ENGINE = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.
 HI: Any = {"role": "user", "content": "Hi"}
 
 
-@pytest.mark.slow
 def test_sessions_record_what_a_real_engine_draws(tiny_model: Path, tmp_path: Path, nothing_left: None) -> None:
     async def check() -> None:
         config = Config(model=str(tiny_model), port=0, generator=ENGINE, out=tmp_path)
@@ -72,7 +71,6 @@ def test_sessions_record_what_a_real_engine_draws(tiny_model: Path, tmp_path: Pa
     asyncio.run(check())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "status"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)],  # a run's Ctrl-C: test_run.py

@@ -45,7 +45,6 @@ def gap(model: torch.nn.Module, turn: Turn) -> float:
     return float((expected - torch.tensor(turn.logprobs)).abs().max())
 
 
-@pytest.mark.slow
 def test_an_engine_computes_with_the_weights_that_were_published_last(tiny_model: Path, tmp_path: Path) -> None:
     asyncio.run(_check_engine(tiny_model, tmp_path))
 

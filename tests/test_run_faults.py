@@ -78,7 +78,6 @@ def check_what_it_trained_on(out: Path) -> int:
     return len(rows)
 
 
-@pytest.mark.slow
 def test_engines_ranks_and_the_controller_die_and_the_run_comes_to_its_end(
     commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
 ) -> None:
@@ -160,7 +159,6 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
     assert not forgotten(before)
 
 
-@pytest.mark.slow
 def test_what_is_not_to_be_restarted_ends_the_run_with_its_name_and_cause(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
