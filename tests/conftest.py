@@ -75,11 +75,13 @@ _HAD_LOGS = pytest.StashKey[bool]()
 STARTS = {
     "commands": 30,
     "tiny_model": 10,
+    "make_tiny_model": 10,
     "run_on_engine": 10,
     "wheel": 5,
     "two_ranks": 5,
     "run_ranks": 2,
     "nothing_left": 2,
+    "started_processes": 2,
     "process_group": 1,
     "shm": 1,
 }

@@ -1,16 +1,32 @@
-"""The agent's recipe with a reward that a random model's answers differ in.
+"""The agent's recipe with a verifier that a random model's completions differ in.
 
 python -m tests.tiny_agent --model FOLDER --out FOLDER ...
 """
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass, field
 
-from forge_rl import launch, start
+from forge_rl import Task, launch
+from forge_rl.rewards.verifiers import ReasoningGymReward
 from recipes import agent_openai
 from tests.tiny import share_of_vowels
 
+
+@dataclass(frozen=True, kw_only=True)
+class ShareOfVowels(ReasoningGymReward):
+    """Scores by vowels, whatever the task is."""
+
+    def __call__(self, task: Task, text: str) -> float:
+        return share_of_vowels(task, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(agent_openai.Config):
+    """The agent's recipe on a tiny model."""
+
+    verifier: ReasoningGymReward = field(default_factory=ShareOfVowels)
+
+
 if __name__ == "__main__":
-    agent_openai.start = partial(start, reward=share_of_vowels)  # type: ignore[assignment]
-    launch(agent_openai.Config, agent_openai.main)
+    launch(Config, agent_openai.main)
