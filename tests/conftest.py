@@ -82,6 +82,8 @@ STARTS = {
     "run_ranks": 2,
     "nothing_left": 2,
     "started_processes": 2,
+    "fake_service": 2,
+    "cluster": 2,
     "process_group": 1,
     "shm": 1,
 }
