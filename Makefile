@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 EXTRA  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 ARGS   ?=
+WORKERS ?= 2
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,10 +14,10 @@ else ifeq ($(EXTRA),cpu)
   BACKEND := --torch-backend cpu
 endif
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo check fast test test-long lint format clean
 help:     ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 20
-	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  ARGS="flags for demo, or for pytest"'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
+	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  WORKERS=2  ARGS="flags for demo, or for pytest"'
 
 setup: $(STAMP)  ## install everything into .venv
 $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt)
@@ -31,8 +32,20 @@ $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt)
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
 	$(BIN)/python -m recipes.grpo $(ARGS)
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest $(ARGS)
+# A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+check: $(STAMP)  ## lint, types and the tests that start no services: what to run while writing
+	@$(MAKE) --no-print-directory --jobs 2 lint fast
+
+fast: $(STAMP)  # test_store_schedules.py draws schedules for half a minute
+	$(BIN)/python -m pytest -m "not processes and not long" --ignore tests/test_store_schedules.py $(ARGS)
+
+test: $(STAMP)  ## all tests but the long ones
+	$(PYTEST) $(ARGS)
+
+test-long: $(STAMP)  ## whole runs under every fault, wheels in fresh environments
+	$(PYTEST) -m long $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).parent.parent
+SHM = Path("/dev/shm")
 
 
 class Command:
@@ -122,5 +125,31 @@ def processes_of(command: Command, service: str, replica: int = 0) -> list[psuti
     return found
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def shared_memory() -> set[Path]:
+    """What lies in shared memory, each volume of weights by itself; folders that tests look after are left out."""
+    found = {path for path in SHM.iterdir() if not path.name.startswith(("tests-", "schedule-", "forge_rl-"))}
+    return found | {path for path in SHM.glob(f"forge_rl-{os.geteuid()}/*") if path.is_dir()}
+
+
+def forgotten(before: set[Path], timeout_s: float = 10.0) -> set[Path]:
+    """What has come to shared memory since and is held by no living process; a moment is given to those that end.
+
+    What a living process holds is another test's, or belongs to a process that strays() finds.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        new = shared_memory() - before
+        left = new - held(new) if new else new
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.1)
+
+
+def held(paths: set[Path]) -> set[Path]:
+    """Those that a living process has open or mapped, or something in them."""
+    used: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
+            used |= {line.split(maxsplit=5)[-1] for line in (folder / "maps").read_text().splitlines()}
+            used |= {os.readlink(path) for path in (folder / "fd").iterdir()}
+    return {path for path in paths if any(name == str(path) or name.startswith(f"{path}/") for name in used)}

@@ -11,21 +11,30 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis  # noqa: F401  its pytest plugin would import it at the end, while Monarch's threads still run
 import pytest
 
+from tests.commands import Command
+
 ROOT = Path(__file__).parent.parent
-SESSION = f"FORGE_RL_TESTS={uuid.uuid4().hex}"
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+# Each worker has a mark of its own, which begins with that of the session that started it.
+MARK = f"{os.environ['FORGE_RL_TESTS']}/{WORKER}" if WORKER else uuid.uuid4().hex
 MONARCH_LOGS = Path(tempfile.gettempdir()) / getpass.getuser()
 
 # Every process below this one inherits these: small models are quickest on one thread, actors of tests must be
 # importable, and the mark tells our processes from anybody else's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave their core to the other worker's tests
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-os.environ["FORGE_RL_TESTS"] = SESSION.partition("=")[2]
+os.environ["FORGE_RL_TESTS"] = MARK
+# A background job of a shell ignores Ctrl-C, and so would all that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def started_processes() -> set[int]:
@@ -33,10 +42,12 @@ def started_processes() -> set[int]:
 
     Python's resource tracker is left out: it ends with pytest, and complains if it ends before.
     """
+    mark = f"FORGE_RL_TESTS={MARK}"
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
-            ours = SESSION.encode() in (folder / "environ").read_bytes().split(b"\0")
+            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            ours = any(entry == mark or entry.startswith(f"{mark}/") for entry in environment)
             if ours and b"resource_tracker" not in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
     return found - {os.getpid()}
@@ -47,10 +58,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ends what is left. A session with workers does it last, also for a worker that has crashed."""
     for pid in started_processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    if not session.config.stash[_HAD_LOGS] and MONARCH_LOGS.is_dir():
+    if not WORKER and not session.config.stash[_HAD_LOGS] and MONARCH_LOGS.is_dir():
         for path in MONARCH_LOGS.glob("monarch_log*"):
             path.unlink()
         with contextlib.suppress(OSError):  # somebody else's file is in it
@@ -58,6 +70,59 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 _HAD_LOGS = pytest.StashKey[bool]()
+
+
+# What a test starts, by the fixtures that it asks for and the helpers that its module has: about how many seconds.
+STARTS = {
+    "commands": 30,
+    "tiny_model": 10,
+    "make_tiny_model": 10,
+    "store_process": 5,
+    "run_on_engine": 10,
+    "wheel": 5,
+    "two_ranks": 5,
+    "run_ranks": 2,
+    "nothing_left": 2,
+    "started_processes": 2,
+    "fake_service": 2,
+    "cluster": 2,
+    "process_group": 1,
+    "shm": 1,
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests that start processes; puts first the files that start most, since a worker takes a whole file."""
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        names = {*item.fixturenames, *vars(item.module)}
+        starts = sum(some for name, some in STARTS.items() if name in names)
+        if starts or item.get_closest_marker("long"):
+            item.add_marker("processes")
+        seconds[item.path] += starts
+    items.sort(key=lambda item: -seconds[item.path])
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 3 M parameters with the bundled model's tokenizer; nobody writes to its folder."""
+    from forge_rl.data.bundled import bundled_model, default_cache
+    from tests.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", bundled_model(default_cache()))
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    """Recipes that a test runs; none outlives it."""
+    started: list[Command] = []
+    try:
+        yield started
+    finally:
+        for command in started:
+            command.clean_up()
 
 
 @pytest.fixture

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +17,7 @@ from forge_rl.gateway import Agent, GatewayConfig, Session, serving_agents
 from forge_rl.gateway.agents import AgentEpisodeRunner
 from forge_rl.types import Chunk, Outcome, Sampling, Task
 from recipes.agent_openai import solve
-from tests.conftest import ROOT
+from tests.commands import Command, metrics
 from tests.fake_backend import FakeBackend, ids_of, letters_of, tokenizer, until
 
 TASK = Task(id="7", source="s", messages=({"role": "user", "content": "What is 2 + 3?"},))
@@ -228,15 +225,19 @@ def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine
     asyncio.run(check())
 
 
-def test_the_recipe_trains_an_agent_that_knows_only_the_openai_package(tmp_path: Path, nothing_left: None):
-    flags = ["--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--held-out-tasks", "0"]
-    flags += ["--checkpoint-every", "0", "--display", "plain", "--out", str(tmp_path)]
-    flags += ["--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "recipes.agent_openai", *flags], cwd=ROOT, capture_output=True, text=True, timeout=500
+def test_the_recipe_trains_an_agent_that_knows_only_the_openai_package(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None
+):
+    command = Command(
+        "tests.tiny_agent",
+        *("--model", str(tiny_model), "--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1"),
+        *("--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--held-out-tasks", "0"),
+        *("--checkpoint-every", "0", "--display", "plain", "--out", str(tmp_path)),
+        *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    commands.append(command)
+    assert command.end(500) == 0, command.output
+    (row,) = metrics(tmp_path)
     assert row["outcomes/completed"] + row["outcomes/truncated"] >= 8
     assert row["grad_norm"] > 0
     assert row["logprob_gap"] < 1e-3

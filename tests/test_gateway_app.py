@@ -17,26 +17,19 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from apps.gateway import Config, main, serving
-from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ConfigError
 from forge_rl.services.generator import Generator
 from forge_rl.types import Episode, Sampling, Task
 from tests.conftest import ROOT
-from tests.tiny import make_tiny_model
 
 ENGINE = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.25)
 HI: Any = {"role": "user", "content": "Hi"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("served") / "tiny", bundled_model(default_cache()))
-
-
-def test_sessions_record_what_a_real_engine_draws(model: Path, tmp_path: Path, nothing_left: None) -> None:
+def test_sessions_record_what_a_real_engine_draws(tiny_model: Path, tmp_path: Path, nothing_left: None) -> None:
     async def check() -> None:
-        config = Config(model=str(model), port=0, generator=ENGINE, out=tmp_path)
+        config = Config(model=str(tiny_model), port=0, generator=ENGINE, out=tmp_path)
         async with serving(config) as (gateway, generator, _):
             session = gateway.open(sampling=Sampling(max_tokens=12, seed=5))
             async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
@@ -61,7 +54,7 @@ def test_sessions_record_what_a_real_engine_draws(model: Path, tmp_path: Path, n
                     await asyncio.sleep(0.01)
             assert session.close() == ()
 
-        tokenizer = Tokenizer(model)
+        tokenizer = Tokenizer(tiny_model)
         assert turns[0].prompt_ids == tokenizer.render([HI])
         assert [token.logprob for token in entries.content] == list(turns[0].logprobs)
         assert all(-30 < logprob < 0 for turn in turns for logprob in turn.logprobs)
@@ -78,11 +71,14 @@ def test_sessions_record_what_a_real_engine_draws(model: Path, tmp_path: Path, n
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)],  # a run's Ctrl-C: test_run.py
+)
 def test_a_signal_ends_the_server_with_a_request_in_flight(
-    sent: signal.Signals, status: int, model: Path, tmp_path: Path, nothing_left: None
+    sent: signal.Signals, status: int, tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
-    command = [sys.executable, "-m", "apps.gateway", "--model", str(model), "--port", "0", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "apps.gateway", "--model", str(tiny_model), "--port", "0", "--out", str(tmp_path)]
     flags = ["--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"]
     environment = {**os.environ, "FORGE_RL_API_KEY": "secret"}
     server = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
@@ -105,9 +101,9 @@ def test_a_signal_ends_the_server_with_a_request_in_flight(
         server.wait()
 
 
-def test_a_port_in_use_is_told_before_engines_start(model: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_told_before_engines_start(tiny_model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
-            asyncio.run(main(Config(model=str(model), port=port, generator=ENGINE, out=tmp_path)))
+            asyncio.run(main(Config(model=str(tiny_model), port=port, generator=ENGINE, out=tmp_path)))
         assert not (tmp_path / "logs").exists()

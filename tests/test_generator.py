@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.errors import AttestationError, ConfigError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -20,7 +19,6 @@ from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
-from tests.tiny import make_tiny_model
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
 
@@ -47,9 +45,8 @@ def gap(model: torch.nn.Module, turn: Turn) -> float:
     return float((expected - torch.tensor(turn.logprobs)).abs().max())
 
 
-def test_an_engine_computes_with_the_weights_that_were_published_last(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), tied=True)
-    asyncio.run(_check_engine(folder, tmp_path))
+def test_an_engine_computes_with_the_weights_that_were_published_last(tiny_model: Path, tmp_path: Path) -> None:
+    asyncio.run(_check_engine(tiny_model, tmp_path))
 
 
 async def _check_engine(folder: Path, tmp_path: Path) -> None:

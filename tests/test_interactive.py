@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.services.generator import Generator
 from recipes.grpo import Config, start, step
 from tests.commands import metrics
-from tests.tiny import make_tiny_model, share_of_vowels
+from tests.tiny import share_of_vowels
 
 
-def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(tmp_path: Path, nothing_left: None) -> None:
+def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
+    tiny_model: Path, tmp_path: Path, nothing_left: None
+) -> None:
     config = Config(
-        model=str(make_tiny_model(tmp_path / "model", bundled_model(default_cache()))),
+        model=str(tiny_model),
         tasks=("chain_sum:min_terms=2,max_terms=2", "leg_counting"),
         groups_per_batch=2,
         group_size=4,

@@ -8,58 +8,39 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.weights.volume import reclaim
-from tests.commands import ROOT, Command, metrics, shared_memory, tiny_run
-from tests.tiny import make_tiny_model
+from tests.commands import ROOT, Command, forgotten, metrics, shared_memory, tiny_run
+
+pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), bundled_model(default_cache()))
-
-
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    started: list[Command] = []
-    try:
-        yield started
-    finally:
-        for command in started:
-            command.clean_up()
-
-
-def test_two_steps_of_grpo_on_the_bundled_model_leave_a_whole_run_folder(
-    commands: list[Command], tmp_path: Path
-) -> None:
+def test_a_step_of_grpo_on_the_bundled_model_leaves_a_whole_run_folder(commands: list[Command], tmp_path: Path) -> None:
     before = shared_memory()
     out = tmp_path / "run"
     command = Command(
         "recipes.grpo",
-        *("--steps", "2", "--groups-per-batch", "2", "--group-size", "4", "--held-out-tasks", "8"),
-        *("--eval-every", "2", "--checkpoint-every", "2", "--out", str(out), "--display", "plain"),
+        *("--steps", "1", "--groups-per-batch", "2", "--group-size", "2", "--held-out-tasks", "4"),
+        *("--eval-every", "1", "--checkpoint-every", "1", "--out", str(out), "--display", "plain"),
     )
     commands.append(command)
-    command.wait_for("step +0/2")
+    command.wait_for("step +0/1")
     assert command.end(300) == 0, command.output
 
     rows = metrics(out)
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["step"] for row in rows] == [0, 1]
     assert rows[1]["logprob_gap"] <= 1e-4
     assert rows[1]["lag/max"] == 0
     for name in ("loss", "entropy", "grad_norm", "logprob_gap/max", "seconds/rollout", "seconds/train", "busy/trainer"):
         assert name in rows[1], name
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["steps"] == 2
+    assert summary["steps"] == 1
     assert summary["faults"] == []
     assert 0 <= summary["score_before"] <= 1
     assert set(summary) == {"score_before", "score_after", "steps", "seconds", "faults"}
-    assert json.loads((out / "config.json").read_text())["steps"] == 2
+    assert json.loads((out / "config.json").read_text())["steps"] == 1
     assert "torch" in json.loads((out / "versions.json").read_text())
     assert (out / "episodes.jsonl").read_text().count("\n") > 0
     assert list((out / "tensorboard").iterdir())
@@ -69,13 +50,13 @@ def test_two_steps_of_grpo_on_the_bundled_model_leave_a_whole_run_folder(
     lanes = {event["tid"]: event["args"]["name"] for event in drawn if event["name"] == "thread_name"}
     assert {"controller", "trainer/0", "generator/0", "environment/0", "reward/0"} <= set(lanes.values())
     controller = [event["name"] for event in drawn if lanes.get(event.get("tid")) == "controller"]
-    assert controller.count("train") == controller.count("publish") == 2
+    assert controller.count("train") == controller.count("publish") == 1
     assert command.strays() == []
-    assert shared_memory() <= before
+    assert not forgotten(before)
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = out / "checkpoints" / "step-000002" / "model"
+    folder = out / "checkpoints" / "step-000001" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = AutoTokenizer.from_pretrained(folder)("2 + 2 =", return_tensors="pt")
     assert model(**prompt).logits.isfinite().all()
@@ -107,25 +88,6 @@ def test_ctrl_c_saves_and_the_same_command_continues_to_the_same_end(
     for ours, theirs in zip(rows[-3:], metrics(tmp_path / "whole")[-3:], strict=True):
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-
-
-def test_two_ranks_and_two_replicas_run_and_kill_nine_of_the_controller_leaves_nothing(
-    commands: list[Command], tiny_model: Path, tmp_path: Path
-) -> None:
-    before = shared_memory()
-    command = tiny_run(
-        commands,
-        tiny_model,
-        tmp_path / "run",
-        *("--steps", "100000", "--eval-every", "0", "--trainer.ranks", "2", "--generator.replicas", "2"),
-        *("--loss.kl-coef", "0.1"),
-    )
-    command.wait_for("step +2/")
-    command.process.kill()
-    command.end()
-    assert command.strays() == []
-    assert reclaim(Path("/dev/shm")) > 0, "what the next start does"
-    assert shared_memory() <= before
 
 
 @pytest.mark.parametrize(
@@ -183,17 +145,3 @@ def test_help_of_every_recipe_has_a_sentence_for_every_flag(recipe: str) -> None
     for flag, sentence in flags:
         words = re.sub(r"\(default:.*", "", sentence).split()
         assert len(words) >= 2, f"{flag} has no help: {sentence!r}"
-
-
-def test_a_port_in_use_is_named(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        command = tiny_run(commands, tiny_model, tmp_path / "run", "--trainer.ranks", "2", "--trainer.port", str(port))
-        assert command.end(240) == 1, command.output
-    assert f":{port}" in command.output
-    assert "--trainer.port" in command.output
-    assert command.strays() == []

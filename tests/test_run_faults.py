@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
+import socket
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from forge_rl.data.bundled import bundled_model, default_cache
-from tests.commands import Command, metrics, processes_of, shared_memory, tiny_run
-from tests.tiny import make_tiny_model
+from forge_rl.weights.volume import reclaim
+from tests.commands import Command, forgotten, metrics, processes_of, shared_memory, tiny_run
 
 FOR_EVER = ("--steps", "100000", "--eval-every", "0")
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), bundled_model(default_cache()))
-
-
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    started: list[Command] = []
-    try:
-        yield started
-    finally:
-        for command in started:
-            command.clean_up()
 
 
 def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process:
@@ -55,52 +40,29 @@ def tasks_by_step(out: Path) -> dict[int, set[tuple[str, str]]]:
     return tasks
 
 
-def test_a_run_survives_the_death_of_each_of_its_processes(
-    commands: list[Command], tiny_model: Path, tmp_path: Path
-) -> None:
-    before = shared_memory()
-    out = tmp_path / "run"
-    arguments = (
-        *("--eval-every", "0", "--checkpoint-every", "10", "--generator.replicas", "2", "--reward.replicas", "2"),
-        *("--tasks", "chain_sum:min_terms=2,max_terms=2*3", "basic_arithmetic:min_terms=2,max_terms=2*1"),
-        *("--groups-per-batch", "4", "--placement", "colocated"),
-    )
-    command = tiny_run(commands, tiny_model, out, "--steps", "100000", *arguments)
-    command.wait_for("step +3/")
-    # One at a time, so that the machine has room; both engines at once in the end.
-    for service, replica, number, cause in (
-        ("environment", 0, signal.SIGKILL, "SIGKILL"),
-        ("reward", 0, signal.SIGKILL, "SIGKILL"),
-        ("reward", 1, signal.SIGSTOP, "hung: its process was stopped"),
-        ("generator", 0, signal.SIGSTOP, "hung: its process was stopped"),
-    ):
-        actor_of(command, service, replica).send_signal(number)
-        command.wait_for(f"{service}/{replica} failed.*{cause}")
-        command.wait_for(f"{service}/{replica} has recovered")
-    saved = 10 * (metrics(out)[-1]["step"] // 10 + 1)
-    command.wait_for(f"step +{saved + 4}/")
+TASKS = ("--tasks", "chain_sum:min_terms=2,max_terms=2*3", "basic_arithmetic:min_terms=2,max_terms=2*1")
+COLOCATED = ("--eval-every", "0", *TASKS, "--groups-per-batch", "4", "--placement", "colocated")
+
+
+def kill_the_trainer_past_a_checkpoint(command: Command, out: Path, *, every: int) -> None:
+    """Waits until steps would be lost, kills a rank, and sees them done again on the same tasks."""
+    saved = every * (metrics(out)[-1]["step"] // every + 1)
+    command.wait_for(f"step +{saved + 2}/")
     lost = tasks_by_step(out)
     actor_of(command, "trainer").kill()
     command.wait_for("trainer/0 failed.*SIGKILL")
     command.wait_for("trainer/0 has recovered")
-    command.wait_for(f"the run goes on from step {saved}$")
-    command.wait_for(f"the run goes on from step(.|\n)*step +{saved + 5}/", whole=True)
+    line = command.wait_for("the run goes on from step [0-9]+$")
+    back = int(line.rpartition(" ")[2])
+    assert back in (saved, saved + every)
+    command.wait_for(f"the run goes on from step(.|\n)*step +{back + 3}/", whole=True)
     redone = tasks_by_step(out)
-    for step in range(1, saved + 4):
+    for step in range(1, saved + 2):
         assert redone[step] == lost[step], "steps that were lost are done again on the same tasks"
-    engine_of(command, 0).kill()
-    engine_of(command, 1).kill()
-    command.wait_for("generator/0 failed.*vLLM engine process died")
-    command.wait_for("generator/1 failed.*vLLM engine process died")
-    command.wait_for("generator/0 has recovered(.|\n)*generator/0 has recovered", whole=True)
-    command.wait_for("generator/1 has recovered")
-    step = metrics(out)[-1]["step"]
-    command.wait_for(f"step +{step + 2}/")
-    command.process.kill()
-    command.end()
-    assert "Traceback" not in command.output
-    assert command.strays() == []
 
+
+def check_what_it_trained_on(out: Path) -> int:
+    """Checks the folder of a run whose controller was killed; the number of its steps."""
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert all(row["lag/max"] <= 1 for row in rows)
@@ -113,13 +75,88 @@ def test_a_run_survives_the_death_of_each_of_its_processes(
         assert Counter(source for source, _ in tasks[step]) == {"chain_sum": 3, "basic_arithmetic": 1}
         drawn.update(tasks[step])
     assert max(drawn.values()) == 1, "no task is trained on twice"
-    again = tiny_run(commands, tiny_model, out, "--steps", str(len(rows) + 1), *arguments)
+    return len(rows)
+
+
+def test_engines_ranks_and_the_controller_die_and_the_run_comes_to_its_end(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
+) -> None:
+    before = shared_memory()
+    out = tmp_path / "run"
+    arguments = (*COLOCATED, "--generator.replicas", "2", "--trainer.ranks", "2", "--loss.kl-coef", "0.1")
+    arguments += ("--checkpoint-every", "6", "--weights.shm", str(shm))
+    command = tiny_run(commands, tiny_model, out, "--steps", "100000", *arguments)
+    command.wait_for("step +2/")
+    engine_of(command, 0).kill()
+    command.wait_for("generator/0 failed.*vLLM engine process died")
+    command.wait_for("generator/0 has recovered")
+    kill_the_trainer_past_a_checkpoint(command, out, every=6)
+    command.process.kill()
+    command.end()
+    assert "Traceback" not in command.output
+    assert command.strays() == []
+    assert reclaim(shm) > 0, "what the next start does"
+    assert not forgotten(before)
+
+    steps = check_what_it_trained_on(out)
+    again = tiny_run(commands, tiny_model, out, "--steps", str(steps + 1), *arguments)
     again.wait_for("continued from")
     assert again.end(240) == 0, again.output
-    assert [row["step"] for row in metrics(out)] == list(range(1, len(rows) + 2))
+    assert [row["step"] for row in metrics(out)] == list(range(1, steps + 2))
     assert json.loads((out / "summary.json").read_text())["faults"] == []
     assert again.strays() == []
-    assert shared_memory() <= before
+    assert not forgotten(before)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path, seed: int
+) -> None:
+    before = shared_memory()
+    out = tmp_path / "run"
+    arguments = (*COLOCATED, "--generator.replicas", "2", "--reward.replicas", "2", "--checkpoint-every", "10")
+    arguments += ("--weights.shm", str(shm))
+    command = tiny_run(commands, tiny_model, out, "--steps", "100000", *arguments)
+    command.wait_for("step +3/")
+    # One at a time, so that the machine has room; both engines at once in the end.
+    faults = [
+        ("environment", 0, signal.SIGKILL, "SIGKILL"),
+        ("reward", 0, signal.SIGKILL, "SIGKILL"),
+        ("reward", 1, signal.SIGSTOP, "hung: its process was stopped"),
+        ("generator", 0, signal.SIGSTOP, "hung: its process was stopped"),
+        ("trainer", 0, signal.SIGKILL, ""),
+    ]
+    random.Random(seed).shuffle(faults)
+    for service, replica, number, cause in faults:
+        if service == "trainer":
+            kill_the_trainer_past_a_checkpoint(command, out, every=10)
+            continue
+        actor_of(command, service, replica).send_signal(number)
+        command.wait_for(f"{service}/{replica} failed.*{cause}")
+        command.wait_for(f"{service}/{replica} has recovered")
+    for replica in (0, 1):
+        engine_of(command, replica).kill()
+    for replica in (0, 1):
+        command.wait_for(f"generator/{replica} failed.*vLLM engine process died")
+    command.wait_for("generator/0 has recovered(.|\n)*generator/0 has recovered", whole=True)
+    command.wait_for("generator/1 has recovered")
+    step = metrics(out)[-1]["step"]
+    command.wait_for(f"step +{step + 2}/")
+    command.process.kill()
+    command.end()
+    assert "Traceback" not in command.output
+    assert command.strays() == []
+
+    steps = check_what_it_trained_on(out)
+    again = tiny_run(commands, tiny_model, out, "--steps", str(steps + 1), *arguments)
+    again.wait_for("continued from")
+    assert again.end(240) == 0, again.output
+    assert [row["step"] for row in metrics(out)] == list(range(1, steps + 2))
+    assert json.loads((out / "summary.json").read_text())["faults"] == []
+    assert again.strays() == []
+    assert not forgotten(before)
 
 
 def test_what_is_not_to_be_restarted_ends_the_run_with_its_name_and_cause(
@@ -139,10 +176,24 @@ def test_what_is_not_to_be_restarted_ends_the_run_with_its_name_and_cause(
     assert command.strays() == []
 
 
+@pytest.mark.long
 def test_a_phase_that_takes_too_long_names_what_it_waits_for(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     command = tiny_run(commands, tiny_model, tmp_path / "run", *FOR_EVER, "--phase-deadline-s", "1")
     assert command.end(240) == 1
     assert re.search(r"phase \w+: .*did not end within its 1 s", command.output), command.output
+    assert command.strays() == []
+
+
+@pytest.mark.long
+def test_a_port_in_use_is_named(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = tiny_run(commands, tiny_model, tmp_path / "run", "--trainer.ranks", "2", "--trainer.port", str(port))
+        assert command.end(240) == 1, command.output
+    assert f":{port}" in command.output
+    assert "--trainer.port" in command.output
     assert command.strays() == []
