@@ -87,9 +87,9 @@ async def hosted(host: type[ServiceActor], folder: Path) -> AsyncIterator[RunChe
         (folder / "versions").mkdir()
         replica = service.spawn(host, settings, folder / "versions", env=decode_environment(0, replicas=1))
         await service.watch(replica, deadline_s=240)
-        await service.call(replica, "setup", deadline_s=240)
-        yield lambda check: loop.run_until_complete(service.call(replica, "run", check, deadline_s=330))
-        await service.call(replica, "close", deadline_s=60)
+        await replica.call("setup", deadline_s=240)
+        yield lambda check: loop.run_until_complete(replica.call("run", check, deadline_s=330))
+        await replica.call("close", deadline_s=60)
         await service.stop()
 
 
