@@ -1,4 +1,4 @@
-"""What the gateway costs before a real engine, and how many streams it holds.
+"""Measures what the gateway costs before a real engine, and how many streams it holds.
 
 python -m benchmarks.gateway --json out.json
 

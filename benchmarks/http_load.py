@@ -13,12 +13,12 @@ import httpx
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """What came of some streams."""
+    """Outcome of some streams."""
 
     seconds: float
     """From the first request to the end of the last stream."""
     tokens: int
-    """Of all answers, as the server counts them."""
+    """Tokens of all completions, as the server counts them."""
     complete: int
     """Streams that came to their end."""
     most_open: int

@@ -1,4 +1,4 @@
-"""How soon work goes on when an engine dies: two real ones, of which one is killed or stopped in mid-rollout.
+"""Measures how soon work goes on when an engine dies: two real ones, of which one is killed or stopped in mid-rollout.
 
 python -m benchmarks.recovery --json out.json
 
@@ -35,7 +35,7 @@ from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Episode, Task
 
 _SIGNALS = {"": signal.SIGKILL, "_stopped": signal.SIGSTOP}
-"""By the results' suffix."""
+"""Signals by the results' suffix."""
 _IN_THE_MIDDLE = 16
 """A request with so many tokens has something to lose."""
 
@@ -55,7 +55,7 @@ class Config(BenchmarkConfig):
     interrupted: int = 4
     """A signal comes when so many requests of the engine have 16 tokens."""
     tokens: tuple[int, int] = (64, 192)
-    """Of an episode: fewest and most."""
+    """Fewest and most tokens of an episode."""
     groups: int = 4
     """P."""
     group_size: int = 4
@@ -87,7 +87,7 @@ class _Bench:
         self._rolling = False
         self._watched = Watched(served.generator)
         self._made: dict[int, tuple[tuple[str, int], Episode]] = {}
-        """By the episode's identity: its task, place in the group, and the episode, which keeps the identity taken."""
+        """Task, place in the group, and the episode (which keeps its id taken), by the episode's id."""
         self._delivered: Counter[tuple[str, int]] = Counter()
         low, high = config.tokens
         self._stories = Stories(
@@ -164,14 +164,14 @@ class _Bench:
         return episode
 
     def _in_the_middle(self, victim: int) -> bool:
-        """Whether a rollout is not near its end, and the engine decodes requests that can be interrupted."""
+        """Tells whether a rollout is far from its end, and the engine decodes requests that can be interrupted."""
         done, groups = self._rollouts.status().groups_done, self.config.groups
         decoded = sum(r.engine == victim and len(r.token_ids) >= _IN_THE_MIDDLE for r in self._watched.running)
         whole = len(self._watched.engines()) == self._served.generator.config.replicas
         return self._rolling and whole and done <= groups // 2 and decoded >= self.config.interrupted
 
     def _again(self, interrupted: Sequence[Request]) -> list[float]:
-        """When those that lost their engine had a token from another one; those that did not end before."""
+        """Times at which requests that lost their engine had a token from another one, unless they ended before."""
         found, left = [], [request for request in self._watched.asked if request.first_at is not None]
         for request in interrupted:
             other = next((other for other in left if other.goes_on_for(request)), None)

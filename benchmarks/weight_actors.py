@@ -37,13 +37,13 @@ class WriterActor(ServiceActor):
 
     @concurrent_endpoint
     async def step(self) -> None:
-        """What an optimizer step does to the benchmark: other weights."""
+        """Changes the weights, as an optimizer step would."""
         for weight in self._weights.values():
             weight.neg_()
 
     @concurrent_endpoint
     async def write(self, drafted: Manifest, transport: Transport) -> tuple[list[ShardReport], int]:
-        """What the rank wrote, and bytes of its own that it took at most for it."""
+        """Writes the rank's shards; returns the reports, and the most bytes of its own that it took meanwhile."""
         shards = [
             LocalShard(name=name, tensor_slice=TensorSlice.whole(weight.shape), values=weight)
             for name, weight in self._weights.items()
@@ -162,7 +162,7 @@ def _torchstore(transport: Any) -> Any:
 
 @contextmanager
 def _anonymous_peak() -> Iterator[list[int]]:
-    """How far this process's private memory rises while the body runs, in bytes; sampled every 2 ms."""
+    """Measures the rise of this process's private memory while the body runs, in bytes; sampled every 2 ms."""
     done, before = threading.Event(), _anonymous()
     peak = [0]
 

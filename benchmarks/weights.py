@@ -1,4 +1,4 @@
-"""How fast a version of the weights gets from trainer to engines, against memcpy and torchstore in the same run.
+"""Measures how fast a version of the weights gets from trainer to engines, beside memcpy and torchstore.
 
 python -m benchmarks.weights --json out.json
 python -m benchmarks.weights --model smollm2-135m
@@ -48,13 +48,13 @@ class Config(BenchmarkConfig):
     gib: float = 1.0
     """Size of a version; the shapes are Qwen3-0.6B's, with as many layers as fit."""
     repeats: int = 7
-    """Of each measurement."""
+    """Repeats of each measurement."""
     warm_up: int = 3
     """Versions that come first and do not count: fresh shared memory is slow to touch."""
     model: str = ""
     """Measure the real trainer and engine with this model instead."""
     transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
-    """With --model: what carries the weights."""
+    """Transport of the weights, with --model."""
     smoke: bool = False
     """A few MiB, one repeat: shows that everything runs, and measures nothing."""
 
@@ -144,7 +144,7 @@ class _Bench:
         )
 
     def repeats(self) -> list[bool]:
-        """Whether each repeat counts."""
+        """Yields for each repeat whether it counts."""
         if self.config.smoke:
             return [False, True]
         return [False] * self.config.warm_up + [True] * self.config.repeats

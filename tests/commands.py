@@ -126,13 +126,13 @@ def processes_of(command: Command, service: str, replica: int = 0) -> list[psuti
 
 
 def shared_memory() -> set[Path]:
-    """What lies in shared memory, each volume of weights by itself; folders that tests look after are left out."""
+    """Entries of shared memory, each volume of weights by itself; folders that tests look after are left out."""
     found = {path for path in SHM.iterdir() if not path.name.startswith(("tests-", "schedule-", "forge_rl-"))}
     return found | {path for path in SHM.glob(f"forge_rl-{os.geteuid()}/*") if path.is_dir()}
 
 
 def forgotten(before: set[Path], timeout_s: float = 10.0) -> set[Path]:
-    """What has come to shared memory since and is held by no living process; a moment is given to those that end.
+    """Entries that came to shared memory since and that no living process holds; a moment is given to those that end.
 
     What a living process holds is another test's, or belongs to a process that strays() finds.
     """

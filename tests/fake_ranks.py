@@ -38,7 +38,7 @@ LAYOUT: dict[str, tuple[tuple[int, ...], tuple[TensorSlice, ...]]] = {
     # One rank has it.
     "scale": ((), (TensorSlice((), ()),)),
 }
-"""Of each tensor its shape, and which slice which rank holds."""
+"""Shape of each tensor, and which slice which rank holds."""
 
 BUCKET_BYTES = 16 << 10
 

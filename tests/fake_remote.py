@@ -127,7 +127,7 @@ class RemoteActor(ServiceActor):
 
     @concurrent_endpoint
     async def impatient(self, key: str, seconds: float) -> bool:
-        """Whether a reader that waits only so long gets the bucket."""
+        """Tells whether a reader that waits only so long gets the bucket."""
         try:
             await asyncio.wait_for(self.puller.bucket(key), seconds)
         except TimeoutError:
@@ -146,7 +146,7 @@ class RemoteActor(ServiceActor):
 
     @concurrent_endpoint
     async def counts(self) -> tuple[Counter[str], Counter[str], str]:
-        """How often each bucket was shared, and read from elsewhere; Monarch's transport."""
+        """Counts how often each bucket was shared and read from elsewhere, and names Monarch's transport."""
         return self._shares, self._reads, get_rdma_backend()
 
     @concurrent_endpoint

@@ -38,14 +38,14 @@ from tests.fake_actors import cluster, new_service_name
 SHAPES = {"a": (40, 16), "b": (7, 5), "c": (3,), "d": (16, 32)}
 RANKS = 2
 BUCKET_BYTES = 2600
-"""So that a version takes two, of which the second holds three tensors."""
+"""Size of a bucket: a version takes two, of which the second holds three tensors."""
 VERSION_BYTES = 2560 + 192 + 64 + 2048
-"""Of a whole version's buckets in float32, tensors being aligned to 64 bytes."""
+"""Bytes of a whole version's buckets in float32, tensors being aligned to 64 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreState:
-    """What a store's actor holds."""
+    """State of a store's actor."""
 
     versions: dict[int, Manifest]
     leases: set[str]
@@ -191,7 +191,7 @@ async def until_state(watched: WatchedStore, true: Callable[[StoreState], bool])
 
 
 def exist(manifest: Manifest) -> list[bool]:
-    """Which of a version's segments can still be read."""
+    """Segments of a version that can still be read."""
     found = []
     for bucket in manifest.buckets:
         assert bucket.segment is not None
@@ -237,7 +237,7 @@ async def publish(
 
 
 async def read(transport: Transport, manifest: Manifest) -> dict[str, int]:
-    """What every element of each tensor says; their fingerprints must be those of the manifest."""
+    """Value of every element of each tensor; their fingerprints must be those of the manifest."""
     found = {}
     async for bucket in transport.fetch(manifest):
         with bucket.open() as tensors:

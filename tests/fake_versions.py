@@ -1,4 +1,4 @@
-"""What the tests of the version index share."""
+"""Helpers that the tests of the version index share."""
 
 import asyncio
 from collections.abc import Awaitable

@@ -120,7 +120,7 @@ def make_model(folder: Path, family: str = "llama", **config: object) -> torch.n
 
 
 def empty_row() -> Row:
-    """What a rank gets when there are fewer trees than ranks: one token of padding."""
+    """Rows of a rank where there are fewer trees than ranks: one token of padding."""
     fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1}
     whole = vars(packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0])
     return Row(**{name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()})

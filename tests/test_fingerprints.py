@@ -19,7 +19,7 @@ PUBLISHED = [torch.float32, torch.bfloat16]
 
 
 def formula(words: dict[int, int]) -> int:
-    """Of words by their index in the whole tensor."""
+    """Keys of words by their index in the whole tensor."""
     total = 0
     for index, word in words.items():
         low, high = word % (1 << 32), (word >> 32) % (1 << 32)
@@ -58,7 +58,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, ...]:
-    """With rows of whole words, and with others."""
+    """Draws shapes with rows of whole words, and with others."""
     last = draw(st.sampled_from([8, 16, 32, 64, 96, 1, 3, 33]))
     return (*draw(st.lists(st.integers(1, 5), max_size=2)), last)
 

@@ -74,7 +74,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
-    """What a module may not import."""
+    """Imports that a module may not have."""
     here = stage_of(module)
     assert here is not None, f"{module} is in no stage"
     found = []

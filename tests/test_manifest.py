@@ -27,7 +27,7 @@ def specs(*, changed: tuple[str, ...] = tuple(MODEL), **shapes: tuple[int, ...])
 
 
 def reports(drafted: Manifest, fingerprint: int = 1) -> list[ShardReport]:
-    """Of one rank that holds all."""
+    """Reports of one rank that holds all."""
     return [
         ShardReport(name=entry.name, tensor_slice=TensorSlice.whole(entry.shape), fingerprint=fingerprint)
         for entry in drafted.tensors

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 LONG_S = 120.0
 SPECS = [TensorSpec(name=f"layer.{i}", shape=(64, 256)) for i in range(6)] + [TensorSpec(name="norm", shape=(7,))]
-"""In buckets of two layers: 64 KiB each, the last one with the norm in it."""
+"""Tensors that make buckets of two layers: 64 KiB each, the last one with the norm in it."""
 BUCKET = 64 << 10
 
 
@@ -49,7 +49,7 @@ class Hosts:
         return await self.ask(self.origin, "publish", specs, version, bucket, base)
 
     async def pull(self, manifest: Manifest) -> dict[str, str]:
-        """By key, the digest of what came."""
+        """Digests of what came, by key."""
         await self.ask(self.reader, "pull", manifest)
         refs = await asyncio.gather(*(self.ask(self.reader, "local", key) for key in manifest.keys))
         return await self.digests(self.reader, dict(zip(manifest.keys, refs, strict=True)))
@@ -61,7 +61,7 @@ class Hosts:
         return await self.digests(self.origin, {bucket.key: bucket.segment for bucket in manifest.buckets})
 
     async def counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """How often the origin shared each bucket, and how often the reader read it there."""
+        """Counts how often the origin shared each bucket, and how often the reader read it there."""
         shares, _, _ = await self.ask(self.origin, "counts")
         _, reads, _ = await self.ask(self.reader, "counts")
         return dict(shares), dict(reads)

@@ -50,7 +50,7 @@ ODD = Sizes(dim=25, hidden=41, vocab=43, heads=5, kv_heads=1, head_dim=8, expert
 
 @dataclass(frozen=True)
 class Layout:
-    """How the trainer's ranks share a model: degrees of torchtitan's axes, or plain PyTorch's TP under FSDP."""
+    """Layout of a model over the trainer's ranks: degrees of torchtitan's axes, or plain PyTorch's TP under FSDP."""
 
     sizes: Sizes
     fsdp: int
@@ -79,7 +79,7 @@ LAYOUTS = {
 
 
 def value_of(name: str, shape: Sequence[int]) -> torch.Tensor:
-    """What a torchtitan weight holds, float32."""
+    """Values of a torchtitan weight, float32."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
@@ -177,7 +177,7 @@ def share_by_torch(model: nn.Module, layout: Layout) -> None:
 
 @dataclass
 class Written:
-    """What one rank wrote of a layout."""
+    """Reports of one rank for a layout."""
 
     specs: tuple[TensorSpec, ...]
     manifest: Manifest
@@ -185,9 +185,9 @@ class Written:
     reports: list[ShardReport]
     placements: set[str]
     copied: list[str]
-    """Of shards that do not share memory with the model."""
+    """Names of shards that do not share memory with the model."""
     misread: list[str]
-    """Of weights that were others after they were read from a Hugging Face folder."""
+    """Names of weights that changed when they were read from a Hugging Face folder."""
 
 
 def write_as_rank(rank: int, folder: Path) -> dict[str, Written]:
@@ -227,7 +227,7 @@ def write_as_rank(rank: int, folder: Path) -> dict[str, Written]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Written]]]:
-    """By layout, what each rank wrote."""
+    """Reports of each rank, by layout."""
     ranks = run_ranks(write_as_rank, RANKS, tmp_path_factory.mktemp("segments"))
     found = {name: [rank[name] for rank in ranks] for name in LAYOUTS}
     yield found
@@ -245,7 +245,7 @@ def hf_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def published(layout: Layout) -> dict[str, torch.Tensor]:
-    """What readers must find."""
+    """Values that readers must find."""
     return {name: tensor.bfloat16() for name, tensor in hf_state(build(layout)).items()}
 
 

@@ -40,7 +40,7 @@ KEEP = 2
 
 
 class Died(Exception):
-    """What the controller meets when a rank dies."""
+    """Error that the controller meets when a rank dies."""
 
 
 class StoreSchedule(RuleBasedStateMachine):
@@ -59,7 +59,7 @@ class StoreSchedule(RuleBasedStateMachine):
         self.watched = self.run(open_shared(self.shm, keep_versions=KEEP))
         self.store = self.watched.store
         self.values: dict[int, dict[str, int]] = {}
-        """By version that was committed, what its tensors say."""
+        """Values of the tensors of each committed version."""
         self.leases: list[tuple[contextlib.AbstractAsyncContextManager[Manifest], Manifest]] = []
         self.forgotten: list[tuple[contextlib.AbstractAsyncContextManager[Manifest], Manifest, dict[str, int]]] = []
         """Leases on versions that the run went back behind, with what their tensors say."""

@@ -118,7 +118,7 @@ def content(saved: Path) -> dict[str, torch.Tensor]:
 
 
 def ended(replica: Replica) -> bool:
-    """Whether none of its ranks' processes is left."""
+    """Tells whether none of its ranks' processes is left."""
     roots = replica.tree.roots.values()
     return not any(root.is_running() and root.status() != psutil.STATUS_ZOMBIE for root in roots)
 

@@ -1,4 +1,4 @@
-"""What every transport of weights must do, on real processes: each rank and each reader is one of its own."""
+"""Conformance of every transport of weights, on real processes: each rank and each reader is one of its own."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ class TransportSetup:
         )
 
     async def write(self, drafted: Manifest, *args: object) -> list[list[ShardReport]]:
-        """By all ranks, side by side."""
+        """Writes by all ranks, side by side."""
         of_process = await asyncio.gather(
             *(self.call(process, "write", drafted, (process, process + 2), *args) for process in WRITERS)
         )
@@ -105,7 +105,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def same(found: dict[str, torch.Tensor], version_of: dict[str, int], dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether all and only these tensors were found, bit for bit those of their versions."""
+    """Tells whether all and only these tensors were found, bit for bit those of their versions."""
     return found.keys() == version_of.keys() and all(
         tensor.dtype == dtype
         and tensor.shape == LAYOUT[name][0]

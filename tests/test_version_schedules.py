@@ -47,12 +47,12 @@ class Scheduler(RuleBasedStateMachine):
         return self.loop.run_until_complete(bounded())
 
     def buckets(self) -> dict[str, int]:
-        """Of all that must be kept."""
+        """Keys of all buckets that must be kept."""
         every = (*self.held.values(), *self.base_buckets.values(), *self.forgotten.values())
         return {key: size for buckets in every for key, size in buckets.items()}
 
     def retire(self, coming: int = 0) -> None:
-        """What the rules say goes: of the unleased, newest first, all past the count or the bytes, but never latest."""
+        """Drops, of the unleased, newest first, all past the count or the bytes, but never the latest."""
         unleased = sorted((v for v in self.held if (v, self.epochs[v]) not in self.leases), reverse=True)
         room = self.keep - (coming > 0)
         newest = self.newest

@@ -22,7 +22,7 @@ from forge_rl.weights.volume import Volume, problem, reclaim, writing
 
 SIZES = {"1/0": 3 * PAGE, "1/1": 100}
 TAKEN = 4 * PAGE + 2 * PAGE
-"""Of SIZES, with a page for each header."""
+"""Bytes of SIZES, with a page for each header."""
 
 
 @contextlib.contextmanager

@@ -29,14 +29,14 @@ _INTEGER = re.compile(r"(?:(?<![\w)\]])-)?\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to run."""
+    """Settings of the run."""
 
     model: str
     """Folder of the model."""
     output: str
     """Folder that the trainer may write to."""
     tasks: list[dict[str, object]]
-    """For each group of the run, in order: `messages`, and `gold`, an integer as text."""
+    """Groups of the run, in order: `messages`, and `gold`, an integer as text."""
     steps: int
     groups_per_batch: int
     group_size: int

@@ -50,7 +50,7 @@ class ResponseWriter:
         self._deadline_s = deadline_s
         self._clock = clock
         self.started_s: float | None = None
-        """When the first bytes were written."""
+        """Time at which the first bytes were written."""
         self.is_stream = False
 
     async def write_json(self, body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:

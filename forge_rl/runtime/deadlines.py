@@ -21,7 +21,7 @@ class Deadlines(Generic[T]):
     def __init__(self, late: Callable[[T], None]) -> None:
         self._late = late
         self._due: dict[float, dict[T, float]] = {}
-        """For each deadline in seconds, the items in order of addition, with the time on the loop's clock when due."""
+        """Items in order of addition, with the time on the loop's clock when each is due, by deadline in seconds."""
         self._timers: dict[float, asyncio.TimerHandle] = {}
 
     def add(self, item: T, seconds: float) -> None:
