@@ -101,6 +101,7 @@ def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Pat
             assert dead.state is State.QUARANTINED
             await asyncio.sleep(0)
             assert other.in_flight == 1  # at once
+            await other.ask("answer", 0, deadline_s=LONG_S)  # comes after what waits
             await other.call("release", deadline_s=LONG_S)
             assert await routed == "actor 1"
 

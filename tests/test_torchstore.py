@@ -154,7 +154,7 @@ def test_nothing_is_left_of_a_writer_that_is_killed_while_a_part_travels(shared)
         drafted = await transport.reserve(drafted_of(1))
         dying = DyingTransport(transport._controller, transport._strategy)
         with pytest.raises(ServiceError, match="SIGKILL"):
-            await writer.call(replica, "write_zeros", dying, drafted, deadline_s=60)
+            await replica.call("write_zeros", dying, drafted, deadline_s=60)
         (part,) = {*await stored(transport)} - {*drafted.keys}
         assert part.startswith("1/0/0-")
         await transport.free(drafted.keys)
