@@ -3,9 +3,9 @@
 python -m benchmarks.recovery --json out.json
 
 Rollouts, generator and weight store are the real ones; environments and the trainer are staged in the controller, and
-each batch is followed by a new version. Seconds count from the signal: until the fault was noticed, until the last of the
-requests that were on the engine has a token from the other one, and until a new engine serves the current version. The
-engines have room for each other's requests: without it, interrupted requests go first, but wait for one to end.
+each batch is followed by a new version. Seconds count from the signal: until the fault was noticed, until the last of
+the requests that were on the engine has a token from the other one, and until a new engine serves the current version.
+The engines have room for each other's requests: without it, interrupted requests go first, but wait for one to end.
 """
 
 from __future__ import annotations
