@@ -163,10 +163,10 @@ def test_models_are_listed():
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
         ({"max_tokens": 10_000}, anthropic.BadRequestError, "maximum context length"),
         ({"extra_body": {"temperature": 1.5}}, anthropic.BadRequestError, "temperature"),
-        ({"extra_body": {"top_k": 5}}, anthropic.BadRequestError, "top_k: not supported"),
-        ({"extra_body": {"top_p": 0.5}}, anthropic.BadRequestError, "top_p: not supported"),
+        ({"extra_body": {"top_k": 5}}, anthropic.BadRequestError, "top_k is not supported"),
+        ({"extra_body": {"top_p": 0.5}}, anthropic.BadRequestError, "top_p is not supported"),
         ({"extra_body": {"best": 5}}, anthropic.BadRequestError, "unknown parameter"),
-        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice: not supported"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice is not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking"),
         ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, anthropic.BadRequestError, "cannot be prefilled"),
         (

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from forge_rl.gateway.chat import ChatMessage, ToolCall, parsed
 from forge_rl.gateway.choices import Choice, ChoiceDelta
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.openai_requests import LenientModel, StrictModel
+from forge_rl.gateway.openai_requests import LOGPROBS, NOT_THERE, LenientModel, Part, StrictModel, join_text, refused
 from forge_rl.gateway.request_builder import RequestBuilder, SamplingRequest
 from forge_rl.gateway.response import ApiResponse
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.wire import encode
+from forge_rl.gateway.wire import to_event
 
 
-class Block(LenientModel):
-    type: str
-    text: str | None = None
+class Block(Part):
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -47,41 +44,30 @@ class ToolChoice(LenientModel):
 
 
 class CountRequest(StrictModel):
-    """Fields that counting tokens and messages share; Any marks those that are refused or ignored."""
+    """Fields that counting tokens and messages share."""
 
     model: str
     messages: list[Message] = Field(min_length=1)
     system: str | list[Block] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Any = None
-    output_config: Any = None
-    output_format: Any = None
-    cache_control: Any = None
-    context_management: Any = None
-    mcp_servers: Any = None
+
+    unsupported: ClassVar = {
+        **refused(LOGPROBS, top_p=(1,), top_k=(-1,), output_config=({},), output_format=({},)),
+        **refused("the model's thoughts are text", thinking=({"type": "disabled"},)),
+        **refused(NOT_THERE, context_management=({},), mcp_servers=([],)),
+    }
+    ignored: ClassVar = {"cache_control"}
 
     def check(self) -> None:
-        """Raise ApiError for what is not supported."""
-        logprobs = "the recorded logprobs would be those of another distribution than the one that is trained"
-        for name, refused, why in (
-            ("top_p", getattr(self, "top_p", None) not in (None, 1), logprobs),
-            ("top_k", getattr(self, "top_k", None) not in (None, -1), logprobs),
-            ("tool_choice", bool(self.tool_choice and self.tool_choice.type in ("any", "tool")), logprobs),
-            ("thinking", self.thinking not in (None, {"type": "disabled"}), "the model's thoughts are text"),
-            ("output_config", bool(self.output_config), logprobs),
-            ("output_format", bool(self.output_format), logprobs),
-            ("context_management", bool(self.context_management), "it is not there"),
-            ("mcp_servers", bool(self.mcp_servers), "it is not there"),
-        ):
-            if refused:
-                raise ApiError(400, f"not supported: {why}", param=name)
+        super().check()
+        if self.tool_choice and self.tool_choice.type in ("any", "tool"):
+            raise ApiError(400, f"tool_choice is not supported: {LOGPROBS}", param="tool_choice")
         if self.messages[-1].role == "assistant":
             raise ApiError(400, "the model's message cannot be prefilled: end with a user's message", param="messages")
 
-    @property
     def tool_schemas(self) -> list[dict[str, object]]:
-        """Tools in OpenAI's form, which is how chat templates take them."""
+        """Return the tools in OpenAI's form, which is how chat templates take them."""
         return [
             {
                 "type": "function",
@@ -100,7 +86,7 @@ class CountRequest(StrictModel):
         Raises:
             ApiError: a block is of an unknown kind.
         """
-        system = _text(self.system, "system") if self.system is not None else ""
+        system = join_text(self.system, "system")
         found = [ChatMessage(role="system", content=system)] if system else []
         for at, message in enumerate(self.messages):
             found += _messages(message, f"messages.{at}.content")
@@ -112,16 +98,11 @@ class MessagesRequest(CountRequest):
     stop_sequences: list[str] | None = Field(None, max_length=16)
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
-    top_p: Any = None
-    top_k: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    container: Any = None
-    inference_geo: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
-    diagnostics: Any = None
+
+    ignored: ClassVar = {
+        *("cache_control", "metadata", "service_tier", "container", "inference_geo"),
+        *("speed", "user_profile_id", "workspace_id", "diagnostics"),
+    }
 
 
 async def messages(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
@@ -136,7 +117,7 @@ async def messages(body: bytes, builder: RequestBuilder, session: Session | None
     if "" in (request.stop_sequences or ()):
         raise ApiError(400, "a stop sequence is empty", param="stop_sequences")
     choice = request.tool_choice
-    tools = request.tool_schemas
+    tools = request.tool_schemas()
     requested = SamplingRequest(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -157,7 +138,7 @@ async def count_tokens(body: bytes, builder: RequestBuilder, session: Session | 
     request = CountRequest.model_validate_json(body)
     builder.check_model(request.model)
     request.check()
-    prompt = await builder.prompt_builder.chat(request.conversation(), request.tool_schemas, session)
+    prompt = await builder.prompt_builder.chat(request.conversation(), request.tool_schemas(), session)
     return {"input_tokens": len(prompt.token_ids)}
 
 
@@ -195,15 +176,13 @@ class MessagesResponse(ApiResponse):
             found += self._delta({"type": "text_delta", "text": added.content})
         for call in added.calls:
             if call.name is not None:
-                begun: dict[str, object] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                found += self._begin(begun, call.index)
+                found += self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}}, call.index)
             if call.arguments and call.index == self._call:
                 found += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        if choice.finish:
+            usage = self._usage(choice.completion_tokens)
+            found += self._end_block() + _event("message_delta", {"delta": _stop(choice), "usage": usage})
         return found
-
-    def stream_finish(self, choice: Choice) -> bytes:
-        stop: dict[str, object] = {"delta": _stop(choice), "usage": self._usage(choice.completion_tokens)}
-        return self._end_block() + _event("message_delta", stop)
 
     def stream_end(self) -> bytes:
         return _event("message_stop", {})
@@ -228,7 +207,7 @@ class MessagesResponse(ApiResponse):
 
 
 def _event(kind: str, data: dict[str, object]) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + encode({"type": kind, **data}) + b"\n\n"
+    return f"event: {kind}\n".encode() + to_event({"type": kind, **data})
 
 
 def _stop(choice: Choice) -> dict[str, object]:
@@ -263,7 +242,7 @@ def _messages(message: Message, where: str) -> list[ChatMessage]:
                 calls.append(ToolCall(id=block.id, name=block.name, arguments=written))
             case "tool_result", "user" if block.tool_use_id:
                 flush()
-                content = _text(block.content or "", f"{here}.content")
+                content = join_text(block.content, f"{here}.content")
                 found.append(ChatMessage(role="tool", content=content, call_id=block.tool_use_id))
             case _:
                 raise ApiError(400, f"a block of type {block.type!r} is incomplete or not supported here", param=here)
@@ -271,14 +250,3 @@ def _messages(message: Message, where: str) -> list[ChatMessage]:
         return [ChatMessage(role="assistant", content="".join(texts), calls=tuple(calls))]
     flush()
     return found
-
-
-def _text(content: str | Sequence[Block], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for at, block in enumerate(content):
-        if block.type != "text" or block.text is None:
-            raise ApiError(400, f"a block of type {block.type!r} is not supported: send text", param=f"{where}.{at}")
-        texts.append(block.text)
-    return "\n".join(texts)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ServiceError
-from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.chat import ChatMessage, Prompt, ToolCall
 from forge_rl.gateway.tools import CallDelta, ToolReader
-from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Chunk, Sampling, Turn
 
 _LEAST = -9999.0
@@ -56,10 +51,9 @@ class Choice:
         prompt: Prompt,
         sampling: Sampling,
         tokenizer: Tokenizer,
-        *,
-        reader: ToolReader | None = None,
-        parallel_calls: bool = True,
-        logprobs: int | None = None,
+        reader: ToolReader | None,
+        parallel_calls: bool,
+        logprobs: int | None,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -99,7 +93,7 @@ class Choice:
         self._logprobs += chunk.logprobs
         self._versions += chunk.versions
         self.finish = chunk.finish
-        tokens = () if self._top_logprobs is None else self._tokens(chunk, self._top_logprobs)
+        tokens = self._token_logprobs(chunk)
         self.tokens += tokens
         for place, token in enumerate(chunk.token_ids, 1):
             ends = chunk.finish == "stop" and place == len(chunk.token_ids) and token in self._tokenizer.stop_ids
@@ -107,21 +101,21 @@ class Choice:
                 self._text += self._stream.add(token)
         text = self._next_text()
         if not streamed:
+            if self.finish:
+                text, whole = (self._text, ()) if self._reader is None else self._reader.parse(self._text, self._ids)
+                self._content, self._calls = [text], dict(enumerate(whole if self._parallel else whole[:1]))
             return ChoiceDelta()
         calls: tuple[CallDelta, ...] = ()
         if self._reader is not None:
             text, found = self._reader.parse_delta(text, chunk.token_ids, finished=bool(self.finish))
             calls = tuple(call for call in found if call.index == 0 or self._parallel)
             for call in calls:
-                self._add_call(call)
+                before = self._calls.get(call.index, ToolCall(id="", name="", arguments=""))
+                self._calls[call.index] = ToolCall(
+                    id=call.id or before.id, name=call.name or before.name, arguments=before.arguments + call.arguments
+                )
         self._content.append(text)
         return ChoiceDelta(content=text, calls=calls, tokens=tokens)
-
-    def parse_calls(self) -> None:
-        """Find the tool calls of a completion that was not streamed."""
-        content, calls = (self._text, ()) if self._reader is None else self._reader.parse(self._text, self._ids)
-        self._content = [content]
-        self._calls = dict(enumerate(calls if self._parallel else calls[:1]))
 
     @property
     def message(self) -> ChatMessage:
@@ -160,67 +154,20 @@ class Choice:
         begin, self._shown = self._shown, max(self._shown, len(self._text) - held)
         return self._text[begin : self._shown]
 
-    def _tokens(self, chunk: Chunk, top_logprobs: int) -> tuple[TokenLogprob, ...]:
-        tops = chunk.top or ((),) * len(chunk.token_ids)
+    def _token_logprobs(self, chunk: Chunk) -> tuple[TokenLogprob, ...]:
+        if self._top_logprobs is None:
+            return ()
         found = []
+        tops = chunk.top or ((),) * len(chunk.token_ids)
         for token, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True):
             # A greedy completion has no behaviour logprob; the one to report is that of the likeliest token.
             known = logprob if math.isfinite(logprob) else dict(top).get(token, _LEAST)
-            likeliest = tuple((other, max(value, _LEAST)) for other, value in top[:top_logprobs])
+            likeliest = tuple((other, max(value, _LEAST)) for other, value in top[: self._top_logprobs])
             found.append(TokenLogprob(token=token, logprob=max(known, _LEAST), top=likeliest))
         return tuple(found)
-
-    def _add_call(self, delta: CallDelta) -> None:
-        before = self._calls.get(delta.index, ToolCall(id="", name="", arguments=""))
-        self._calls[delta.index] = ToolCall(
-            id=delta.id or before.id, name=delta.name or before.name, arguments=before.arguments + delta.arguments
-        )
-
-
-OnDelta = Callable[[Choice, ChoiceDelta], Awaitable[None]]
-
-
-async def decode(
-    backend: Backend, choices: Sequence[Choice], *, session: str | None, on_delta: OnDelta | None = None
-) -> None:
-    """Decode choices side by side.
-
-    Args:
-        backend: decodes.
-        choices: filled with tokens.
-        session: key of the session that asks.
-        on_delta: called with what each chunk adds, where the request is streamed. A choice goes on when it returns,
-            so that a slow client holds up its own only.
-
-    Raises:
-        ForgeError: the backend failed; the other choices end too.
-    """
-    if len(choices) == 1:
-        await _decode(backend, choices[0], session, on_delta)
-        return
-    async with task_group() as group:
-        for choice in choices:
-            group.create_task(_decode(backend, choice, session, on_delta))
-
-
-async def _decode(backend: Backend, choice: Choice, session: str | None, on_delta: OnDelta | None) -> None:
-    stream = backend.stream(choice.prompt.token_ids, choice.sampling, session=session)
-    async with contextlib.aclosing(stream) as chunks:
-        async for chunk in chunks:
-            added = choice.add(chunk, streamed=on_delta is not None)
-            if on_delta is not None:
-                await on_delta(choice, added)
-            if choice.finish:
-                break
-    if not choice.finish:
-        raise ServiceError("a completion has no end", service="generator", call="stream")
-    if on_delta is None:
-        choice.parse_calls()
 
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of a text that is the beginning, not the whole, of a stop text."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

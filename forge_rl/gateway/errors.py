@@ -48,62 +48,44 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
 
-    def openai(self) -> dict[str, object]:
-        """Return the body that OpenAI's clients know."""
-        kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def anthropic(self) -> dict[str, object]:
-        """Return the body that Anthropic's clients know."""
-        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        message = f"{self.param}: {self.message}" if self.param else self.message
+    def body(self, is_anthropic: bool) -> dict[str, object]:
+        """Return the body that the clients of an API know."""
+        other = "invalid_request_error" if self.status < 500 else "api_error" if is_anthropic else "server_error"
+        kind = (_ANTHROPIC_TYPES if is_anthropic else _OPENAI_TYPES).get(self.status, other)
+        if not is_anthropic:
+            return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        is_named = self.param is None or self.param in self.message
+        message = self.message if is_named else f"{self.param}: {self.message}"
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def from_validation_error(error: ValidationError) -> ApiError:
-    """Name the first wrong field of a request."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    # Of a union, pydantic names each branch that was tried; what the client wrote are its keys and places.
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
-    param = ".".join(path) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown parameter: {param}", param=param, code="unknown_parameter")
-    if first["type"] == "missing":
-        return ApiError(400, f"missing parameter: {param}", param=param, code="missing_required_parameter")
-    return ApiError(400, f"invalid {param or 'body'}: {first['msg']}", param=param, code="invalid_value")
-
-
-def from_forge_error(error: ForgeError) -> ApiError:
-    """Translate a ForgeError for a client; its hint is for the server's owner and left out."""
+def to_api_error(error: Exception) -> ApiError:
+    """Translate an error for a client; a ForgeError's hint is for the server's owner and left out."""
     match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return _from_validation_error(error)
         case ConfigError() | ModelError():
             return ApiError(400, error.message)
         case DeadlineError():
             return ApiError(504, f"the engines took too long: {error.message}", code="timeout")
         case ServiceError() | WeightsError():
             return ApiError(503, f"the engines cannot answer now: {error.message}", code="engine_unavailable")
-    return ApiError(500, error.message, code="internal_error")
+    message = error.message if isinstance(error, ForgeError) else "the gateway failed; see its log"
+    return ApiError(500, message, code="internal_error")
 
 
-def to_api_error(error: ApiError | ValidationError | ForgeError) -> ApiError:
-    """Translate an error for a client."""
-    match error:
-        case ValidationError():
-            return from_validation_error(error)
-        case ForgeError():
-            return from_forge_error(error)
-    return error
-
-
-def context_length(prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages") -> ApiError:
-    """Make the error of a prompt that is, with its completion, longer than the model takes."""
-    return ApiError(
-        400,
-        f"This model's maximum context length is {limit} tokens. However, you requested {prompt_tokens + max_tokens} "
-        f"tokens ({prompt_tokens} in the {param}, {max_tokens} in the completion). Please reduce the length of the "
-        f"{param} or completion.",
-        param=param,
-        code="context_length_exceeded",
-    )
+def _from_validation_error(error: ValidationError) -> ApiError:
+    """Name the first wrong field of a request."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    kind, problem = first["type"], first["msg"]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {problem}", code="invalid_json")
+    # Of a union, pydantic names each branch that was tried; what the client wrote are its keys and places.
+    param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()) or None
+    if kind == "extra_forbidden":
+        return ApiError(400, f"unknown parameter: {param}", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"missing parameter: {param}", param=param, code="missing_required_parameter")
+    return ApiError(400, f"invalid {param or 'body'}: {problem}", param=param, code="invalid_value")

@@ -20,15 +20,23 @@ _KEEP_ALIVE_S = 75
 
 
 class HttpServer:
-    """Serves an app.
+    """Serves an app as soon as it is made and the event loop runs.
 
     Args:
         app: the ASGI app.
         config: where to listen.
+
+    Raises:
+        ConfigError: the port is in use, or there is no such address here.
     """
 
     def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
-        self._config = config
+        listener = _listen(config)
+        _allow_connections(config.max_concurrent)
+        host, port = listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        """URL that reaches it from this machine."""
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -41,28 +49,12 @@ class HttpServer:
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )
-        self._serving: asyncio.Task[None] | None = None
-        self.url = ""
-        """URL that reaches it from this machine."""
-
-    def start(self) -> None:
-        """Listen; requests are answered as soon as the event loop runs.
-
-        Raises:
-            ConfigError: the port is in use, or there is no such address here.
-        """
-        listener = _listen(self._config)
-        _allow_connections(self._config.max_concurrent)
-        host, port = listener.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
 
     async def stop(self) -> None:
         """Stop listening, and wait until connections are closed."""
-        if self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
+        self._server.should_exit = True
+        await self._serving
 
 
 def check_address(config: GatewayConfig) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class GatewayMetrics:
@@ -20,31 +21,16 @@ class GatewayMetrics:
 
     def __init__(self, in_flight: Callable[[], float], sessions: Callable[[], float]) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "forge_rl_gateway_requests", "Requests that ended", ["endpoint", "status"], registry=self._registry
+        own: dict[str, Any] = {"namespace": "forge_rl_gateway", "registry": self._registry}
+        timer = partial(
+            Histogram, labelnames=["endpoint"], buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
         )
-        self._seconds = Histogram(
-            "forge_rl_gateway_request_seconds",
-            "From a request to the end of its response",
-            ["endpoint"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._first = Histogram(
-            "forge_rl_gateway_first_event_seconds",
-            "From a request to the first event of its stream",
-            ["endpoint"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._tokens = Counter(
-            "forge_rl_gateway_tokens", "Tokens of answered requests", ["kind"], registry=self._registry
-        )
-        for name, text, value in (
-            ("completions_in_flight", "Completions that are being decoded", in_flight),
-            ("sessions_open", "Sessions whose key is accepted", sessions),
-        ):
-            Gauge(f"forge_rl_gateway_{name}", text, registry=self._registry).set_function(value)
+        self._requests = Counter("requests", "Requests that ended", ["endpoint", "status"], **own)
+        self._seconds = timer("request_seconds", "From a request to the end of its response", **own)
+        self._first = timer("first_event_seconds", "From a request to the first event of its stream", **own)
+        self._tokens = Counter("tokens", "Tokens of answered requests", ["kind"], **own)
+        Gauge("completions_in_flight", "Completions that are being decoded", **own).set_function(in_flight)
+        Gauge("sessions_open", "Sessions whose key is accepted", **own).set_function(sessions)
 
     def request(self, endpoint: str, status: int, seconds: float, first_event_s: float | None = None) -> None:
         """Count a request that ended."""

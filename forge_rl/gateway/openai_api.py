@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
+from forge_rl.gateway.chat import ChatMessage
 from forge_rl.gateway.choices import Choice, ChoiceDelta, TokenLogprob
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.openai_requests import ChatRequest, Common, CompletionRequest, to_chat
 from forge_rl.gateway.request_builder import RequestBuilder, SamplingRequest
 from forge_rl.gateway.response import ApiResponse
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.wire import encode
+from forge_rl.gateway.wire import to_event
 
 
 async def chat(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
@@ -24,8 +27,6 @@ async def chat(body: bytes, builder: RequestBuilder, session: Session | None) ->
     request = ChatRequest.model_validate_json(body)
     model = builder.check_model(request.model)
     request.check()
-    if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs wants logprobs to be true", param="top_logprobs")
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     messages = [to_chat(message, at) for at, message in enumerate(request.messages)]
     requested = SamplingRequest(
@@ -39,7 +40,7 @@ async def chat(body: bytes, builder: RequestBuilder, session: Session | None) ->
     prompt = await builder.prompt_builder.chat(messages, tools, session)
     called = tools if request.tool_choice != "none" else []
     choices = await builder.choices([prompt], request.n or 1, requested, session, called)
-    return ChatResponse(choices, request, builder, model)
+    return OpenAIResponse(choices, request, builder, model)
 
 
 async def completion(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
@@ -70,17 +71,15 @@ async def completion(body: bytes, builder: RequestBuilder, session: Session | No
 
 
 class OpenAIResponse(ApiResponse):
-    """Parts that the responses of both kinds share."""
+    """Response of chat completions, and what completions share with it."""
 
-    kind: str
-    chunk_kind: str
-    id_prefix: str
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, choices: tuple[Choice, ...], request: Common, builder: RequestBuilder, model: str) -> None:
         super().__init__(choices, streamed=bool(request.stream))
-        self._with_usage = request.with_usage
-        self._request_builder = builder
-        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(builder.now()), "model": model}
+        self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._tokenizer = builder.tokenizer
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def body(self) -> dict[str, object]:
         version = self.choices[-1].version
@@ -88,45 +87,47 @@ class OpenAIResponse(ApiResponse):
             **self._head,
             "object": self.kind,
             "system_fingerprint": f"weights-{version}" if version >= 0 else None,
-            "choices": [self._choice(choice) for choice in self.choices],
+            "choices": [
+                self._entry(choice, self._whole(choice.message), choice.tokens, ended=True) for choice in self.choices
+            ],
             "usage": self._usage(),
         }
 
-    def stream_end(self) -> bytes:
-        usage = self._event([], usage=self._usage()) if self._with_usage else b""
-        return usage + b"data: [DONE]\n\n"
-
-    def _choice(self, choice: Choice) -> dict[str, object]:
-        raise NotImplementedError
-
-    def _event(self, choices: list[dict[str, object]], usage: dict[str, object] | None = None) -> bytes:
-        event = {**self._head, "object": self.chunk_kind, "choices": choices}
-        if self._with_usage:
-            event["usage"] = usage
-        return b"data: " + encode(event) + b"\n\n"
-
-    def _usage(self) -> dict[str, object]:
-        prompt, completed = self.prompt_tokens, self.completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completed, "total_tokens": prompt + completed}
-
-    def _token(self, token: int) -> str:
-        return self._request_builder.tokenizer.decode([token], skip_special=False)
-
-
-class ChatResponse(OpenAIResponse):
-    """Response of chat completions."""
-
-    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
     def stream_start(self) -> bytes:
-        first: dict[str, object] = {"role": "assistant", "content": ""}
-        return b"".join(self._delta(choice, first) for choice in self.choices)
+        first = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._event([self._entry(choice, first)]) for choice in self.choices)
 
     def stream_delta(self, choice: Choice, added: ChoiceDelta) -> bytes:
+        data = b""
+        if added.content or added.tokens or added.calls:
+            data = self._event([self._entry(choice, self._part(added), added.tokens)])
+        if choice.finish:
+            data += self._event([self._entry(choice, self._part(None), ended=True)])
+        return data
+
+    def stream_end(self) -> bytes:
+        return (self._event([], self._usage()) if self._with_usage else b"") + b"data: [DONE]\n\n"
+
+    def _whole(self, message: ChatMessage) -> dict[str, object]:
+        """Return what a choice of a whole response shows."""
+        shown: dict[str, object] = {
+            "role": "assistant",
+            "content": message.content or (None if message.calls else ""),
+            "refusal": None,
+        }
+        if message.calls:
+            shown["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in message.calls
+            ]
+        return {"message": shown}
+
+    def _part(self, added: ChoiceDelta | None) -> dict[str, object]:
+        """Return what an event shows that adds something to a choice, or with None that ends it."""
         delta: dict[str, object] = {}
-        if added.content or added.tokens:
+        if added and (added.content or added.tokens):
             delta["content"] = added.content
-        if added.calls:
+        if added and added.calls:
             delta["tool_calls"] = [
                 {
                     "index": call.index,
@@ -135,38 +136,9 @@ class ChatResponse(OpenAIResponse):
                 }
                 for call in added.calls
             ]
-        return self._delta(choice, delta, added.tokens) if delta else b""
+        return {"delta": delta}
 
-    def stream_finish(self, choice: Choice) -> bytes:
-        return self._delta(choice, {}, finish=_finish(choice))
-
-    def _choice(self, choice: Choice) -> dict[str, object]:
-        message: dict[str, object] = {
-            "role": "assistant",
-            "content": choice.message.content or (None if choice.message.calls else ""),
-            "refusal": None,
-        }
-        if choice.message.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in choice.message.calls
-            ]
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice.tokens),
-            "finish_reason": _finish(choice),
-        }
-
-    def _delta(
-        self, choice: Choice, delta: dict[str, object], tokens: Sequence[TokenLogprob] = (), finish: str | None = None
-    ) -> bytes:
-        event = {"index": choice.index, "delta": delta, "logprobs": self._logprobs(tokens), "finish_reason": finish}
-        return self._event([event])
-
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, object] | None:
-        if not tokens:
-            return None
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, object]:
         content = [
             {**self._one(entry.token, entry.logprob), "top_logprobs": [self._one(*pair) for pair in entry.top]}
             for entry in tokens
@@ -174,8 +146,26 @@ class ChatResponse(OpenAIResponse):
         return {"content": content, "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, object]:
-        raw = list(self._request_builder.tokenizer.token_bytes(token))
+        raw = list(self._tokenizer.token_bytes(token))
         return {"token": self._token(token), "logprob": logprob, "bytes": raw}
+
+    def _entry(
+        self, choice: Choice, shown: dict[str, Any], tokens: Sequence[TokenLogprob] = (), *, ended: bool = False
+    ) -> dict[str, object]:
+        finish = "tool_calls" if choice.finish == "stop" and choice.message.calls else choice.finish
+        logprobs = self._logprobs(choice.index, tokens) if tokens else None
+        return {"index": choice.index, **shown, "logprobs": logprobs, "finish_reason": finish if ended else None}
+
+    def _event(self, choices: list[dict[str, object]], usage: dict[str, object] | None = None) -> bytes:
+        event = {**self._head, "object": self.chunk_kind, "choices": choices}
+        return to_event({**event, "usage": usage} if self._with_usage else event)
+
+    def _usage(self) -> dict[str, object]:
+        prompt, completed = self.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completed, "total_tokens": prompt + completed}
+
+    def _token(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special=False)
 
 
 class CompletionResponse(OpenAIResponse):
@@ -183,42 +173,22 @@ class CompletionResponse(OpenAIResponse):
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(
-        self, choices: tuple[Choice, ...], request: CompletionRequest, builder: RequestBuilder, model: str
-    ) -> None:
+    def __init__(self, choices: tuple[Choice, ...], request: Common, builder: RequestBuilder, model: str) -> None:
         super().__init__(choices, request, builder, model)
-        self._offsets = dict.fromkeys(range(len(choices)), 0)
+        self._offsets = [0] * len(choices)
 
     def stream_start(self) -> bytes:
         return b""
 
-    def stream_delta(self, choice: Choice, added: ChoiceDelta) -> bytes:
-        if not added.content and not added.tokens:
-            return b""
-        logprobs = self._logprobs(choice, added.tokens)
-        return self._event(
-            [{"index": choice.index, "text": added.content, "logprobs": logprobs, "finish_reason": None}]
-        )
+    def _whole(self, message: ChatMessage) -> dict[str, object]:
+        return {"text": message.content}
 
-    def stream_finish(self, choice: Choice) -> bytes:
-        return self._event([{"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish}])
+    def _part(self, added: ChoiceDelta | None) -> dict[str, object]:
+        return {"text": added.content if added else ""}
 
-    def _choice(self, choice: Choice) -> dict[str, object]:
-        return {
-            "index": choice.index,
-            "text": choice.message.content,
-            "logprobs": self._logprobs(choice, choice.tokens),
-            "finish_reason": choice.finish,
-        }
-
-    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, object] | None:
-        if not tokens:
-            return None
-        texts, offsets = [], []
-        for entry in tokens:
-            texts.append(self._token(entry.token))
-            offsets.append(self._offsets[choice.index])
-            self._offsets[choice.index] += len(texts[-1])
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, object]:
+        texts = [self._token(entry.token) for entry in tokens]
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in tokens],
@@ -228,7 +198,3 @@ class CompletionResponse(OpenAIResponse):
             ],
             "text_offset": offsets,
         }
-
-
-def _finish(choice: Choice) -> str:
-    return "tool_calls" if choice.finish == "stop" and choice.message.calls else choice.finish

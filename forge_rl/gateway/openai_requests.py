@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from forge_rl.gateway.chat import ChatMessage, ToolCall
 from forge_rl.gateway.errors import ApiError
 
-_LOGPROBS = "the recorded logprobs would be those of another distribution than the one that is trained"
-_UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "top_p": ((1,), _LOGPROBS),
-    "top_k": ((-1, 0), _LOGPROBS),
-    "min_p": ((0,), _LOGPROBS),
-    "frequency_penalty": ((0,), _LOGPROBS),
-    "presence_penalty": ((0,), _LOGPROBS),
-    "repetition_penalty": ((1,), _LOGPROBS),
-    "logit_bias": (({},), _LOGPROBS),
-    "response_format": (({"type": "text"},), _LOGPROBS),
-    "tool_choice": (("auto", "none"), f"completions are not forced: {_LOGPROBS}"),
-    "modalities": ((["text"],), "completions are text"),
-    "audio": ((), "completions are text"),
-    "functions": (([],), "use tools"),
-    "function_call": (("none", "auto"), "use tools"),
-    "prediction": ((), "it is not there"),
-    "web_search_options": ((), "it is not there"),
-    "reasoning_effort": ((), "it is not there"),
-    "verbosity": (("medium",), "it is not there"),
-    "moderation": ((), "it is not there"),
-    "echo": ((False,), "it is not there"),
-    "suffix": (("",), "it is not there"),
-    "best_of": ((1,), "use n"),
-}
-"""Parameters that are not supported: the values that change nothing, and the reason why others are refused."""
+LOGPROBS = "the recorded logprobs would be those of another distribution than the one that is trained"
+NOT_THERE = "it is not there"
 
-Stop = str | Annotated[list[str], Field(max_length=16)] | None
+
+def refused(why: str, **neutral: tuple[object, ...]) -> dict[str, tuple[tuple[object, ...], str]]:
+    """Name parameters that are refused, each with the values that change nothing and may be sent."""
+    return {name: (values, why) for name, values in neutral.items()}
 
 
 class StrictModel(BaseModel):
-    """Requests: unknown fields are refused."""
+    """Requests. Parameters that are not declared are refused, but for those that change nothing."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    unsupported: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]]
+    ignored: ClassVar[set[str]]
+
+    def check(self) -> None:
+        """Raise ApiError for what is not supported."""
+        for name, (neutral, why) in self.unsupported.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in neutral:
+                raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
+        for name in self.model_extra or ():
+            if name not in self.unsupported and name not in self.ignored:
+                raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
 
 
 class LenientModel(BaseModel):
@@ -87,14 +79,14 @@ class Tool(LenientModel):
     function: ToolFunction
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class Common(StrictModel):
-    """Fields that both kinds of requests have; Any marks those that are refused or ignored."""
-
     model: str
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
@@ -102,36 +94,34 @@ class Common(StrictModel):
     temperature: float | None = Field(None, ge=0, le=2)
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Stop = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    user: Any = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+
+    unsupported: ClassVar = {
+        **refused(LOGPROBS, top_p=(1,), top_k=(-1, 0), min_p=(0,), frequency_penalty=(0,), presence_penalty=(0,)),
+        **refused(LOGPROBS, repetition_penalty=(1,), logit_bias=({},), response_format=({"type": "text"},)),
+        **refused(f"completions are not forced: {LOGPROBS}", tool_choice=("auto", "none")),
+        **refused("completions are text", modalities=(["text"],), audio=()),
+        **refused("use tools", functions=([],), function_call=("none", "auto")),
+        **refused("use n", best_of=(1,)),
+        **refused(NOT_THERE, prediction=(), web_search_options=(), reasoning_effort=(), verbosity=("medium",)),
+        **refused(NOT_THERE, moderation=(), echo=(False,), suffix=("",)),
+    }
+    ignored: ClassVar = {
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    }
 
     def check(self) -> None:
-        """Raise ApiError for what is not supported."""
-        for name, (neutral, why) in _UNSUPPORTED.items():
-            value = getattr(self, name, None)
-            if value is not None and value not in neutral:
-                raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for streams", param="stream_options")
+        if "" in self.stops:
+            raise ApiError(400, "a stop text is empty", param="stop")
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop texts, as a tuple."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if "" in stops:
-            raise ApiError(400, "a stop text is empty", param="stop")
-        return tuple(stops)
-
-    @property
-    def with_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class ChatRequest(Common):
@@ -142,31 +132,16 @@ class ChatRequest(Common):
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    moderation: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs wants logprobs to be true", param="top_logprobs")
 
 
 class CompletionRequest(Common):
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Any = None
-    suffix: Any = None
-    best_of: Any = None
 
 
 def to_chat(message: Message, at: int) -> ChatMessage:
@@ -185,24 +160,25 @@ def to_chat(message: Message, at: int) -> ChatMessage:
         raise ApiError(400, "the message has no content", param=f"messages.{at}.content")
     return ChatMessage(
         role=role,
-        content=_text(message.content, at),
+        content=join_text(message.content, f"messages.{at}.content"),
         calls=tuple(ToolCall(id=c.id, name=c.function.name, arguments=c.function.arguments) for c in calls),
         call_id=message.tool_call_id or "",
         name=message.name or "",
     )
 
 
-def _text(content: str | list[Part] | None, at: int) -> str:
+def join_text(content: str | Sequence[Part] | None, where: str) -> str:
+    """Return the text of a message's content; `where` is its place in the request.
+
+    Raises:
+        ApiError: it holds something else than text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for place, part in enumerate(content):
-        text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
         if text is None:
-            raise ApiError(
-                400,
-                f"content of type {part.type!r} is not supported: send text",
-                param=f"messages.{at}.content.{place}",
-            )
+            raise ApiError(400, f"content of type {part.type!r} is not supported: send text", param=f"{where}.{place}")
         texts.append(text)
     return "\n".join(texts)

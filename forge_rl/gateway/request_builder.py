@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forge_rl.data.tokenizer import Tokenizer
@@ -11,7 +10,7 @@ from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.chat import Prompt, PromptBuilder
 from forge_rl.gateway.choices import Choice
 from forge_rl.gateway.config import GatewayConfig
-from forge_rl.gateway.errors import ApiError, context_length
+from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.tools import ToolParser
 from forge_rl.types import Sampling
@@ -39,18 +38,14 @@ class RequestBuilder:
         backend: decodes them.
         tokenizer: the model's tokenizer.
         config: the gateway's config.
-        now: seconds since 1970, for what responses say of their time.
     """
 
-    def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, config: GatewayConfig, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, backend: Backend, tokenizer: Tokenizer, config: GatewayConfig) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.prompt_builder = PromptBuilder(tokenizer, config.tool_parser)
         self.parser = ToolParser(config.tool_parser, tokenizer)
         self.models = tuple(dict.fromkeys((backend.model, *config.aliases)))
-        self.now = now
 
     def check_model(self, name: str) -> str:
         """Return the name if the model goes by it.
@@ -92,17 +87,9 @@ class RequestBuilder:
                 elif requested.seed is not None:
                     sampling = replace(sampling, seed=(requested.seed + place) % (1 << 63))
                 reader = self.parser.reader(tools, prompt.token_ids) if tools else None
-                found.append(
-                    Choice(
-                        len(found),
-                        prompt,
-                        sampling,
-                        self.tokenizer,
-                        reader=reader,
-                        parallel_calls=requested.parallel_calls,
-                        logprobs=requested.logprobs,
-                    )
-                )
+                parallel, logprobs = requested.parallel_calls, requested.logprobs
+                choice = Choice(len(found), prompt, sampling, self.tokenizer, reader, parallel, logprobs)
+                found.append(choice)
         return tuple(found)
 
     def _sampling(self, prompt: Prompt, requested: SamplingRequest, session: Session | None) -> Sampling:
@@ -112,7 +99,15 @@ class RequestBuilder:
         if session is not None:
             tokens = min(tokens, session.sampling.max_tokens, room)
         if room < 1 or tokens > room:
-            raise context_length(used, max(tokens, requested.max_tokens or 1), limit, requested.prompt_param)
+            tokens, param = max(tokens, requested.max_tokens or 1), requested.prompt_param
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, you requested {used + tokens} tokens "
+                f"({used} in the {param}, {tokens} in the completion). Please reduce the length of the {param} or "
+                "completion.",
+                param=param,
+                code="context_length_exceeded",
+            )
         temperature = _temperature(requested.temperature, session)
         # A greedy completion has no behaviour logprobs; what can be reported is that of the likeliest token.
         top = 0 if requested.logprobs is None else max(requested.logprobs, 1 if temperature == 0 else 0)

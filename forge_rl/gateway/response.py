@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 
+from forge_rl.errors import ServiceError
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.chat import extend_digest
-from forge_rl.gateway.choices import Choice, ChoiceDelta, decode
+from forge_rl.gateway.choices import Choice, ChoiceDelta
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.wire import ResponseWriter
+from forge_rl.runtime.tasks import task_group
 
 
 class ApiResponse(ABC):
@@ -33,11 +36,7 @@ class ApiResponse(ABC):
 
     @abstractmethod
     def stream_delta(self, choice: Choice, added: ChoiceDelta) -> bytes:
-        """Return the events for what a chunk adds to a choice."""
-
-    @abstractmethod
-    def stream_finish(self, choice: Choice) -> bytes:
-        """Return the events for the end of a choice."""
+        """Return the events for what a chunk adds to a choice, and for the choice's end once it has a `finish`."""
 
     @abstractmethod
     def stream_end(self) -> bytes:
@@ -54,36 +53,43 @@ class ApiResponse(ABC):
         return sum(choice.completion_tokens for choice in self.choices)
 
     async def run(self, backend: Backend, session: Session | None, writer: ResponseWriter) -> None:
-        """Decode, record and write.
+        """Decode the choices side by side, record and write them.
+
+        A choice goes on when its last chunk is written, so that a slow client holds up its own only.
 
         Raises:
-            ForgeError: the backend failed; nothing is recorded then.
+            ForgeError: the backend failed; the other choices end too, and nothing is recorded.
             ClientGone: the client does not read.
         """
-        key = session.key if session is not None else None
-        if not self.streamed:
-            await decode(backend, self.choices, session=key)
-            self._record(session)
-            await writer.write_json(self.body())
-            return
         left = len(self.choices)
-        opening = self.stream_start()
+        opening = self.stream_start() if self.streamed else b""
 
-        async def write_delta(choice: Choice, added: ChoiceDelta) -> None:
+        async def decode(choice: Choice) -> None:
             nonlocal left, opening
-            data = self.stream_delta(choice, added)
-            if choice.finish:
-                data += self.stream_finish(choice)
-                left -= 1
-                if left == 0:  # before the client can ask for what follows
-                    self._record(session)
-            begin, opening = opening, b""
-            if begin or data:
-                await writer.write_event(begin + data)
+            key = session.key if session is not None else None
+            stream = backend.stream(choice.prompt.token_ids, choice.sampling, session=key)
+            async with contextlib.aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    added = choice.add(chunk, streamed=self.streamed)
+                    data = self.stream_delta(choice, added) if self.streamed else b""
+                    if choice.finish:
+                        left -= 1
+                        if left == 0:  # before the client can ask for what follows
+                            self._record(session)
+                    data, opening = opening + data, b""
+                    if data:
+                        await writer.write_events(data)
+                    if choice.finish:
+                        return
+            raise ServiceError("a completion has no end", service="generator", call="stream")
 
-        await decode(backend, self.choices, session=key, on_delta=write_delta)
-        await writer.write_event(self.stream_end())
-        await writer.end_stream()
+        async with task_group() as group:
+            for choice in self.choices:
+                group.create_task(decode(choice))
+        if self.streamed:
+            await writer.write_events(self.stream_end(), last=True)
+        else:
+            await writer.write_json(self.body())
 
     def _record(self, session: Session | None) -> None:
         if session is None or session.closed:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -28,7 +29,7 @@ from forge_rl.gateway.http import HttpServer
 from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.request_builder import RequestBuilder
 from forge_rl.gateway.response import ApiResponse
-from forge_rl.gateway.sessions import Keyring, Session
+from forge_rl.gateway.sessions import Session
 from forge_rl.types import Sampling
 
 Make = Callable[[bytes, RequestBuilder, Session | None], Awaitable[ApiResponse | dict[str, object]]]
@@ -53,8 +54,6 @@ class Gateway:
             engines are for its episodes.
         healthy: what /health reports.
         warn: called with a line for the user.
-        clock: monotonic seconds.
-        now: seconds since 1970.
     """
 
     Config = GatewayConfig
@@ -68,23 +67,21 @@ class Gateway:
         open_to_all: bool = False,
         healthy: Callable[[], bool] = lambda: True,
         warn: Callable[[str], None] = lambda text: None,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
         self._backend = backend
-        self._request_builder = RequestBuilder(backend, tokenizer, config, now)
+        self._request_builder = RequestBuilder(backend, tokenizer, config)
         self._open_to_all = open_to_all
         self._healthy = healthy
         self._warn = warn
-        self._clock = clock
-        self._started_s = int(now())
-        self._keyring = Keyring()
+        self._started_s = int(time.time())
+        self._sessions: dict[bytes, Session] = {}
+        """Open sessions by the digest of their key: how long a look-up takes tells nothing about the keys."""
         self._running: set[asyncio.Task[None]] = set()
         """Requests in flight outside of sessions."""
         self._in_flight = 0
         self._closing = False
-        self._metrics = GatewayMetrics(lambda: self._in_flight, lambda: len(self._keyring))
+        self._metrics = GatewayMetrics(lambda: self._in_flight, lambda: len(self._sessions))
         self._http: HttpServer | None = None
 
     async def start(self) -> None:
@@ -96,7 +93,6 @@ class Gateway:
         if self.config.is_public and self._open_to_all and not self.config.api_key:
             self._warn(f"the gateway listens on {self.config.host} without a key: whoever reaches it may use it")
         self._http = HttpServer(self._app(), self.config)
-        self._http.start()
 
     async def load_tool_parser(self) -> None:
         """Import vLLM's parser now, and not with the first request that has tools.
@@ -125,20 +121,16 @@ class Gateway:
             sampling: how its turns are sampled, unless a request says otherwise: the training temperature, the most
                 tokens of a turn, and the seed that those of its turns come from.
         """
-        session = Session(
-            self._keyring.new_key(),
-            self.base_url,
-            task_id=task_id,
-            sampling=sampling,
-            on_close=self._keyring.remove,
-        )
-        self._keyring.add(session)
+        key = f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
+        on_close = partial(self._sessions.pop, _digest(key))
+        session = Session(key, self.base_url, task_id=task_id, sampling=sampling, on_close=on_close)
+        self._sessions[_digest(key)] = session
         return session
 
     async def stop(self) -> None:
         """End all requests and sessions, and stop listening."""
         self._closing = True
-        for session in self._keyring.all():
+        for session in tuple(self._sessions.values()):
             session.close()
         for task in self._running:
             task.cancel()
@@ -154,7 +146,7 @@ class Gateway:
 
     def __repr__(self) -> str:
         where = self._http.url if self._http is not None else "not started"
-        return f"Gateway  {where}  sessions {len(self._keyring)}  completions in flight {self._in_flight}"
+        return f"Gateway  {where}  sessions {len(self._sessions)}  completions in flight {self._in_flight}"
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -166,12 +158,11 @@ class Gateway:
         ):
             app.add_route(path, partial(self._endpoint, path, make), methods=["POST"])
         app.add_route("/v1/models", self._models, methods=["GET"])
-        app.add_route("/v1/models/{name:path}", self._model, methods=["GET"])
+        app.add_route("/v1/models/{name:path}", self._models, methods=["GET"])
         app.add_route("/health", self._health, methods=["GET"])
         app.add_route("/metrics", self._counts, methods=["GET"])
-        app.add_exception_handler(ApiError, self._refused)
-        app.add_exception_handler(HTTPException, self._no_such_endpoint)
-        app.add_exception_handler(Exception, self._broken)
+        for kind in (ApiError, HTTPException, Exception):
+            app.add_exception_handler(kind, self._failed)
         return app
 
     async def _endpoint(self, path: str, make: Make, request: Request) -> Response:
@@ -179,8 +170,8 @@ class Gateway:
 
     async def _respond(self, path: str, make: Make, request: Request, receive: Receive, send: Send) -> None:
         """Serve one request, from its key to its last byte."""
-        began = self._clock()
-        writer = wire.ResponseWriter(send, self.config.client_deadline_s, self._clock)
+        began = time.monotonic()
+        writer = wire.ResponseWriter(send, self.config.client_deadline_s)
         status = 500
         session: Session | None = None
         try:
@@ -192,21 +183,19 @@ class Gateway:
             status = 200
         except (wire.ClientGone, ClientDisconnect):
             status = wire.CLIENT_GONE
-        except (ApiError, ValidationError, ForgeError) as error:
+        except Exception as error:
             api_error = to_api_error(error)
             status = api_error.status
-            if session is not None:
+            is_bug = not isinstance(error, ApiError | ValidationError | ForgeError)
+            if session is not None and not is_bug:
                 session.refusal = api_error
             with contextlib.suppress(wire.ClientGone):
-                await wire.write_error(api_error, path.startswith(_ANTHROPIC_PATH), writer)
-        except Exception:
-            if writer.started_s is not None:  # before that, the app's own handler answers
-                with contextlib.suppress(wire.ClientGone):
-                    await wire.write_error(ApiError(500, _BROKEN), path.startswith(_ANTHROPIC_PATH), writer)
-            raise
+                await writer.write_error(api_error, path.startswith(_ANTHROPIC_PATH))
+            if is_bug:
+                raise
         finally:
             first = writer.started_s - began if writer.is_stream and writer.started_s is not None else None
-            self._metrics.request(path, status, self._clock() - began, first)
+            self._metrics.request(path, status, time.monotonic() - began, first)
 
     async def _serve(self, make: Make, body: bytes, session: Session | None, writer: wire.ResponseWriter) -> None:
         if self._closing or (session is not None and session.closed):
@@ -227,11 +216,11 @@ class Gateway:
         """
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         key = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
-        session = self._keyring.find(key)
-        is_ours = bool(self.config.api_key) and _same(key, self.config.api_key)
-        if session is not None or is_ours:
+        digest, own = _digest(key), self.config.api_key
+        session = self._sessions.get(digest)
+        if session is not None or (own and hmac.compare_digest(digest, _digest(own))):
             return session
-        if self._open_to_all and not self.config.api_key and not self._keyring.is_session_key(key):
+        if self._open_to_all and not own and not (key.startswith("forge-") and "." in key):
             return None
         if not key:
             raise ApiError(
@@ -263,12 +252,10 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         self._caller(request.headers)
         names = self._request_builder.models
+        if "name" in request.path_params:
+            return JSONResponse(self._model_card(self._request_builder.check_model(request.path_params["name"])))
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **ends})
-
-    async def _model(self, request: Request) -> Response:
-        self._caller(request.headers)
-        return JSONResponse(self._model_card(self._request_builder.check_model(request.path_params["name"])))
 
     def _model_card(self, name: str) -> dict[str, object]:
         """Describe a model for both OpenAI's and Anthropic's clients."""
@@ -290,26 +277,16 @@ class Gateway:
     async def _counts(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
-    async def _refused(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        body = error.anthropic() if request.url.path.startswith(_ANTHROPIC_PATH) else error.openai()
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            what = "Unknown path" if error.status_code == 404 else "Wrong method"
+            self._metrics.request("other", error.status_code, 0.0)
+            message = f"{what}: {request.method} {request.url.path}"
+            error = ApiError(error.status_code, message, headers=error.headers)
+        error = to_api_error(error)
+        body = error.body(request.url.path.startswith(_ANTHROPIC_PATH))
         return JSONResponse(body, error.status, headers=dict(error.headers))
 
-    async def _no_such_endpoint(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        what = "Unknown path" if error.status_code == 404 else "Wrong method"
-        message = f"{what}: {request.method} {request.url.path}"
-        self._metrics.request("other", error.status_code, 0.0)
-        return await self._refused(request, ApiError(error.status_code, message, headers=error.headers))
 
-    async def _broken(self, request: Request, error: Exception) -> Response:
-        return await self._refused(request, ApiError(500, _BROKEN, code="internal_error"))
-
-
-_BROKEN = "the gateway failed; see its log"
-
-
-def _same(one: str, other: str) -> bool:
-    """Compare in a time that depends on neither their length nor where they differ."""
-    digests = [hashlib.sha256(text.encode(errors="surrogateescape")).digest() for text in (one, other)]
-    return hmac.compare_digest(*digests)
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
 import zlib
 from array import array
 from collections import Counter
@@ -37,7 +35,7 @@ class Session:
     """
 
     def __init__(
-        self, key: str, base_url: str, *, task_id: str, sampling: Sampling, on_close: Callable[[Session], None]
+        self, key: str, base_url: str, *, task_id: str, sampling: Sampling, on_close: Callable[[], object]
     ) -> None:
         self.key = key
         self.base_url = base_url
@@ -72,7 +70,7 @@ class Session:
         """
         if not self.closed:
             self.closed = True
-            self._on_close(self)
+            self._on_close()
             for task in self.running:
                 task.cancel()
         return self.turns
@@ -118,48 +116,3 @@ class Session:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"Session  task {self.task_id or '-'}  {state}  turns {len(self._turns)}"
-
-
-class Keyring:
-    """Finds the session that a key belongs to.
-
-    A key is a name and a secret. The name is looked up, the secret is compared in constant time: what time tells is at
-    most whether a name is in use, and the cost does not grow with the number of sessions.
-    """
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-        self._nobody = self.new_key()
-
-    @staticmethod
-    def new_key() -> str:
-        """Return a random key."""
-        return f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
-
-    def add(self, session: Session) -> None:
-        self._sessions[_name(session.key)] = session
-
-    def remove(self, session: Session) -> None:
-        self._sessions.pop(_name(session.key), None)
-
-    def find(self, key: str) -> Session | None:
-        """Return the open session of a key."""
-        session = self._sessions.get(_name(key))
-        known = session.key if session is not None else self._nobody
-        same = hmac.compare_digest(known.encode(), key.encode(errors="surrogateescape"))
-        return session if same else None
-
-    @staticmethod
-    def is_session_key(key: str) -> bool:
-        """Tell whether a key has the form of a session's, of an open session or not."""
-        return key.startswith("forge-") and "." in key
-
-    def all(self) -> tuple[Session, ...]:
-        return tuple(self._sessions.values())
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-
-def _name(key: str) -> str:
-    return key.partition(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -22,11 +23,7 @@ class ClientGone(Exception):
 
 
 class AsgiResponse(Response):
-    """An ASGI response that a function writes.
-
-    Args:
-        write: called with ASGI's receive and send.
-    """
+    """A response that a function writes, with ASGI's receive and send."""
 
     def __init__(self, write: Callable[[Receive, Send], Awaitable[None]]) -> None:
         super().__init__()
@@ -42,43 +39,42 @@ class ResponseWriter:
     Args:
         send: ASGI's send.
         deadline_s: longest time for the client to read what was written before.
-        clock: monotonic seconds.
     """
 
-    def __init__(self, send: Send, deadline_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, send: Send, deadline_s: float) -> None:
         self._send = send
         self._deadline_s = deadline_s
-        self._clock = clock
         self.started_s: float | None = None
-        """Time at which the first bytes were written."""
+        """Monotonic time at which the first bytes were written."""
         self.is_stream = False
 
-    async def write_json(self, body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    async def write_json(self, body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Write a whole JSON response."""
-        await self._start(status, "application/json", headers)
-        await self._put(encode(body), more=False)
+        await self._write(encode(body), True, status, {"content-type": "application/json", **(headers or {})})
 
-    async def write_event(self, data: bytes) -> None:
+    async def write_events(self, data: bytes, *, last: bool = False) -> None:
         """Write server-sent events; the first ones start the stream."""
+        self.is_stream = True
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        await self._write(data, last, 200, headers)
+
+    async def write_error(self, error: ApiError, is_anthropic: bool) -> None:
+        """Write an error in its API's shape; in the middle of a stream it is the last event."""
+        body = error.body(is_anthropic)
         if self.started_s is None:
-            self.is_stream = True
-            await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"})
-        await self._put(data, more=True)
+            await self.write_json(body, error.status, error.headers)
+        elif self.is_stream:
+            await self.write_events((b"event: error\n" if is_anthropic else b"") + to_event(body), last=True)
 
-    async def end_stream(self) -> None:
-        """End the stream."""
-        await self._put(b"", more=False)
-
-    async def _start(self, status: int, kind: str, headers: Mapping[str, str] | None) -> None:
-        self.started_s = self._clock()
-        listed = [(name.encode(), value.encode()) for name, value in {"content-type": kind, **(headers or {})}.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": listed})
-
-    async def _put(self, data: bytes, *, more: bool) -> None:
+    async def _write(self, data: bytes, last: bool, status: int, headers: Mapping[str, str]) -> None:
+        if self.started_s is None:
+            self.started_s = time.monotonic()
+            listed = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await self._send({"type": "http.response.start", "status": status, "headers": listed})
         try:
             # uvicorn waits here while the client has not taken most of what was written before.
             async with asyncio.timeout(self._deadline_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         except TimeoutError:
             raise ClientGone from None
 
@@ -139,20 +135,14 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def write_error(error: ApiError, is_anthropic: bool, writer: ResponseWriter) -> None:
-    """Write an error in its API's shape; in the middle of a stream it is the last event."""
-    body = error.anthropic() if is_anthropic else error.openai()
-    if writer.started_s is None:
-        await writer.write_json(body, status=error.status, headers=error.headers)
-        return
-    if writer.is_stream:
-        await writer.write_event((b"event: error\n" if is_anthropic else b"") + b"data: " + encode(body) + b"\n\n")
-        await writer.end_stream()
-
-
 def encode(body: object) -> bytes:
     """Encode as compact JSON."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
+
+
+def to_event(body: object) -> bytes:
+    """Encode as the data of a server-sent event."""
+    return b"data: " + encode(body) + b"\n\n"
 
 
 async def _until_gone(receive: Receive) -> None:
