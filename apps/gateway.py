@@ -20,7 +20,6 @@ from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_add
 from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
@@ -95,18 +94,13 @@ async def main(config: Config) -> None:
     async with serving(config) as (gateway, _, faults):
         await gateway.load_tool_parser()
         _greet(gateway, config)
-        async with task_group() as group:
-            group.create_task(_until_fault(faults))
+        raise await faults.wait()
 
 
 def _model(config: Config) -> tuple[Path, str]:
     """Finds the model's folder, and the name that requests call it by."""
     folder = resolve_model(config.model, config.cache).resolve()
     return folder, folder.name if Path(config.model).expanduser().is_dir() else config.model
-
-
-async def _until_fault(faults: Faults) -> None:
-    raise await faults.wait()
 
 
 def _greet(gateway: Gateway, config: Config) -> None:

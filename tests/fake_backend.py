@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.gateway import Gateway, Session
+from forge_rl.gateway import Gateway, GatewayConfig, Session
 from forge_rl.types import Chunk, Sampling
 
 EOS = 2
@@ -140,7 +140,7 @@ async def serving(
 ) -> AsyncIterator[Gateway]:
     """Serve a gateway on a free port of this machine."""
     tokens = tokenizer() if model is None else Tokenizer(model)
-    async with Gateway(Gateway.Config(**config), backend, tokens, open_to_all=open_to_all) as gateway:
+    async with Gateway(GatewayConfig(**config), backend, tokens, open_to_all=open_to_all) as gateway:
         yield gateway
 
 

@@ -85,50 +85,39 @@ class AgentEpisodeRunner:
         backend: backend of that gateway.
         reward: scores the text that the agent returns.
         deadline_s: longest time for an episode, all waiting included.
-        clock: monotonic seconds.
     """
 
     def __init__(
-        self,
-        agent: Agent,
-        gateway: Gateway,
-        backend: SessionBackend,
-        reward: Scorer,
-        *,
-        deadline_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, agent: Agent, gateway: Gateway, backend: SessionBackend, reward: Scorer, *, deadline_s: float
     ) -> None:
         self._agent = agent
         self._gateway = gateway
         self._backend = backend
         self._reward = reward
         self._deadline_s = deadline_s
-        self._clock = clock
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
         """Run one episode. A failure of the agent or of a service is an outcome."""
-        began = self._clock()
+        began = time.monotonic()
         session = self._gateway.open(task.id, sampling=client.sampling)
-
-        def ended(outcome: Outcome, reward: float = 0.0, problem: str = "") -> Episode:
-            return Episode(
-                task=task,
-                turns=session.turns,
-                reward=reward,
-                outcome=outcome,
-                problem=problem,
-                seconds=self._clock() - began,
-            )
-
         with self._backend.connected(session, client):
             outcome, text, problem = await self._work(task, session)
-        if not outcome.scored:
-            return ended(outcome, problem=problem)
-        try:
-            return ended(outcome, await self._reward.score(task, text))
-        except Exception as error:
-            died = isinstance(error, ReplicaError | DeadlineError)
-            return ended(Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR, problem=str(error))
+        reward = 0.0
+        if outcome.scored:
+            try:
+                reward = await self._reward.score(task, text)
+            except Exception as error:
+                died = isinstance(error, ReplicaError | DeadlineError)
+                outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
+                problem = str(error)
+        return Episode(
+            task=task,
+            turns=session.turns,
+            reward=reward,
+            outcome=outcome,
+            problem=problem,
+            seconds=time.monotonic() - began,
+        )
 
     async def _work(self, task: Task, session: Session) -> tuple[Outcome, str, str]:
         """Run the agent and close the session; returns the outcome, the text to score, and the problem if any."""

@@ -68,17 +68,11 @@ class CountRequest(StrictModel):
 
     def tool_schemas(self) -> list[dict[str, object]]:
         """Return the tools in OpenAI's form, which is how chat templates take them."""
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    **({"description": tool.description} if tool.description is not None else {}),
-                    "parameters": tool.input_schema,
-                },
-            }
+        functions = (
+            {**tool.model_dump(include={"name", "description"}, exclude_none=True), "parameters": tool.input_schema}
             for tool in self.tools or ()
-        ]
+        )
+        return [{"type": "function", "function": function} for function in functions]
 
     def conversation(self) -> list[ChatMessage]:
         """Convert the messages to the form that all APIs share.

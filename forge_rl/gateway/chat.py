@@ -7,13 +7,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from itertools import accumulate
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.sessions import Context, Session
-
-T = TypeVar("T")
+from forge_rl.gateway.sessions import Session
 
 _LONG_CHARACTERS = 32_768
 """Texts from this length are tokenised beside the event loop: they would hold up everything else in it."""
@@ -95,14 +94,6 @@ def parsed(arguments: str) -> object:
         return arguments
 
 
-def digests(tools: Sequence[Mapping[str, object]], messages: Sequence[ChatMessage]) -> list[bytes]:
-    """Return, for each number of messages from 0 on, a digest of the tools and that many messages."""
-    found = [hashlib.sha256(_canonical(list(tools))).digest()]
-    for message in messages:
-        found.append(extend_digest(found[-1], message))
-    return found
-
-
 def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
     """Return the digest with one more message; blanks in the JSON of arguments make no difference."""
     return hashlib.sha256(digest + _canonical(message.template())).digest()
@@ -124,8 +115,8 @@ class PromptBuilder:
     async def chat(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, object]] = (),
-        session: Session | None = None,
+        tools: Sequence[Mapping[str, object]],
+        session: Session | None,
     ) -> Prompt:
         """Make the prompt of a conversation, up to where the model is to answer.
 
@@ -140,51 +131,39 @@ class PromptBuilder:
                 "shown is not known",
                 param="tools",
             )
-        known = digests(tools, messages)
-        count, context = self._longest_turn(messages, known, session)
+        # For each number of messages from 0 on, a digest of the tools and that many messages.
+        known = list(accumulate(messages, extend_digest, initial=hashlib.sha256(_canonical(list(tools))).digest()))
+        recorded = (
+            (count, ids)
+            for count in range(len(messages), 0, -1)
+            if session and messages[count - 1].role == "assistant" and (ids := session.context(known[count]))
+        )
+        count, context = next(recorded, (0, ()))
         rest = messages[count:]
-        shown, shown_tools = self._shown(rest, tools, whole=context is None)
-        characters = sum(len(message.content) for message in rest)
-        if context is None:
-            ids = await self.tokenise(lambda: self.tokenizer.render(shown, tools=shown_tools), characters)
+        shown, shown_tools = self._shown(rest, tools, whole=count == 0)
+        if count == 0:
+            work = partial(self.tokenizer.render, shown, tools=shown_tools)
         else:
             calls = messages[count - 1].template_calls() if self.tokenizer.shows_tools else []
-            base = context.token_ids
-            ids = await self.tokenise(
-                lambda: self.tokenizer.extend(base, shown, tools=shown_tools, calls=calls), characters
-            )
+            work = partial(self.tokenizer.extend, context, shown, tools=shown_tools, calls=calls)
+        ids = await self._tokenise(work, sum(len(message.content) for message in rest))
         return Prompt(token_ids=ids, digest=known[-1])
 
-    async def completion(self, prompt: str | Sequence[int], session: Session | None = None) -> Prompt:
+    async def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
         """Make the prompt of a completion."""
         if not isinstance(prompt, str):
             return Prompt(token_ids=tuple(prompt))
-        context = session.longest_prefix(prompt) if session is not None else None
-        if context is None:
-            ids = await self.tokenise(lambda: self.tokenizer.encode(prompt, add_special=True), len(prompt))
-        else:
-            rest = prompt[len(context.text) :]
-            added = await self.tokenise(lambda: self.tokenizer.encode(rest), len(rest))
-            ids = context.token_ids + added
-        return Prompt(token_ids=ids, text=prompt)
+        known, context = session.longest_prefix(prompt) if session is not None else ("", ())
+        rest = prompt[len(known) :]
+        added = await self._tokenise(partial(self.tokenizer.encode, rest, add_special=not context), len(rest))
+        return Prompt(token_ids=context + added, text=prompt)
 
-    async def tokenise(self, work: Callable[[], T], characters: int) -> T:
+    async def _tokenise(self, work: Callable[[], tuple[int, ...]], characters: int) -> tuple[int, ...]:
         """Run tokenisation, in a thread if it is long; one at a time, so that the loop keeps its core."""
         if characters < _LONG_CHARACTERS:
             return work()
         async with self._beside:
             return await asyncio.to_thread(work)
-
-    def _longest_turn(
-        self, messages: Sequence[ChatMessage], known: Sequence[bytes], session: Session | None
-    ) -> tuple[int, Context | None]:
-        """Return how many of the messages a recorded turn covers, and its context."""
-        for count in range(len(messages), 0, -1):
-            if session is None:
-                break
-            if messages[count - 1].role == "assistant" and (context := session.context(known[count])) is not None:
-                return count, context
-        return 0, None
 
     def _shown(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]], *, whole: bool

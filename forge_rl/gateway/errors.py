@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
@@ -21,32 +22,20 @@ _ANTHROPIC_TYPES = {
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An error that a client is answered with.
+    """An error that a client is answered with."""
 
-    Args:
-        status: HTTP status.
-        message: what is wrong, with a hint; shown to the client.
-        param: the parameter that is wrong, such as "messages.0.content".
-        code: OpenAI's error code, such as "context_length_exceeded".
-        headers: extra headers of the response.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = headers or {}
+    status: int
+    """HTTP status."""
+    message: str
+    """What is wrong, with a hint; shown to the client."""
+    param: str | None = None
+    """Parameter that is wrong, such as "messages.0.content"."""
+    code: str | None = None
+    """OpenAI's error code, such as "context_length_exceeded"."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Extra headers of the response."""
 
     def body(self, is_anthropic: bool) -> dict[str, object]:
         """Return the body that the clients of an API know."""

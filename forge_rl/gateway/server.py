@@ -56,8 +56,6 @@ class Gateway:
         warn: called with a line for the user.
     """
 
-    Config = GatewayConfig
-
     def __init__(
         self,
         config: GatewayConfig,
@@ -282,7 +280,7 @@ class Gateway:
             what = "Unknown path" if error.status_code == 404 else "Wrong method"
             self._metrics.request("other", error.status_code, 0.0)
             message = f"{what}: {request.method} {request.url.path}"
-            error = ApiError(error.status_code, message, headers=error.headers)
+            error = ApiError(error.status_code, message, headers=error.headers or {})
         error = to_api_error(error)
         body = error.body(request.url.path.startswith(_ANTHROPIC_PATH))
         return JSONResponse(body, error.status, headers=dict(error.headers))

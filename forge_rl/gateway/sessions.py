@@ -7,20 +7,9 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from forge_rl.gateway.errors import ApiError
 from forge_rl.types import Sampling, Turn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """Token ids of a recorded turn, for a later request to go on from."""
-
-    token_ids: tuple[int, ...]
-    """Ids of the turn's prompt and completion."""
-    text: str = ""
-    """Prompt and completion as text; "" for chat."""
 
 
 class Session:
@@ -48,8 +37,10 @@ class Session:
         """Error that the last request was answered with, if it was."""
         self._on_close = on_close
         self._turns: list[Turn] = []
-        self._contexts: dict[bytes, Context] = {}
-        self._completions: list[Context] = []
+        self._contexts: dict[bytes, tuple[int, ...]] = {}
+        """Ids of recorded turns, prompt and completion, by the digest of their messages."""
+        self._texts: dict[str, tuple[int, ...]] = {}
+        """Ids of recorded turns that were not of a chat, by their text."""
         self._seeds_used: Counter[int] = Counter()
 
     @property
@@ -93,25 +84,25 @@ class Session:
 
         Args:
             turn: the turn, with the engine's own ids.
-            digest: digest of the messages up to and with the one that was returned; see chat.digests.
+            digest: digest of the tools and messages up to and with the one that was returned.
             text: prompt and completion as text, where the request was not a chat.
         """
         self.refusal = None
         self._turns.append(turn)
-        context = Context(token_ids=turn.prompt_ids + turn.token_ids, text=text or "")
+        ids = turn.prompt_ids + turn.token_ids
         if digest is not None:
-            self._contexts[digest] = context
+            self._contexts[digest] = ids
         if text is not None:
-            self._completions.append(context)
+            self._texts.setdefault(text, ids)
 
-    def context(self, digest: bytes) -> Context | None:
-        """Return the context of the last turn that ended with these messages."""
+    def context(self, digest: bytes) -> tuple[int, ...] | None:
+        """Return the ids of the last turn that ended with these messages."""
         return self._contexts.get(digest)
 
-    def longest_prefix(self, text: str) -> Context | None:
-        """Return the context of the longest recorded text that a prompt begins with."""
-        fitting = [context for context in self._completions if text.startswith(context.text)]
-        return max(fitting, key=lambda context: len(context.text), default=None)
+    def longest_prefix(self, text: str) -> tuple[str, tuple[int, ...]]:
+        """Return the longest recorded text that a prompt begins with, and its ids; both are empty if there is none."""
+        known = max(filter(text.startswith, self._texts), key=len, default="")
+        return known, self._texts.get(known, ())
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"

@@ -117,8 +117,13 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
         ClientGone: the client went.
         ApiError: the work was cancelled.
     """
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_until_gone(receive))
+    watch = asyncio.ensure_future(until_gone())
     running.add(task)
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -143,8 +148,3 @@ def encode(body: object) -> bytes:
 def to_event(body: object) -> bytes:
     """Encode as the data of a server-sent event."""
     return b"data: " + encode(body) + b"\n\n"
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
