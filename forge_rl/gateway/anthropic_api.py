@@ -11,11 +11,11 @@ from pydantic import Field
 from forge_rl.gateway.chat import ChatMessage, ToolCall, parsed
 from forge_rl.gateway.choices import Choice, ChoiceDelta
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.http import to_event
 from forge_rl.gateway.openai_requests import LOGPROBS, NOT_THERE, LenientModel, Part, StrictModel, join_text, refused
 from forge_rl.gateway.request_builder import RequestBuilder, SamplingRequest
 from forge_rl.gateway.response import ApiResponse
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.wire import to_event
 
 
 class Block(Part):
@@ -100,11 +100,7 @@ class MessagesRequest(CountRequest):
 
 
 async def messages(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
-    """Read a request of messages.
-
-    Raises:
-        ValidationError, ApiError, ForgeError: the request is wrong.
-    """
+    """Read a request of messages."""
     request = MessagesRequest.model_validate_json(body)
     model = builder.check_model(request.model)
     request.check()
@@ -124,11 +120,7 @@ async def messages(body: bytes, builder: RequestBuilder, session: Session | None
 
 
 async def count_tokens(body: bytes, builder: RequestBuilder, session: Session | None) -> dict[str, object]:
-    """Count the tokens of a request's prompt.
-
-    Raises:
-        ValidationError, ApiError, ForgeError: the request is wrong.
-    """
+    """Count the tokens of a request's prompt."""
     request = CountRequest.model_validate_json(body)
     builder.check_model(request.model)
     request.check()

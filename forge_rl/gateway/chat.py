@@ -58,14 +58,9 @@ class ChatMessage:
 
     def template(self) -> dict[str, object]:
         """Return the message as chat templates take it."""
-        message: dict[str, object] = {"role": self.role, "content": self.content}
-        if self.calls:
-            message["tool_calls"] = self.template_calls()
-        if self.call_id:
-            message["tool_call_id"] = self.call_id
-        if self.name:
-            message["name"] = self.name
-        return message
+        calls = self.template_calls()
+        optional = {"tool_calls": calls, "tool_call_id": self.call_id, "name": self.name}
+        return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
 
     def template_calls(self) -> list[dict[str, object]]:
         """Return the calls as chat templates take them."""

@@ -1,19 +1,28 @@
-"""uvicorn in an event loop that is not its own: listens, serves, and stops when asked."""
+"""HTTP: uvicorn in an event loop that is not its own, request bodies with a bound, responses at their client's pace."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
 import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.errors import ApiError
 
+CLIENT_GONE = 499
+"""Status in the metrics of a request whose client did not wait."""
 _GRACE_S = 5
 """Seconds that connections may take to close at the end."""
 _KEEP_ALIVE_S = 75
@@ -96,3 +105,135 @@ def _allow_connections(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+class ClientGone(Exception):
+    """The client closed its connection, or took nothing for too long."""
+
+
+class AsgiResponse(Response):
+    """A response that a function writes, with ASGI's receive and send."""
+
+    def __init__(self, write: Callable[[Receive, Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._write = write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._write(receive, send)
+
+
+class ResponseWriter:
+    """Writes a response no faster than its client reads.
+
+    Args:
+        send: ASGI's send.
+        deadline_s: longest time for the client to read what was written before.
+    """
+
+    def __init__(self, send: Send, deadline_s: float) -> None:
+        self._send = send
+        self._deadline_s = deadline_s
+        self.started_s: float | None = None
+        """Monotonic time at which the first bytes were written."""
+        self.is_stream = False
+
+    async def write_json(self, body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Write a whole JSON response."""
+        await self._write(encode(body), True, status, {"content-type": "application/json", **(headers or {})})
+
+    async def write_events(self, data: bytes, *, last: bool = False) -> None:
+        """Write server-sent events; the first ones start the stream."""
+        self.is_stream = True
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        await self._write(data, last, 200, headers)
+
+    async def write_error(self, error: ApiError, is_anthropic: bool) -> None:
+        """Write an error in its API's shape; in the middle of a stream it is the last event."""
+        body = error.body(is_anthropic)
+        if self.started_s is None:
+            await self.write_json(body, error.status, error.headers)
+        elif self.is_stream:
+            await self.write_events((b"event: error\n" if is_anthropic else b"") + to_event(body), last=True)
+
+    async def _write(self, data: bytes, last: bool, status: int, headers: Mapping[str, str]) -> None:
+        if self.started_s is None:
+            self.started_s = time.monotonic()
+            listed = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await self._send({"type": "http.response.start", "status": status, "headers": listed})
+        try:
+            # uvicorn waits here while the client has not taken most of what was written before.
+            async with asyncio.timeout(self._deadline_s):
+                await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        except TimeoutError:
+            raise ClientGone from None
+
+
+async def read_body(request: Request, most_bytes: int, deadline_s: float) -> bytes:
+    """Read the body of a request, never more of it than is allowed.
+
+    Raises:
+        ApiError: it is too long, too slow, or no JSON by its header.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # A web page in somebody's browser cannot send this type here without being allowed to.
+        raise ApiError(415, f"the content type is {kind or 'missing'}; send application/json")
+    too_long = ApiError(413, f"the body is longer than {most_bytes} bytes", code="request_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most_bytes:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > most_bytes:
+                    raise too_long
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {deadline_s:g} s") from None
+    return bytes(body)
+
+
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, running: set[asyncio.Task[None]]) -> None:
+    """Run work until its client disconnects; the request's body was read before.
+
+    Args:
+        work: cancelled when the client goes.
+        receive: ASGI's receive.
+        running: holds the work's task meanwhile; cancelling it there ends the request.
+
+    Raises:
+        ClientGone: the client went.
+        ApiError: the work was cancelled.
+    """
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(until_gone())
+    running.add(task)
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        if task.cancelled():
+            raise ApiError(503, "the session or the server was closed", code="closed")
+        task.result()
+    finally:
+        watch.cancel()
+        running.discard(task)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def encode(body: object) -> bytes:
+    """Encode as compact JSON."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
+
+
+def to_event(body: object) -> bytes:
+    """Encode as the data of a server-sent event."""
+    return b"data: " + encode(body) + b"\n\n"

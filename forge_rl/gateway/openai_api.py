@@ -11,19 +11,15 @@ from typing import Any
 from forge_rl.gateway.chat import ChatMessage
 from forge_rl.gateway.choices import Choice, ChoiceDelta, TokenLogprob
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.http import to_event
 from forge_rl.gateway.openai_requests import ChatRequest, Common, CompletionRequest, to_chat
 from forge_rl.gateway.request_builder import RequestBuilder, SamplingRequest
 from forge_rl.gateway.response import ApiResponse
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.wire import to_event
 
 
 async def chat(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
-    """Read a request of chat completions.
-
-    Raises:
-        ValidationError, ApiError, ForgeError: the request is wrong.
-    """
+    """Read a request of chat completions."""
     request = ChatRequest.model_validate_json(body)
     model = builder.check_model(request.model)
     request.check()
@@ -44,11 +40,7 @@ async def chat(body: bytes, builder: RequestBuilder, session: Session | None) ->
 
 
 async def completion(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
-    """Read a request of completions.
-
-    Raises:
-        ValidationError, ApiError, ForgeError: the request is wrong.
-    """
+    """Read a request of completions."""
     request = CompletionRequest.model_validate_json(body)
     model = builder.check_model(request.model)
     request.check()

@@ -78,8 +78,12 @@ class RequestBuilder:
         if tools:
             await self.parser.load()
         found: list[Choice] = []
+        size = self.tokenizer.vocab_size
         for prompt in prompts:
-            self._check_ids(prompt, requested)
+            if not prompt.token_ids:
+                raise ApiError(400, "the prompt is empty", param=requested.prompt_param)
+            if not all(0 <= token < size for token in prompt.token_ids):
+                raise ApiError(400, f"token ids go from 0 to {size - 1}", param=requested.prompt_param)
             sampling = self._sampling(prompt, requested, session)
             for place in range(count):
                 if session is not None:
@@ -113,12 +117,6 @@ class RequestBuilder:
         top = 0 if requested.logprobs is None else max(requested.logprobs, 1 if temperature == 0 else 0)
         stop = tuple(dict.fromkeys((*requested.stop, *(session.sampling.stop if session is not None else ()))))
         return Sampling(max_tokens=tokens, temperature=temperature, stop=stop, top_logprobs=top)
-
-    def _check_ids(self, prompt: Prompt, requested: SamplingRequest) -> None:
-        if not prompt.token_ids:
-            raise ApiError(400, "the prompt is empty", param=requested.prompt_param)
-        if not all(0 <= token < self.tokenizer.vocab_size for token in prompt.token_ids):
-            raise ApiError(400, f"token ids go from 0 to {self.tokenizer.vocab_size - 1}", param=requested.prompt_param)
 
 
 def _temperature(wanted: float | None, session: Session | None) -> float:

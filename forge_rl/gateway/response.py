@@ -9,8 +9,8 @@ from forge_rl.errors import ServiceError
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.chat import extend_digest
 from forge_rl.gateway.choices import Choice, ChoiceDelta
+from forge_rl.gateway.http import ResponseWriter
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.wire import ResponseWriter
 from forge_rl.runtime.tasks import task_group
 
 

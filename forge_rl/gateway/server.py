@@ -21,11 +21,10 @@ from starlette.types import Receive, Send
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ForgeError
-from forge_rl.gateway import anthropic_api, openai_api, wire
+from forge_rl.gateway import anthropic_api, http, openai_api
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError, to_api_error
-from forge_rl.gateway.http import HttpServer
 from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.request_builder import RequestBuilder
 from forge_rl.gateway.response import ApiResponse
@@ -33,6 +32,7 @@ from forge_rl.gateway.sessions import Session
 from forge_rl.types import Sampling
 
 Make = Callable[[bytes, RequestBuilder, Session | None], Awaitable[ApiResponse | dict[str, object]]]
+"""Reads a request. Raises ValidationError, ApiError or ForgeError if it is wrong."""
 
 _ANTHROPIC_PATH = "/v1/messages"
 
@@ -80,7 +80,7 @@ class Gateway:
         self._in_flight = 0
         self._closing = False
         self._metrics = GatewayMetrics(lambda: self._in_flight, lambda: len(self._sessions))
-        self._http: HttpServer | None = None
+        self._http: http.HttpServer | None = None
 
     async def start(self) -> None:
         """Listen.
@@ -90,7 +90,7 @@ class Gateway:
         """
         if self.config.is_public and self._open_to_all and not self.config.api_key:
             self._warn(f"the gateway listens on {self.config.host} without a key: whoever reaches it may use it")
-        self._http = HttpServer(self._app(), self.config)
+        self._http = http.HttpServer(self._app(), self.config)
 
     async def load_tool_parser(self) -> None:
         """Import vLLM's parser now, and not with the first request that has tools.
@@ -164,30 +164,30 @@ class Gateway:
         return app
 
     async def _endpoint(self, path: str, make: Make, request: Request) -> Response:
-        return wire.AsgiResponse(partial(self._respond, path, make, request))
+        return http.AsgiResponse(partial(self._respond, path, make, request))
 
     async def _respond(self, path: str, make: Make, request: Request, receive: Receive, send: Send) -> None:
         """Serve one request, from its key to its last byte."""
         began = time.monotonic()
-        writer = wire.ResponseWriter(send, self.config.client_deadline_s)
+        writer = http.ResponseWriter(send, self.config.client_deadline_s)
         status = 500
         session: Session | None = None
         try:
             session = self._caller(request.headers)
             with self._admit(1):
-                body = await wire.read_body(request, self.config.max_body_bytes, self.config.client_deadline_s)
+                body = await http.read_body(request, self.config.max_body_bytes, self.config.client_deadline_s)
                 running = self._running if session is None else session.running
-                await wire.while_connected(self._serve(make, body, session, writer), receive, running)
+                await http.while_connected(self._serve(make, body, session, writer), receive, running)
             status = 200
-        except (wire.ClientGone, ClientDisconnect):
-            status = wire.CLIENT_GONE
+        except (http.ClientGone, ClientDisconnect):
+            status = http.CLIENT_GONE
         except Exception as error:
             api_error = to_api_error(error)
             status = api_error.status
             is_bug = not isinstance(error, ApiError | ValidationError | ForgeError)
             if session is not None and not is_bug:
                 session.refusal = api_error
-            with contextlib.suppress(wire.ClientGone):
+            with contextlib.suppress(http.ClientGone):
                 await writer.write_error(api_error, path.startswith(_ANTHROPIC_PATH))
             if is_bug:
                 raise
@@ -195,7 +195,7 @@ class Gateway:
             first = writer.started_s - began if writer.is_stream and writer.started_s is not None else None
             self._metrics.request(path, status, time.monotonic() - began, first)
 
-    async def _serve(self, make: Make, body: bytes, session: Session | None, writer: wire.ResponseWriter) -> None:
+    async def _serve(self, make: Make, body: bytes, session: Session | None, writer: http.ResponseWriter) -> None:
         if self._closing or (session is not None and session.closed):
             raise ApiError(503, "the session or the server was closed", code="closed")
         response = await make(body, self._request_builder, session)
