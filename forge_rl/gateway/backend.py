@@ -33,7 +33,7 @@ class Backend(Protocol):
             session: key of the session that the request belongs to; None outside of one.
 
         Raises:
-            ForgeError: the request failed; errors.of_forge makes it the client's error.
+            ForgeError: the request failed; errors.to_api_error makes it the client's error.
         """
 
 
