@@ -65,19 +65,17 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """Logs to Weights & Biases, where a resumed run goes on as the same run.
 
-    W&B cannot go back: of the steps that a resumed run repeats, it keeps the values that it got first. It keeps the
-    console's output itself, so events are not sent.
+    It is named after its folder. Of the steps that a resumed run repeats, W&B, which cannot go back, keeps the values
+    that it got first. It keeps the console's output itself, so events are not sent.
 
     Args:
         project: name of the W&B project.
-        name: name of the run; W&B chooses one when it is empty.
-        config: logged as the run's config, in place of the one in RunInfo.
 
     Raises:
         ConfigError: wandb is not installed.
     """
 
-    def __init__(self, project: str, name: str = "", config: Mapping[str, object] | None = None) -> None:
+    def __init__(self, project: str) -> None:
         # Imported here and not in start, so that a missing package is reported before any service starts.
         try:
             import wandb
@@ -87,14 +85,14 @@ class WandbSink(Sink):
                 hint="pip install 'forge_rl[wandb]'",
             ) from error
         self._wandb = wandb
-        self._project, self._name, self._config = project, name, config
+        self._project = project
         self._run: wandb.Run | None = None
 
     def start(self, info: RunInfo) -> None:
         self._run = self._wandb.init(
             project=self._project,
-            name=self._name or None,
-            config=dict(self._config if self._config is not None else info.config),
+            name=info.folder.name,
+            config=dict(info.config),
             dir=str(info.folder),
             id=_run_id(info),
             resume="allow",

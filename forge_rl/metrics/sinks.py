@@ -6,12 +6,11 @@ import contextlib
 import errno
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.values import Histogram
@@ -78,24 +77,20 @@ class JSONLSink(Sink):
 
     def __init__(self, path: Path) -> None:
         self._lines = _StepLines(path)
-        self._row: dict[str, object] = {}
+        self._last: tuple[int, dict[str, object]] = (-1, {})
         self.history: Steps = []
         """Steps in the file up to the one that the run resumed from, without their histograms."""
 
     def rollback(self, step: int) -> None:
-        rows = self._lines.open(step)
-        self._row = rows[-1] if rows else {}
-        self.history = [(_step(row), _floats(row)) for row in rows]
+        rows = self._lines.rollback(step)
+        self._last = rows[-1] if rows else (-1, {})
+        self.history = [(past, _floats(row)) for past, row in rows]
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
-        assert "step" not in values, "a metric may not be named 'step'"
-        again = self._row.get("step") == step
-        row: dict[str, object] = {name: _as_json(value) for name, value in values.items()}
-        self._row = (self._row if again else {"step": step}) | row
-        self._lines.append(step, self._row, replace=again)
-
-    def close(self) -> None:
-        self._lines.close()
+        again = self._last[0] == step
+        row = (self._last[1] if again else {}) | {name: _as_json(value) for name, value in values.items()}
+        self._lines.append(step, row, replace=again)
+        self._last = step, row
 
 
 class EventSink(Sink):
@@ -109,20 +104,9 @@ class EventSink(Sink):
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
-        self._file: BinaryIO | None = None
-
-    def start(self, info: RunInfo) -> None:
-        self._file = open_append(self._path)
 
     def event(self, text: str, level: Level) -> None:
-        assert self._file is not None, "the sink was not started"
-        with writing(self._path):
-            write_all(self._file, _encode({"time": round(self._clock(), 3), "level": level, "text": text}))
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        _append(self._path, _encode({"time": round(self._clock(), 3), "level": level, "text": text}))
 
 
 class EpisodeSink(Sink):
@@ -138,22 +122,18 @@ class EpisodeSink(Sink):
         self._episodes_per_step = episodes_per_step
 
     def rollback(self, step: int) -> None:
-        self._lines.open(step)
+        self._lines.rollback(step)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         episodes = batch.episodes if batch is not None else ()
         chosen = min(self._episodes_per_step, len(episodes))
         for i in range(chosen):
-            self._lines.append(step, _sample(step, episodes[i * len(episodes) // chosen]))
-
-    def close(self) -> None:
-        self._lines.close()
+            self._lines.append(step, _sample(episodes[i * len(episodes) // chosen]))
 
 
-def _sample(step: int, episode: Episode) -> dict[str, object]:
+def _sample(episode: Episode) -> dict[str, object]:
     shown = (f"{message['role']}: {message['content']}" for message in episode.task.messages)
     return {
-        "step": step,
         "task": episode.task.id,
         "source": episode.task.source,
         "prompt": "\n\n".join(shown),
@@ -170,62 +150,38 @@ class _StepLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
-        self._step = 0
+        self._step: int | None = None
         self._last = 0  # where the last line begins, in bytes
         self._end = 0
 
-    def open(self, step: int) -> list[dict[str, object]]:
-        """Drop what lies beyond the step, and return what stays."""
-        self.close()
-        rows: list[dict[str, object]] = []
-        with writing(self._path):
-            if self._path.is_file():
-                rows = self._read(step)
-                os.truncate(self._path, self._end)
-        self._file = open_append(self._path)
-        self._step = _step(rows[-1]) if rows else 0
-        return rows
-
-    def append(self, step: int, row: Mapping[str, object], *, replace: bool = False) -> None:
-        assert self._file is not None, "the sink was not started"
-        assert step >= self._step, f"step {step} was logged after step {self._step}"
-        data = _encode(row)
-        with writing(self._path):
-            if replace:
-                self._file.truncate(self._last)
-                self._end = self._last
-            try:
-                write_all(self._file, data)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self._file.truncate(self._end)
-                raise
-        self._step, self._last, self._end = step, self._end, self._end + len(data)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _read(self, step: int) -> list[dict[str, object]]:
-        """Rows up to the step; moves `_last` and `_end`. Only the last line can have been torn by a crash."""
-        rows: list[dict[str, object]] = []
+    def rollback(self, step: int) -> list[tuple[int, dict[str, object]]]:
+        """Drop what lies beyond the step, and return what stays. Only the last line can have been torn by a crash."""
+        rows: list[tuple[int, dict[str, object]]] = []
         self._last = self._end = 0
-        with open(self._path, "rb") as file:
-            lines = file.readlines()
+        with writing(self._path):
+            lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
         for number, line in enumerate(lines, 1):
-            row = _decode(line)
-            if row is None and number < len(lines):
+            found = _decode(line)
+            if found is None and number < len(lines):
                 raise CheckpointError(
                     f"line {number} of {self._path} is not a step: {line[:60]!r}",
                     hint="move the file away, or correct the line, then run the same command again",
                 )
-            if row is None or _step(row) > step:
+            if found is None or found[0] > step:
                 break
-            rows.append(row)
+            rows.append(found)
             self._last, self._end = self._end, self._end + len(line)
+        _append(self._path, b"", at=self._end)
+        self._step = rows[-1][0] if rows else 0
         return rows
+
+    def append(self, step: int, row: Mapping[str, object], *, replace: bool = False) -> None:
+        assert self._step is not None, "the sink was not started"
+        assert step >= self._step, f"step {step} was logged after step {self._step}"
+        assert "step" not in row, "a metric may not be named 'step'"
+        data, at = _encode({"step": step, **row}), self._last if replace else self._end
+        _append(self._path, data, at=at)
+        self._step, self._last, self._end = step, at, at + len(data)
 
 
 @contextlib.contextmanager
@@ -240,22 +196,14 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(message, hint=f"{hint}, then run the same command again: it resumes") from error
 
 
-def open_append(path: Path) -> BinaryIO:
-    """Open a file to append to, unbuffered: what is written reaches the kernel or raises, not only when it is closed.
-
-    Raises:
-        CheckpointError: it cannot be opened.
-    """
+def _append(path: Path, data: bytes, *, at: int | None = None) -> None:
+    """Append to a file, first cut to `at` bytes where it is longer, as a write that met a full disk leaves it."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "ab", buffering=0)
-
-
-def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write all of it: the write that meets a full disk may first be cut short."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
+        with path.open("ab") as file:
+            if at is not None and file.tell() > at:
+                file.truncate(at)
+            file.write(data)
 
 
 def _encode(row: Mapping[str, object]) -> bytes:
@@ -263,18 +211,16 @@ def _encode(row: Mapping[str, object]) -> bytes:
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def _decode(line: bytes) -> dict[str, object] | None:
+def _decode(line: bytes) -> tuple[int, dict[str, object]] | None:
+    """Return the step of a line, and the rest of it; None if it is no whole line of a step."""
     try:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _step(row: Mapping[str, object]) -> int:
-    step = row["step"]
-    assert isinstance(step, int)
-    return step
+    match row:
+        case {"step": int(step), **rest} if line.endswith(b"\n"):
+            return step, rest
+    return None
 
 
 def _floats(row: Mapping[str, object]) -> dict[str, float]:
@@ -282,7 +228,7 @@ def _floats(row: Mapping[str, object]) -> dict[str, float]:
     return {
         name: float(value) if isinstance(value, int | float) else math.nan
         for name, value in row.items()
-        if name != "step" and not isinstance(value, dict)
+        if not isinstance(value, dict)
     }
 
 

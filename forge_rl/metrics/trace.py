@@ -7,11 +7,9 @@ closing bracket.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.sinks import writing
@@ -20,12 +18,10 @@ _BEGIN = b"[\n"
 _FLUSH_S = 1.0
 _RESERVE_BYTES = 2048
 """Kept free for the notice that the file is full, with its lane, and for the closing bracket."""
-_FULL = "the trace is full: nothing is written after this"
 _SERVICES = ("controller", "trainer", "generator", "environment", "reward", "weights")
 """Services in the order of their lanes from top to bottom; others come below."""
 _FIRST_TID = 1000
 """Viewers take a thread whose tid is a pid for that process's main thread, so these are numbers apart."""
-_EVENT = re.compile(rb'\{"ph":"[bCeiX]","ts":(\d+)(?:,"dur":(\d+))?(?:,"id":"(\d+)")?')
 
 
 class Trace:
@@ -50,7 +46,6 @@ class Trace:
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic, most_bytes: int = 256 << 20) -> None:
-        assert most_bytes > _RESERVE_BYTES, f"a trace of {most_bytes} bytes holds nothing"
         self._path = path
         self._clock = clock
         self._most_bytes = most_bytes
@@ -58,18 +53,17 @@ class Trace:
         self._pids: dict[str, int] = {}
         self._next_id = 0
         self._start_us = 0
-        self._full = False
-        self._held = bytearray()
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._bytes = self._resume() if path.exists() else 0
-            self._empty = self._bytes <= len(_BEGIN)
-            self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            # The buffer holds more than comes between two flushes, so that no line is written in part.
+            self._file = open(path, "ab", buffering=1 << 22)  # noqa: SIM115 (closed by close)
             self._file.truncate(self._bytes)
-            if not self._bytes:
-                self._append(_BEGIN)
-                self._drain()
+        self._full = self._bytes > most_bytes - _RESERVE_BYTES
         self._origin_s = self._flushed_s = clock()
+        if not self._bytes:
+            self._write(_BEGIN)
+            self.flush()
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, *, overlapping: bool = False) -> None:
         """Draw something that lasted, when it has ended.
@@ -105,18 +99,13 @@ class Trace:
         """Write what is held back."""
         self._flushed_s = self._clock()
         with writing(self._path):
-            self._drain()
+            self._file.flush()
 
     def close(self) -> None:
         """Write what is held back and end the array. Does nothing when closed already."""
-        if self._file is None:
-            return
-        try:
-            self._append(b"\n]\n")
-            self.flush()
-        finally:
-            self._file.close()
-            self._file = None
+        if not self._file.closed:
+            with writing(self._path), self._file:
+                self._file.write(b"\n]\n")
 
     def _now(self) -> int:
         return self._micros(self._clock())
@@ -127,18 +116,21 @@ class Trace:
 
     def _add(self, lane: str, *events: dict[str, object]) -> None:
         """Add events that belong together: all are written or none."""
-        assert self._file is not None, "the trace is closed"
         if self._full:
             return
         lines = self._encode(lane, *events)
         if self._bytes + len(lines) > self._most_bytes - _RESERVE_BYTES:
             self._full = True
+            name = "the trace is full: nothing is written after this"
             args = {"most_bytes": self._most_bytes}
-            lines = self._encode("trace", {"ph": "i", "ts": self._now(), "s": "g", "name": _FULL, "args": args})
-        self._empty = False
-        self._append(lines)
+            lines = self._encode("trace", {"ph": "i", "ts": self._now(), "s": "g", "name": name, "args": args})
+        self._write(lines)
         if self._full or self._clock() - self._flushed_s >= _FLUSH_S:
             self.flush()
+
+    def _write(self, data: bytes) -> None:
+        with writing(self._path):
+            self._bytes += self._file.write(data)
 
     def _encode(self, lane: str, *events: dict[str, object]) -> bytes:
         """Write the lines of the events, after those that name a new lane."""
@@ -146,7 +138,7 @@ class Trace:
         pid, tid = self._lanes[lane]
         rows = [event | {"pid": pid, "tid": tid} for event in [*named, *events]]
         text = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for row in rows)
-        return (b"" if self._empty else b",\n") + text.encode("utf-8", "replace")
+        return (b",\n" if self._bytes > len(_BEGIN) else b"") + text.encode("utf-8", "replace")
 
     def _name(self, lane: str) -> list[dict[str, object]]:
         """Number a lane; returns the events that name and order it."""
@@ -158,19 +150,10 @@ class Trace:
             named |= {"process_name": {"name": service}, "process_sort_index": {"sort_index": order}}
         # No two of the file are equal, also not in two processes: Perfetto finds the thread to name by its tid alone.
         tid = max((tid for _, tid in self._lanes.values()), default=_FIRST_TID - 1) + 1
-        self._lanes[lane] = (self._pids[service], tid)
+        self._lanes[lane] = self._pids[service], tid
         row = int(replica) + 1 if replica.isdecimal() else 0
         named |= {"thread_name": {"name": lane}, "thread_sort_index": {"sort_index": row}}
         return [{"ph": "M", "name": name, "args": args} for name, args in named.items()]
-
-    def _append(self, data: bytes) -> None:
-        self._held += data
-        self._bytes += len(data)
-
-    def _drain(self) -> None:
-        assert self._file is not None, "the trace is closed"
-        while self._held:
-            del self._held[: self._file.write(self._held)]
 
     def _resume(self) -> int:
         """Learn the lanes, ids and last time of the file; return how many bytes of it to keep.
@@ -182,46 +165,34 @@ class Trace:
             if line in (b"", b"["):
                 return 0
             at = keep = len(line)
-            known, last = line == _BEGIN, b""
-            for line in file:
-                event = line.rstrip(b",\n")
-                if not known or event == b"]" or not (line.endswith(b"\n") or _whole(event)):
+            known = line == _BEGIN
+            while known and (line := file.readline()):
+                text = line.rstrip(b",\n")
+                try:
+                    event = json.loads(text)
+                except ValueError:
                     break
-                if event:
-                    known = self._learn(event)
-                    keep, last = at + len(event), event
-                at += len(line)
+                known = self._learn(event)
+                keep, at = at + len(text), at + len(line)
         if not known:
             raise CheckpointError(
                 f"{self._path} holds something else than the trace of a run: {line[:60]!r}",
                 hint=f"move {self._path} away, then run the same command again",
             )
-        if last and (found := json.loads(last))["name"] == _FULL:
-            # Gone on with only if it may be larger now.
-            self._full = found["args"]["most_bytes"] >= self._most_bytes
         return keep
 
-    def _learn(self, line: bytes) -> bool:
-        """Note the lane, id or time of a line; return whether it is an event."""
-        if found := _EVENT.match(line):
-            ts, duration, number = (int(part or 0) for part in found.groups())
-            self._start_us = max(self._start_us, ts + duration)
-            if found[3] is not None:
-                self._next_id = max(self._next_id, number + 1)
-            return True
-        if not line.startswith(b'{"ph":"M"'):
-            return False
-        event = json.loads(line)
-        if event["name"] == "process_name":
-            self._pids[event["args"]["name"]] = event["pid"]
-        elif event["name"] == "thread_name":
-            self._lanes[event["args"]["name"]] = (event["pid"], event["tid"])
+    def _learn(self, event: object) -> bool:
+        """Note the lane, id or time of an event; return whether it is one."""
+        match event:
+            case {"ph": "M", "name": "process_name", "pid": int(pid), "args": {"name": str(name)}}:
+                self._pids[name] = pid
+            case {"ph": "M", "name": "thread_name", "pid": int(pid), "tid": int(tid), "args": {"name": str(name)}}:
+                self._lanes[name] = pid, tid
+            case {"ph": str(), "ts": int(begin), **rest}:
+                self._start_us = max(self._start_us, begin + rest.get("dur", 0))
+                self._next_id = max(self._next_id, int(rest.get("id", -1)) + 1)
+            case {"ph": "M"}:
+                pass
+            case _:
+                return False
         return True
-
-
-def _whole(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True

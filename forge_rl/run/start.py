@@ -246,5 +246,5 @@ def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
         TensorBoardSink(folder / "tensorboard"),
     ]
     if config.wandb:
-        sinks.append(WandbSink(config.wandb, name=folder.name, config=as_flat_json(config)))
+        sinks.append(WandbSink(config.wandb))
     return sinks
