@@ -217,9 +217,8 @@ def _decode(line: bytes) -> tuple[int, dict[str, object]] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    match row:
-        case {"step": int(step), **rest} if line.endswith(b"\n"):
-            return step, rest
+    if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
+        return row.pop("step"), row
     return None
 
 

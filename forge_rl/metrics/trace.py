@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.sinks import writing
@@ -181,16 +182,16 @@ class Trace:
             )
         return keep
 
-    def _learn(self, event: object) -> bool:
+    def _learn(self, event: dict[str, Any]) -> bool:
         """Note the lane, id or time of an event; return whether it is one."""
         match event:
             case {"ph": "M", "name": "process_name", "pid": int(pid), "args": {"name": str(name)}}:
                 self._pids[name] = pid
             case {"ph": "M", "name": "thread_name", "pid": int(pid), "tid": int(tid), "args": {"name": str(name)}}:
                 self._lanes[name] = pid, tid
-            case {"ph": str(), "ts": int(begin), **rest}:
-                self._start_us = max(self._start_us, begin + rest.get("dur", 0))
-                self._next_id = max(self._next_id, int(rest.get("id", -1)) + 1)
+            case {"ph": str(), "ts": int(begin)}:
+                self._start_us = max(self._start_us, begin + event.get("dur", 0))
+                self._next_id = max(self._next_id, int(event.get("id", -1)) + 1)
             case {"ph": "M"}:
                 pass
             case _:
