@@ -24,7 +24,7 @@ from typing import IO
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.data.bundled import default_cache
 from forge_rl.data.models import resolve_model
-from forge_rl.data.sources import make_sources, parse_source
+from forge_rl.data.sources import ReasoningGymSource, parse_source
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.types import Task
 
@@ -284,7 +284,8 @@ def gold_answer(task: Task) -> str:
 
 def _tasks_trained_on(size: Size, samples: Sequence[Mapping[str, object]]) -> list[Task]:
     """The task of each group of each step, from the samples of episodes that the run wrote."""
-    (source,) = make_sources([parse_source(TASKS)], SEED, HELD_OUT_SHARE).values()
+    spec = parse_source(TASKS)
+    source = ReasoningGymSource(spec.name, spec.params, SEED, HELD_OUT_SHARE)
     known = {task.id: task for task in (source.draw() for _ in range(size.steps * size.groups * _MOST_REDRAWS))}
     found: list[Task] = []
     for step in range(1, size.steps + 1):

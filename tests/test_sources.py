@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from forge_rl.data.sources import ReasoningGymSource, Source, SourceSpec, make_sources, parse_source
+from forge_rl.data.config import ReasoningGymData
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.sources import ReasoningGymSource, Source, SourceSpec, parse_source
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
@@ -150,8 +152,8 @@ def test_a_star_in_a_list_is_not_a_weight() -> None:
     assert parse_source('basic_arithmetic:operators=["*"]').weight == 1
 
 
-def _make(*texts: str) -> dict[str, Source]:
-    return make_sources([parse_source(text) for text in texts], 0, 0.1)
+def _make(*texts: str) -> Mixture:
+    return ReasoningGymData(held_out_share=0.1).build(texts, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +185,14 @@ def test_a_parameter_without_a_value_is_refused() -> None:
 
 
 def test_specs_of_one_data_set_get_names_of_their_own() -> None:
-    sources = _make("chain_sum:max_terms=3", "chain_sum:max_terms=4", "leg_counting")
-    assert list(sources) == ["chain_sum:max_terms=3", "chain_sum:max_terms=4", "leg_counting"]
-    assert all(name == source.name == source.draw().source for name, source in sources.items())
+    mixture = _make("chain_sum:max_terms=3", "chain_sum:max_terms=4", "leg_counting")
+    assert list(mixture) == ["chain_sum:max_terms=3", "chain_sum:max_terms=4", "leg_counting"]
+    assert all(name == mixture.draw_from(name).source for name in mixture)
 
 
 def test_the_same_spec_twice_is_an_error() -> None:
     with pytest.raises(TaskError, match="named twice"):
-        make_sources([SourceSpec(name="chain_sum")] * 2, 0, 0.1)
+        _make("chain_sum", "chain_sum")
 
 
 def test_a_question_is_held_out_under_all_parameters_or_none() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.sources import make_sources, parse_source
-from forge_rl.errors import ConfigError
+from forge_rl.data.sources import ReasoningGymSource, Source, parse_source
+from forge_rl.errors import ConfigError, TaskError
 
 ONE_DIGIT_ADDITION = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false,"
@@ -37,7 +37,7 @@ class ReasoningGymData:
             )
 
     def build(self, tasks: Sequence[str], *, seed: int) -> Mixture:
-        """Makes the mixture of these data sets.
+        """Makes the mixture of these data sets; several of one name are told apart by their parameters too.
 
         Args:
             tasks: data sets as `name[:key=value,...][*weight]`.
@@ -50,5 +50,15 @@ class ReasoningGymData:
         if not tasks:
             raise ConfigError("no tasks are named", hint="give --tasks at least one reasoning-gym data set")
         specs = [parse_source(text) for text in tasks]
-        sources = make_sources(specs, seed, self.held_out_share, instruction=self.instruction, system=self.system)
+        names = [spec.name for spec in specs]
+        sources: dict[str, Source] = {}
+        for spec in specs:
+            name = spec.name if names.count(spec.name) == 1 else spec.label
+            if name in sources:
+                raise TaskError(
+                    f"the tasks {name!r} are named twice", hint="name them once, with the sum of the weights"
+                )
+            sources[name] = ReasoningGymSource(
+                spec.name, spec.params, seed, self.held_out_share, name, self.instruction, self.system
+            )
         return Mixture(sources, {name: spec.weight for name, spec in zip(sources, specs, strict=True)})

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from forge_rl.data.sources.reasoning_gym import ReasoningGymSource
 from forge_rl.data.sources.spec import SourceSpec, parse_source
-from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
-__all__ = ["ReasoningGymSource", "Source", "SourceSpec", "make_sources", "parse_source"]
+__all__ = ["ReasoningGymSource", "Source", "SourceSpec", "parse_source"]
 
 
 class Source(Protocol):
@@ -36,23 +35,3 @@ class Source(Protocol):
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Continue from a saved position."""
-
-
-def make_sources(
-    specs: Sequence[SourceSpec], seed: int, held_out_share: float, *, instruction: str = "", system: str = ""
-) -> dict[str, Source]:
-    """Build the source of each spec, in their order; specs of one data set are named by their parameters too.
-
-    Every spec names a reasoning-gym data set so far: another kind of source is another file beside it, chosen here.
-
-    Raises:
-        TaskError: the same spec twice; an unknown data set or parameter, or a value that it refuses.
-    """
-    names = [spec.name for spec in specs]
-    sources: dict[str, Source] = {}
-    for spec in specs:
-        name = spec.name if names.count(spec.name) == 1 else spec.label
-        if name in sources:
-            raise TaskError(f"the tasks {name!r} are named twice", hint="name them once, with the sum of the weights")
-        sources[name] = ReasoningGymSource(spec.name, spec.params, seed, held_out_share, name, instruction, system)
-    return sources
