@@ -14,7 +14,6 @@ from forge_rl.metrics import (
     Sum,
     Value,
     lag_histogram,
-    merge,
     merge_all,
     reduce,
 )
@@ -33,7 +32,7 @@ class FakeClock:
 
 def test_means_of_unequal_parts_merge_to_the_mean_of_the_whole() -> None:
     whole = Mean(1.0 + 2.0 + 6.0 + 7.0, 4)
-    assert merge(Mean(1.0, 1), Mean(2.0 + 6.0 + 7.0, 3)) == whole
+    assert merge_all([{"x": Mean(1.0, 1)}, {"x": Mean(2.0 + 6.0 + 7.0, 3)}]) == {"x": whole}
     assert reduce({"loss": whole}) == {"loss": 4.0}
 
 
@@ -56,12 +55,12 @@ def test_a_name_that_only_some_parts_have_is_merged_from_those() -> None:
 
 def test_a_merge_does_not_hide_nan_in_either_order() -> None:
     for one, other in ((1.0, math.nan), (math.nan, 1.0)):
-        assert math.isnan(reduce({"x": merge(Max(one), Max(other))})["x"])
+        assert math.isnan(reduce(merge_all([{"x": Max(one)}, {"x": Max(other)}]))["x"])
 
 
 def test_a_mean_over_nothing_is_nan_and_leaves_others_unchanged() -> None:
     assert math.isnan(reduce({"x": Mean(0.0, 0)})["x"])
-    assert merge(Mean(0.0, 0), Mean(3.0, 2)) == Mean(3.0, 2)
+    assert merge_all([{"x": Mean(0.0, 0)}, {"x": Mean(3.0, 2)}]) == {"x": Mean(3.0, 2)}
 
 
 def test_two_kinds_under_one_name_are_refused_and_the_name_is_told() -> None:

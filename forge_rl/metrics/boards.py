@@ -45,10 +45,22 @@ class TensorBoardSink(Sink):
         self._step = step
         with writing(self._folder):
             for name, value in values.items():
-                if isinstance(value, Histogram):
-                    _add_histogram(self._writer, name, value, step)
-                else:
+                if not isinstance(value, Histogram):
                     self._writer.add_scalar(name, value, step)
+                elif value.counts:
+                    counts, edges = value.bins()
+                    self._writer.add_histogram_raw(
+                        name,
+                        min=min(value.counts),
+                        max=max(value.counts),
+                        num=value.total,
+                        sum=sum(number * count for number, count in value.counts.items()),
+                        sum_squares=sum(number**2 * count for number, count in value.counts.items()),
+                        # A bucket begins where the one before it ends: an empty one gives the first its lower edge.
+                        bucket_limits=edges,
+                        bucket_counts=[0, *counts],
+                        global_step=step,
+                    )
 
     def event(self, text: str, level: Level) -> None:
         assert self._writer is not None, "the sink was not started"
@@ -111,24 +123,6 @@ class WandbSink(Sink):
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
-
-
-def _add_histogram(writer: SummaryWriter, name: str, histogram: Histogram, step: int) -> None:
-    counts, edges = histogram.bins()
-    if not counts:
-        return
-    writer.add_histogram_raw(
-        name,
-        min=min(histogram.counts),
-        max=max(histogram.counts),
-        num=histogram.total,
-        sum=sum(value * count for value, count in histogram.counts.items()),
-        sum_squares=sum(value**2 * count for value, count in histogram.counts.items()),
-        # A bucket begins where the one before it ends: an empty one gives the first its lower edge.
-        bucket_limits=edges,
-        bucket_counts=[0, *counts],
-        global_step=step,
-    )
 
 
 def _run_id(info: RunInfo) -> str:

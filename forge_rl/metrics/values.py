@@ -62,20 +62,8 @@ class Histogram:
 Value = Sum | Mean | Max
 
 
-def merge(a: Value, b: Value) -> Value:
-    """Return what one process would hold had it seen what both have seen; both must be of one kind."""
-    match a, b:
-        case Sum(x), Sum(y):
-            return Sum(x + y)
-        case Mean(x, m), Mean(y, n):
-            return Mean(x + y, m + n)
-        case Max(x), Max(y):
-            return Max(x if x != x or x > y else y)
-    raise AssertionError(f"one name has values of two kinds: {a} and {b}")
-
-
 def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """Merge by name, in the order given; a name that only some parts have is merged from those.
+    """Merge by name to what one process would hold had it seen all; a name may be missing in some parts.
 
     Example:
         reduce(merge_all([{"loss": Mean(3.0, 2)}, {"loss": Mean(1.0, 2)}])) == {"loss": 1.0}
@@ -83,8 +71,17 @@ def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     merged: dict[str, Value] = {}
     for part in parts:
         for name, value in part.items():
-            assert name not in merged or type(value) is type(merged[name]), f"metric {name!r} has values of two kinds"
-            merged[name] = merge(merged[name], value) if name in merged else value
+            match merged.get(name), value:
+                case None, _:
+                    merged[name] = value
+                case Sum(x), Sum(y):
+                    merged[name] = Sum(x + y)
+                case Mean(x, m), Mean(y, n):
+                    merged[name] = Mean(x + y, m + n)
+                case Max(x), Max(y):
+                    merged[name] = Max(x if x != x or x > y else y)
+                case held, _:
+                    raise AssertionError(f"metric {name!r} has values of two kinds: {held} and {value}")
     return merged
 
 

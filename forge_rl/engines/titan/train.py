@@ -28,7 +28,7 @@ from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
 from forge_rl.errors import ForgeError
-from forge_rl.metrics import Max, Mean, Sum, Value, merge
+from forge_rl.metrics import Max, Mean, Sum, Value, merge_all
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
 
@@ -64,8 +64,7 @@ class TitanEngine:
         for row in rows:
             row_loss, row_metrics = self._forward(self._to_device(row), loss, temperature=temperature)
             (row_loss / trained_tokens).backward()
-            for name, value in row_metrics.items():
-                metrics[name] = value if name not in metrics else merge(metrics[name], value)
+            metrics = merge_all([metrics, row_metrics])
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.optimizer.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()

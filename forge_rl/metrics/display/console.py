@@ -17,7 +17,7 @@ from rich.text import Text
 from forge_rl.errors import ConfigError
 from forge_rl.metrics.display.format import duration, number
 from forge_rl.metrics.display.panel import RunPanel
-from forge_rl.metrics.display.state import REWARD, UPDATE, RunState, StallDetector, held_out_scores, phases
+from forge_rl.metrics.display.state import REWARD, UPDATE, RunState, held_out_scores, phases
 from forge_rl.metrics.display.summary import print_summary
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, Steps
@@ -71,8 +71,8 @@ class Display(Sink):
         """The live panel, which shows the state at the time it is drawn."""
         self._starting: dict[str, float] = {}
         self._quarters: dict[str, int] = {}
-        self._stalls = StallDetector()
         self._changes = 0
+        self._moved: tuple[object, float] = (None, self._begun)  # state of the run, and since when it has not changed
         self._reported_at = -math.inf
         self._live: Live | None = None
         terminal = self._console.file.isatty() and not self._console.is_dumb_terminal
@@ -151,7 +151,10 @@ class Display(Sink):
         now, rollout = self._clock(), status()
         phase, in_phase, _ = self._phase_clock.now()
         done = (rollout.batch, rollout.groups_done) if rollout is not None else None
-        since = self._stalls.since((phase, self._phase_clock.since, self._changes, done), now)
+        state = (phase, self._phase_clock.since, self._changes, done)
+        if state != self._moved[0]:
+            self._moved = state, now
+        since = self._moved[1]
         text = waiting() if now - since >= PATIENCE_S else ""
         before, self._state.rollout = self._state.rollout, rollout
         self._state.polled_at, self._state.waiting = now, (text, since) if text else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forge_rl.metrics.display.format import duration
@@ -74,20 +74,6 @@ class RunState:
         left = max(self.info.steps - self.step, 0)
         median = statistics.median(self.step_seconds)
         return median * left - min(elapsed_s, median) if left else 0.0
-
-
-class StallDetector:
-    """Remembers since when nothing has moved."""
-
-    def __init__(self) -> None:
-        self._state: Hashable = None
-        self._since = 0.0
-
-    def since(self, state: Hashable, now: float) -> float:
-        """Return when the state became what it is, as far as earlier calls have seen it."""
-        if state != self._state:
-            self._state, self._since = state, now
-        return self._since
 
 
 def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:
