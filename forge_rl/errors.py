@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+
 
 class ForgeError(Exception):
     """Base of every error that a user can meet.
@@ -19,18 +21,11 @@ class ForgeError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.__dict__.copy())
+        # An error keeps its class and fields across processes, whatever its constructor wants.
+        return copyreg.__newobj__, (type(self), self.message, self.hint), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
-
-
-def _rebuild(kind: type[ForgeError], fields: dict[str, object]) -> ForgeError:
-    """Rebuild an unpickled error with its class and fields, which it must keep across processes."""
-    error = kind.__new__(kind)
-    Exception.__init__(error, fields["message"], fields["hint"])
-    error.__dict__.update(fields)
-    return error
 
 
 class ConfigError(ForgeError):
@@ -79,12 +74,8 @@ class ServiceError(ForgeError):
 
     def __str__(self) -> str:
         where = self.service if self.replica is None else f"{self.service} replica {self.replica}"
-        parts = [where]
-        if self.call:
-            parts.append(f"call {self.call}")
-        if self.phase:
-            parts.append(f"phase {self.phase}")
-        return f"{', '.join(parts)}: {super().__str__()}"
+        call, phase = self.call and f", call {self.call}", self.phase and f", phase {self.phase}"
+        return f"{where}{call}{phase}: {super().__str__()}"
 
 
 class ReplicaError(ServiceError):

@@ -24,12 +24,7 @@ def group_advantages(rewards: torch.Tensor, *, scale: Literal["std", "none"] = "
     A group whose rewards are all equal gets exactly 0. It is recognised by its max and min: the standard deviation of
     equal floats need not be 0 (0.1 repeated gives 8e-9), and dividing by it would train on rounding noise.
 
-    Args:
-        rewards: [P, G] of any float or integer dtype.
-        scale: "std" or "none".
-
-    Returns:
-        [P, G] float32, without gradient.
+    Rewards are [P, G] of any float or integer dtype, advantages [P, G] float32 without gradient.
 
     Raises:
         ConfigError: rewards have another number of dims, one is not finite, or the scale is unknown.

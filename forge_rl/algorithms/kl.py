@@ -21,12 +21,8 @@ def kl_estimate(
     2020). k1 and k3 are unbiased, k2 and k3 are never negative. None is a loss as it stands: see kl_penalty.
 
     Args:
-        logprobs: policy's logprob of each sampled token, any shape, float32.
+        logprobs: policy's logprob of each sampled token, any shape, float32; the estimates have the same shape.
         reference: the frozen reference's logprob of the same tokens, same shape, float32.
-        kind: "k1", "k2" or "k3".
-
-    Returns:
-        The estimate of each token, same shape, float32.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -62,7 +58,6 @@ def kl_penalty(
         logprobs: policy's logprob of each token, with gradient, any shape, float32.
         reference: the frozen reference's logprob of the same tokens, same shape, float32.
         behaviour_ratio: exp(logprobs - behaviour), with gradient, same shape, float32.
-        kind: "k2" or "k3".
 
     Returns:
         The penalty of each token, same shape, float32, with gradient.

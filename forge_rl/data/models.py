@@ -47,9 +47,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
 
 
 def _checked(folder: Path) -> Path:
-    missing = []
-    if not (folder / "config.json").is_file():
-        missing.append("config.json")
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _Messages = Sequence[Mapping[str, object]]
-_Tools = Sequence[Mapping[str, object]]
 
 _COMPLETION = "COMPLETION-0b7e5c"
 """Marks the place of a completion in a rendered conversation."""
@@ -55,12 +54,11 @@ class Tokenizer:
         return f"Tokenizer({str(self.folder)!r}, vocab_size={self.vocab_size}, stop_ids={self.stop_ids})"
 
     def render(
-        self, messages: _Messages, *, add_generation_prompt: bool = True, tools: _Tools | None = None
+        self, messages: _Messages, *, add_generation_prompt: bool = True, tools: _Messages | None = None
     ) -> tuple[int, ...]:
         """Token ids of a conversation, by default up to where the completion begins.
 
         Args:
-            messages: the conversation.
             add_generation_prompt: end with the opening of an assistant's turn.
             tools: JSON schemas of the tools that the model may call, for templates that show them.
 
@@ -70,7 +68,7 @@ class Tokenizer:
         return self.encode(self._text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
     def extend(
-        self, ids: Sequence[int], messages: _Messages, *, tools: _Tools | None = None, calls: _Messages = ()
+        self, ids: Sequence[int], messages: _Messages, *, tools: _Messages | None = None, calls: _Messages = ()
     ) -> tuple[int, ...]:
         """Append new messages to a finished turn, up to where the next completion begins.
 
@@ -80,7 +78,6 @@ class Tokenizer:
             ids: everything up to and with the completion. When it does not end with a stop token (it was cut by a
                 token limit), the template's own end of turn is added.
             messages: what came after it, such as a tool's output or a user's reply.
-            tools: as in render.
             calls: names of the completion's tool calls with their ids, {"id": ..., "function": {"name": ...}}, for
                 templates that want to see a call before its output.
 
@@ -154,7 +151,7 @@ class Tokenizer:
         size = self._setting("config.json", "vocab_size")
         return size if isinstance(size, int) else len(self.hf)
 
-    def _after_calls(self, messages: _Messages, tools: _Tools | None, calls: _Messages) -> str | None:
+    def _after_calls(self, messages: _Messages, tools: _Messages | None, calls: _Messages) -> str | None:
         """Rendered text behind a completion that ends with tool calls; None if the template does not show its end."""
         # The last call's argument marks the place. What the template puts behind it inside the completion is cut off
         # with the end of turn, so there must be one.
@@ -172,13 +169,13 @@ class Tokenizer:
         ends = [at for token in self.stop_ids if (at := after.find(self.hf.convert_ids_to_tokens(token) or "\0")) >= 0]
         return after[min(ends) :] if ends else None
 
-    def _after(self, marked: Mapping[str, object], messages: _Messages, tools: _Tools | None) -> str | None:
+    def _after(self, marked: Mapping[str, object], messages: _Messages, tools: _Messages | None) -> str | None:
         """Rendered text behind the marked completion; None if the template drops the completion."""
         conversation: _Messages = [{"role": "user", "content": "?"}, marked, *messages]
         _, found, after = self._text(conversation, add_generation_prompt=True, tools=tools).partition(_COMPLETION)
         return after if found else None
 
-    def _text(self, messages: _Messages, *, add_generation_prompt: bool, tools: _Tools | None) -> str:
+    def _text(self, messages: _Messages, *, add_generation_prompt: bool, tools: _Messages | None) -> str:
         from jinja2 import TemplateError
 
         try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 
 from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
@@ -32,36 +31,36 @@ class RunLog:
 
     def start(self, info: RunInfo) -> None:
         """Open all; on a resumed run, drop what they hold beyond `info.step`."""
-        _call_all(*(partial(sink.start, info) for sink in self._sinks))
+        _each(self._sinks, lambda sink: sink.start(info))
         self.display.start(info, self._history)
 
     def rollback(self, step: int) -> None:
         """Go on from an earlier step: drop what was logged beyond it."""
-        _call_all(*(partial(sink.rollback, step) for sink in self._sinks))
+        _each(self._sinks, lambda sink: sink.rollback(step))
         self.display.rollback(step, self._history)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         """Log the values of a step, and the batch that it trained on, if samples of it shall be kept."""
-        _call_all(*(partial(sink.log, step, values, batch) for sink in (self.display, *self._sinks)))
+        _each((self.display, *self._sinks), lambda sink: sink.log(step, values, batch))
 
     def event(self, text: str, level: Level = "info") -> None:
         """Tell of something that happened between steps."""
-        _call_all(*(partial(sink.event, text, level) for sink in (self.display, *self._sinks)))
+        _each((self.display, *self._sinks), lambda sink: sink.event(text, level))
 
     def close(self) -> None:
         """Write what is held back and stop the display."""
-        _call_all(*(sink.close for sink in (self.display, *self._sinks)))
+        _each((self.display, *self._sinks), lambda sink: sink.close())
 
     @property
     def _history(self) -> Steps:
         return next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
 
 
-def _call_all(*calls: Callable[[], None]) -> None:
+def _each(sinks: Iterable[Sink], call: Callable[[Sink], None]) -> None:
     errors: list[Exception] = []
-    for call in calls:
+    for sink in sinks:
         try:
-            call()
+            call(sink)
         except Exception as error:
             errors.append(error)
     if errors:

@@ -89,10 +89,7 @@ class PhaseClock:
     def busy(self, device: str, seconds: float, *, phase: str = "") -> None:
         """Count seconds that a device, such as "trainer" or "generator/0", computed in this step.
 
-        Args:
-            device: name of the device.
-            seconds: time that it computed.
-            phase: count them for the device's share of this phase, and not for its share of the step.
+        With a phase they count for the device's share of that phase, and not for its share of the step.
         """
         self._busy[device, phase] += seconds
 

@@ -67,16 +67,10 @@ class Trace:
             self.flush()
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, *, overlapping: bool = False) -> None:
-        """Draw something that lasted, when it has ended.
+        """Draw something that lasted, when it has ended; times are seconds of the clock.
 
-        Args:
-            lane: where it happened.
-            name: what it was, such as a phase; few different ones.
-            begin_s: seconds of the clock.
-            end_s: seconds of the clock.
-            overlapping: spans of this name overlap in this lane, as the requests of an engine do. They are drawn in
-                rows of their own, labelled with lane and name. Without it spans of a lane may only follow one another
-                or lie one within the other.
+        Spans of a lane may only follow one another or lie one within the other, but for those that are `overlapping`,
+        as the requests of an engine are: they are drawn in rows of their own, labelled with lane and name.
         """
         begin = self._micros(begin_s)
         end = max(begin, self._micros(end_s))

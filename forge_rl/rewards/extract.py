@@ -24,7 +24,6 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
         how: "tagged" takes the last <answer>...</answer>, "boxed" the last \\boxed{...}, "last_number" the last
             number, "whole" all of the text. "auto" takes what is tagged, else what is boxed, else the whole; and
             of that the last number if the right answer is a number.
-        text: the completion.
         gold: the right answer; only "auto" looks at it, and only whether it is a number.
     """
     match how:
@@ -37,9 +36,7 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
         case "whole":
             return text.strip()
         case "auto":
-            marked = tagged(text)
-            marked = boxed(text) if marked is None else marked
-            found = text.strip() if marked is None else marked
+            found = next((part for part in (tagged(text), boxed(text)) if part is not None), text.strip())
             return last_number(found) if gold is not None and is_number(gold) else found
 
 

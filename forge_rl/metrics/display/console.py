@@ -85,12 +85,7 @@ class Display(Sink):
         self.mode: Mode = automatic if mode == "auto" else mode
 
     def start(self, info: RunInfo, history: Steps | None = None) -> None:
-        """Show the run's title, and in live mode the panel.
-
-        Args:
-            info: description of the run.
-            history: steps that a resumed run has logged before, so that its curves begin at the first step.
-        """
+        """Show the run's title, and in live mode the panel; with a resumed run's history, curves begin at step 0."""
         self._state.info = info
         self.rollback(info.step, history)
         resumed = f"  resumed after step {info.step}" if info.step else ""
@@ -100,7 +95,7 @@ class Display(Sink):
             self._live.start(refresh=True)
 
     def rollback(self, step: int, history: Steps | None = None) -> None:
-        """Go on from an earlier step; `history` as for `start`."""
+        """Go on from an earlier step, up to which `history` holds what was logged."""
         self._state.rollback(step, history or [])
         self._show_step()
 
