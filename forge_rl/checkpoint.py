@@ -73,15 +73,13 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """List the whole ones, oldest first."""
-        found = []
-        for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            if match := _NAME.fullmatch(path.name):
-                found.append(Checkpoint(step=int(match[1]), folder=path))
+        matches = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step-*")]
+        found = [Checkpoint(step=int(match[1]), folder=path) for path, match in matches if match]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest whole one; None if there is none."""
-        return max(self.all(), key=lambda checkpoint: checkpoint.step, default=None)
+        return next(reversed(self.all()), None)
 
     @contextlib.asynccontextmanager
     async def writing(

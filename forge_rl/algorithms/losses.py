@@ -91,7 +91,6 @@ class ClippedSurrogate:
 
     @property
     def needs_reference(self) -> bool:
-        """True with a KL penalty."""
         return self.kl_coef > 0
 
     def __call__(
@@ -102,12 +101,8 @@ class ClippedSurrogate:
         mask: torch.Tensor,
         reference: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Sum the loss over the tokens where mask is True; arguments and shapes as in Loss.
-
-        Returns:
-            The summed loss, and the sums over the same tokens of: "tokens", "surrogate" (the loss without its KL
-            penalty), "ratio", "clipped" (tokens whose gradient the clip removed) and, when there is a reference, "kl"
-            (k3's estimate).
+        """See Loss.__call__. The sums are "tokens", "surrogate" (the loss without its KL penalty), "ratio", "clipped"
+        (tokens whose gradient the clip removed) and, when there is a reference, "kl" (k3's estimate).
 
         Raises:
             ConfigError: kl_coef is above 0 and there is no reference.

@@ -85,32 +85,30 @@ def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool)
     """Partition the segments of a group into trees so that sharing saves the most tokens.
 
     In lexicographic order a run of segments shares what its neighbours share, so the best partition into runs is a
-    short dynamic program. best[j] is the most tokens saved among the first j, whose last run begins at start[j].
+    short dynamic program. best[j] is for the first j: the most tokens saved, and start and prefix of the last run.
     """
     if not share_prefixes:
         return [Tree(first_key + i, 0, (branch,)) for i, branch in enumerate(branches)]
     branches = sorted(branches, key=lambda b: b.token_ids[: b.shareable].astype(">i8").tobytes())
     common = [_common_prefix(a.token_ids[: a.shareable], b.token_ids[: b.shareable]) for a, b in pairwise(branches)]
-    best, start, shared = [0], [0], [0]
+    best = [(0, 0, 0)]
     for j in range(1, len(branches) + 1):
-        best.append(best[j - 1])
-        start.append(j - 1)
-        shared.append(0)
+        options = [(best[j - 1][0], j - 1, 0)]
         prefix = branches[j - 1].shareable
         for i in range(j - 2, -1, -1):
             prefix = min(prefix, common[i])
             if prefix == 0:
                 break
-            if (saved := best[i] + (j - i - 1) * prefix) > best[j]:
-                best[j], start[j], shared[j] = saved, i, prefix
+            options.append((best[i][0] + (j - i - 1) * prefix, i, prefix))
+        best.append(max(options, key=lambda option: option[0]))
     runs: list[tuple[int, tuple[Branch, ...]]] = []
     end = len(branches)
     while end:
-        runs.append((shared[end], tuple(branches[start[end] : end])))
-        end = start[end]
-    ordered = [(prefix, tuple(sorted(run, key=_place))) for prefix, run in runs]
-    ordered.sort(key=lambda run: _place(run[1][0]))
-    return [Tree(first_key + i, prefix, run) for i, (prefix, run) in enumerate(ordered)]
+        _, start, prefix = best[end]
+        runs.append((prefix, tuple(sorted(branches[start:end], key=_place))))
+        end = start
+    runs.sort(key=lambda run: _place(run[1][0]))
+    return [Tree(first_key + i, prefix, run) for i, (prefix, run) in enumerate(runs)]
 
 
 def _place(branch: Branch) -> tuple[int, int]:

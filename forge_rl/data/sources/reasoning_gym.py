@@ -78,9 +78,7 @@ class ReasoningGymSource:
         )
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
-        """Return the first `tasks` held-out tasks, or all if fewer: distinct questions, the same for every seed.
-
-        Generates about tasks / held_out_share tasks, which takes long for the few data sets that are slow.
+        """Generate about tasks / held_out_share tasks, which takes long for the few data sets that are slow.
 
         Raises:
             TaskError: there is none, or the data set fails with these parameters.
@@ -104,15 +102,10 @@ class ReasoningGymSource:
         return tuple(found.values())
 
     def state(self) -> dict[str, object]:
-        """Position of the stream, as JSON."""
         return {"dataset": self.dataset, "params": self.params, "seed": self.seed, "index": self._index}
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Continue from a saved position.
-
-        Raises:
-            TaskError: the state is that of another stream.
-        """
+        """See Source.restore; a state of another stream is a TaskError."""
         index = state.get("index")
         expected = {**self.state(), "index": index}
         if not isinstance(index, int) or _as_json(expected) != _as_json(dict(state)):
