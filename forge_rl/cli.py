@@ -50,11 +50,6 @@ def main(args: Sequence[str] | None = None) -> None:
 def write_recipe(path: Path, template: str, *, force: bool = False) -> str:
     """Copies a recipe to a file of the user's own, which runs as it is.
 
-    Args:
-        path: the file to write.
-        template: name of the recipe, such as "grpo".
-        force: overwrite a file.
-
     Returns:
         A line that says how to run it.
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.data.packing import Row, unpack
+from forge_rl.data.packing import Row
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.model import attention_mask, build_model, read_architecture
 from forge_rl.engines.titan.state import load_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
-from tests.fakes import make_model, packed, random_batch
+from tests.fakes import make_model, packed, random_batch, unpack
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

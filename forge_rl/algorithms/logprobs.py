@@ -48,10 +48,7 @@ def token_logprobs(
 def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Measure how far the trainer's logprobs are from the engine's, on the same tokens.
 
-    Args:
-        trainer: the trainer's logprobs, any shape, float32; entry t is about the same token in all three.
-        behaviour: the engine's, same shape, float32.
-        mask: bool, same shape: tokens to compare.
+    Both are float32, of any shape, and `mask` bool of the same shape; entry t is about the same token in all three.
 
     Returns:
         Detached float32 scalars: "abs_sum" and "max" of the absolute differences, and "count" of the tokens. Sums and

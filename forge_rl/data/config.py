@@ -37,11 +37,9 @@ class ReasoningGymData:
             )
 
     def build(self, tasks: Sequence[str], *, seed: int) -> Mixture:
-        """Makes the mixture of these data sets; several of one name are told apart by their parameters too.
+        """Makes the mixture of these data sets, `name[:key=value,...][*weight]`; the seed orders the training tasks.
 
-        Args:
-            tasks: data sets as `name[:key=value,...][*weight]`.
-            seed: chooses the order of the training tasks.
+        Several data sets of one name are told apart by their parameters too.
 
         Raises:
             ConfigError: no tasks are named.

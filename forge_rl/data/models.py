@@ -23,8 +23,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
 
     Args:
         name: name of a bundled model, a local folder, or a hub id. Downloads are kept in the hub's own cache.
-        cache: folder for models that are built here.
-        progress: told what is being done, while the bundled model is built.
+        cache, progress: as for bundled_model.
 
     Raises:
         ModelError: there is no model of that name, or the named files are missing.

@@ -6,7 +6,6 @@ A row holds whole trees. The attention mask (`attends`) lets a branch see its pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,20 +94,11 @@ class Packed:
 
 
 def attends(trees: torch.Tensor, branches: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """True where the query at index q of a row sees the key at index k.
+    """True where the query at index q of a row sees the key at index k; bool, of the broadcast shape of q and k.
 
     It does iff k <= q, both are of the same tree, and the key is in the shared prefix or in the query's own branch.
     Padding sees only padding, so that no softmax is empty. Serves as FlexAttention's mask_mod and, by broadcasting, as
-    dense_mask.
-
-    Args:
-        trees: [L] int32, Row.trees.
-        branches: [L] int32, Row.branches.
-        q: integer tensor of query indexes, any shape.
-        k: integer tensor of key indexes; broadcasts with q.
-
-    Returns:
-        bool, of the broadcast shape of q and k.
+    dense_mask. `trees` and `branches` are those of the Row.
     """
     seen = (branches[k] == 0) | (branches[k] == branches[q])
     return (k <= q) & (trees[k] == trees[q]) & seen
@@ -131,14 +121,9 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
     unscored_tokens.
 
     Args:
-        batch: the scored batch.
         advantages: [P, G] float32, one for each episode; its segments share it.
-        layout: shape of the rows, from the trainer.
         drop_uniform: leave out groups with equal rewards: their advantages are 0, so the surrogate has no gradient.
             Keep them when another term (a KL penalty) should still reach them.
-
-    Returns:
-        Rows of which trained_tokens may be 0: then there are no rows at all.
 
     Raises:
         ConfigError: a segment does not fit in a row, or advantages do not match the batch.
@@ -179,32 +164,6 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
         unscored_tokens=unscored,
         version=batch.version,
     )
-
-
-def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Collect per-position results by episode.
-
-        entropies = unpack(packed, [entropy_of(row) for row in packed.rows])
-
-    Args:
-        packed: the packed batch.
-        values: for each row a [L] tensor, any dtype; entry t is about targets[t].
-
-    Returns:
-        For each episode with trained tokens, by its index in batch.episodes, the values of those tokens: 1-dim, in the
-        order of its segments and of the tokens in them. Episodes that were left out are absent.
-    """
-    if len(values) != len(packed.rows):
-        raise ConfigError(f"{len(values)} tensors for {len(packed.rows)} rows", hint="give one [L] tensor for each row")
-    if not packed.rows:
-        return {}
-    keys = np.concatenate(
-        [torch.stack([r.positions, r.segments, r.episodes])[:, r.mask].cpu().numpy() for r in packed.rows], axis=1
-    )
-    flat = torch.cat([value[row.mask.to(value.device)] for row, value in zip(packed.rows, values, strict=True)])
-    ordered = flat[torch.from_numpy(np.lexsort(keys)).to(flat.device)]
-    episodes, counts = np.unique(keys[2], return_counts=True)
-    return dict(zip(episodes.tolist(), ordered.split(counts.tolist()), strict=True))
 
 
 _PADDING = (

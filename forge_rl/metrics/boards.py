@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 class TensorBoardSink(Sink):
     """A curve for each metric; a resumed run hides what was logged beyond the step that it resumed from.
 
-    Args:
-        folder: where the event files go, such as `<run folder>/tensorboard`.
-
     Raises:
         CheckpointError: there is no space, or the folder cannot be written.
     """
@@ -79,9 +76,6 @@ class WandbSink(Sink):
 
     It is named after its folder. Of the steps that a resumed run repeats, W&B, which cannot go back, keeps the values
     that it got first. It keeps the console's output itself, so events are not sent.
-
-    Args:
-        project: name of the W&B project.
 
     Raises:
         ConfigError: wandb is not installed.

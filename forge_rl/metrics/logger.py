@@ -20,9 +20,7 @@ class RunLog:
         log.log(1, {"loss": 0.1}, batch)
         log.event("generator/1 failed: killed", "fault")
 
-    Args:
-        display: shows the run to a person.
-        sinks: keep values and events. A JSONLSink among them also gives a resumed run's display its past.
+    A JSONLSink among the sinks also gives a resumed run's display its past.
     """
 
     def __init__(self, display: Display, *sinks: Sink) -> None:
