@@ -55,16 +55,12 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """All checkpoints of a run.
+    """All checkpoints of a run, in a folder that is made when the first is written; the newest `keep` stay.
 
-        checkpoints = Checkpoints(Path("run/checkpoints"), keep=2)
-        async with checkpoints.writing(12, {"step": 12}, bytes_needed=1 << 30) as folder:
-            await trainer.save(folder, model=model)
-        checkpoints.latest().model  # a Hugging Face folder
-
-    Args:
-        folder: that holds them; made when the first is written.
-        keep: number of the newest that stay.
+    checkpoints = Checkpoints(Path("run/checkpoints"), keep=2)
+    async with checkpoints.writing(12, {"step": 12}, bytes_needed=1 << 30) as folder:
+        await trainer.save(folder, model=model)
+    checkpoints.latest().model  # a Hugging Face folder
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -88,7 +84,6 @@ class Checkpoints:
         """Write a checkpoint: the body fills the yielded folder's empty `model` and `training`.
 
         Args:
-            step: number of optimizer steps behind it.
             controller_state: JSON, written beside.
             bytes_needed: roughly the bytes that the body writes; checked before anything is written.
 

@@ -62,8 +62,7 @@ def write_recipe(path: Path, template: str, *, force: bool = False) -> str:
         raise ConfigError(f"there is no recipe {template!r}", hint=f"choose one of {', '.join(sorted(recipes))}")
     if path.suffix != ".py":
         raise ConfigError(f"{path} is no Python file", hint="give it a name that ends in .py")
-    module = recipes[name].rpartition(".")[2]
-    source = _source_of(recipes[name]).replace(f"python -m recipes.{module}", f"python {path.name}")
+    source = _source_of(recipes[name]).replace(f"python -m recipes.{name.replace('-', '_')}", f"python {path.name}")
     try:
         with path.open("w" if force else "x") as file:
             file.write(source)

@@ -56,8 +56,6 @@ class ServiceError(ForgeError):
     """A service that failed; names the service, replica, call and phase, and the cause.
 
     Args:
-        message: what happened.
-        service: name of the service, such as "generator".
         replica: index of the replica, or None if the whole service failed.
         call: the remote call in flight, or "" when none was.
         hint: what to do about it.

@@ -112,7 +112,7 @@ class ClippedSurrogate:
                 f"kl_coef is {self.kl_coef} and there is no reference",
                 hint="give the trainer a frozen reference, or set --loss.kl-coef 0",
             )
-        for other in (behaviour, advantages, mask, *([] if reference is None else [reference])):
+        for other in (behaviour, advantages, mask, logprobs if reference is None else reference):
             assert other.shape == logprobs.shape, f"shapes differ: {list(other.shape)}, {list(logprobs.shape)}"
         # where comes before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
         logprobs, behaviour, advantages = (torch.where(mask, x, 0.0) for x in (logprobs, behaviour, advantages))

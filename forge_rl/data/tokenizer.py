@@ -20,14 +20,11 @@ _COMPLETION = "COMPLETION-0b7e5c"
 
 
 class Tokenizer:
-    """Chat messages to token ids and back, by the chat template of a model.
+    """Chat messages to token ids and back, by the chat template of a model folder in Hugging Face's layout.
 
         tokenizer = Tokenizer(resolve_model("Qwen/Qwen3-0.6B", cache))
         prompt = tokenizer.render([{"role": "user", "content": "What is 2+3?"}])
         next_prompt = tokenizer.extend((*prompt, *completion), [{"role": "user", "content": "Are you sure?"}])
-
-    Args:
-        folder: model folder in Hugging Face's layout.
 
     Raises:
         ModelError: the folder holds no tokenizer, or it has no chat template.

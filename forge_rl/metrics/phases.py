@@ -20,8 +20,7 @@ class PhaseClock:
             ...
         clock.finish_step()  # {"seconds/rollout": 2.1, "seconds/step": 2.2}
 
-    Args:
-        clock: monotonic seconds.
+    Its clock gives monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

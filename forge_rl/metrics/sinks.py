@@ -94,12 +94,7 @@ class JSONLSink(Sink):
 
 
 class EventSink(Sink):
-    """`{"time": ..., "level": "fault", "text": ...}`: what happened in this folder's runs, also in those cut short.
-
-    Args:
-        path: the file, which only grows.
-        clock: seconds since 1970.
-    """
+    """`{"time": ..., "level": "fault", "text": ...}`: what happened in this folder's runs, also in those cut short."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -110,12 +105,7 @@ class EventSink(Sink):
 
 
 class EpisodeSink(Sink):
-    """Samples for a person to read: a few episodes of each batch, spread evenly over its groups.
-
-    Args:
-        path: the file, such as `episodes.jsonl`.
-        episodes_per_step: number to write for each batch; all of them if the batch has fewer.
-    """
+    """Samples for a person to read: a few episodes of each batch, spread evenly over its groups."""
 
     def __init__(self, path: Path, episodes_per_step: int = 8) -> None:
         self._lines = _StepLines(path)

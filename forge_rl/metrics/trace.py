@@ -38,7 +38,6 @@ class Trace:
         trace.close()
 
     Args:
-        path: the file.
         clock: monotonic seconds, the same that spans are measured with.
         most_bytes: bound on the file; when it is reached, an event says so and nothing more is written.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import re
@@ -26,7 +27,8 @@ class SourceSpec:
     @property
     def label(self) -> str:
         """Name and parameters, to tell apart specs of the same name."""
-        params = ",".join(f"{key}={_written(value)}" for key, value in self.params.items())
+        written = functools.partial(json.dumps, separators=(",", ":"), default=str)
+        params = ",".join(f"{k}={v if isinstance(v, str) else written(v)}" for k, v in self.params.items())
         return f"{self.name}:{params}" if params else self.name
 
 
@@ -52,18 +54,15 @@ def parse_source(text: str) -> SourceSpec:
             raise TaskError(f"cannot read {part!r} in the tasks {text!r}", hint=_FORM)
         params[key] = _value(value)
     try:
-        return SourceSpec(name=name.strip(), params=params, weight=_weight(weight))
-    except ValueError as error:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise TaskError(
             f"the weight {weight!r} of the tasks {text!r} is not a number from 0 up",
             hint=f"{_FORM}, with a weight such as 0.5",
-        ) from error
-
-
-def _weight(text: str) -> float:
-    if not 0 <= (weight := float(text)) < math.inf:
-        raise ValueError(text)
-    return weight
+        )
+    return SourceSpec(name=name.strip(), params=params, weight=number)
 
 
 def _split_commas(text: str) -> list[str]:
@@ -96,7 +95,3 @@ def _value(text: str) -> object:
     if text.startswith("[") and text.endswith("]"):
         return [_value(part.strip()) for part in _split_commas(text[1:-1])]
     return text
-
-
-def _written(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)

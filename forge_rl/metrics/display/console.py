@@ -141,7 +141,6 @@ class Display(Sink):
 
         Args:
             waiting: names what is waited for, such as "generator replica 1, call load"; "" if that is not known.
-            status: progress of the rollouts; None while there are none.
         """
         now, rollout = self._clock(), status()
         phase, in_phase, _ = self._phase_clock.now()
@@ -183,11 +182,9 @@ class Display(Sink):
         self._print(at + (text if level == "info" else f"{level}: {text}"), style, live=True)
 
     def summary(self, places: Mapping[str, object] | None = None, faults: Sequence[Recovery] = ()) -> None:
-        """End the display and print what came of the run.
+        """End the display and print what came of the run: a table of the faults, scores, and where things lie.
 
-        Args:
-            places: where things lie, and commands to look further: {"run folder": path, "curves": "tensorboard ..."}.
-            faults: shown as a table above the rest.
+        `places` may hold commands to look further too: {"run folder": path, "curves": "tensorboard ..."}.
         """
         self.close()
         if self.mode != "none":

@@ -66,8 +66,7 @@ class RunState:
     def eta_s(self, elapsed_s: float = 0.0) -> float | None:
         """Return the seconds to the last step, by the median of recent steps; None while nothing is known.
 
-        Args:
-            elapsed_s: seconds already spent in the step under way.
+        `elapsed_s` have been spent in the step under way already.
         """
         if self.info is None or not self.step_seconds:
             return None

@@ -19,7 +19,7 @@ def print_summary(
     """Print scores before and after, steps, wall time, faults, and where things lie; see Display.summary."""
     console.print()
     if faults:
-        console.print(faults_table(faults))
+        console.print(_table(faults))
         console.print()
     rows: list[tuple[str, Text]] = []
     for name, scores in state.held_out.items():
@@ -39,8 +39,7 @@ def print_summary(
         console.print(Text.assemble((f"{name:<{widest}}  ", "dim"), content), soft_wrap=True)
 
 
-def faults_table(faults: Sequence[Recovery]) -> Table:
-    """Return a table of the faults in the order of time."""
+def _table(faults: Sequence[Recovery]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("at", "fault of", "phase", "recovered"):
         table.add_column(name, justify="right" if name in ("at", "recovered") else "left", no_wrap=True)
