@@ -48,10 +48,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def write_recipe(path: Path, template: str, *, force: bool = False) -> str:
-    """Copies a recipe to a file of the user's own, which runs as it is.
-
-    Returns:
-        A line that says how to run it.
+    """Copies a recipe to a file of the user's own, which runs as it is; returns a line that says how.
 
     Raises:
         ConfigError: there is no such recipe, or the file cannot be written.

@@ -42,7 +42,7 @@ def kl_estimate(
 def kl_penalty(
     logprobs: torch.Tensor, reference: torch.Tensor, behaviour_ratio: torch.Tensor, kind: Literal["k2", "k3"]
 ) -> torch.Tensor:
-    """Return a loss at each token whose expected gradient is that of KL(policy || reference) at that token.
+    """Return a loss at each token, of the same shape, whose expected gradient is that of KL(policy || reference) there.
 
     "k2" is k2 alone. Its gradient (logprobs - reference) * grad logprobs is the KL's when the tokens come from the
     policy itself; under a lag it is slightly biased, but its variance stays small.
@@ -58,9 +58,6 @@ def kl_penalty(
         logprobs: policy's logprob of each token, with gradient, any shape, float32.
         reference: the frozen reference's logprob of the same tokens, same shape, float32.
         behaviour_ratio: exp(logprobs - behaviour), with gradient, same shape, float32.
-
-    Returns:
-        The penalty of each token, same shape, float32, with gradient.
 
     Raises:
         ConfigError: the kind is unknown.

@@ -17,9 +17,7 @@ class Mixture:
         mixture = Mixture({"math": math, "words": words}, {"math": 3, "words": 1})
         mixture["words"] = 2  # from the next batch on
 
-    Args:
-        sources: by name.
-        weights: by name, from 0 up and not all 0; all equal when not given.
+    Weights are from 0 up and not all 0; all equal when not given.
 
     Raises:
         TaskError: no sources, unknown names, or weights out of range.

@@ -64,24 +64,17 @@ def _checked(folder: Path) -> Path:
 
 
 def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_FILES)))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         match error:
-            case GatedRepoError():
+            case errors.GatedRepoError():
                 cause, hint = "access to it is gated", "ask for access on its page, log in with `hf auth login`"
-            case RepositoryNotFoundError():
+            case errors.RepositoryNotFoundError():
                 cause, hint = "there is no such model, or it is private", "check the name, log in with `hf auth login`"
-            case LocalEntryNotFoundError():
+            case errors.LocalEntryNotFoundError():
                 cause, hint = "the hub cannot be reached, and no copy is in its cache", "check the network"
             case _:
                 cause, hint = (str(error).splitlines() or [type(error).__name__])[0], "try again"

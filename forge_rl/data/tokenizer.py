@@ -156,12 +156,9 @@ class Tokenizer:
         assert isinstance(function, Mapping)
         marked = {**calls[-1], "function": {**function, "arguments": {"at": _COMPLETION}}}
         try:
-            after = self._after(
-                {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], marked]}, messages, tools
-            )
+            completion = {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], marked]}
+            after = self._after(completion, messages, tools) or ""
         except ModelError:
-            return None
-        if after is None:
             return None
         ends = [at for token in self.stop_ids if (at := after.find(self.hf.convert_ids_to_tokens(token) or "\0")) >= 0]
         return after[min(ends) :] if ends else None

@@ -124,6 +124,5 @@ def _run_id(info: RunInfo) -> str:
     path = info.folder / "wandb_run_id"
     with writing(path):
         if info.step == 0 or not path.is_file():
-            info.folder.mkdir(parents=True, exist_ok=True)
             path.write_text(secrets.token_hex(4))
         return path.read_text().strip()

@@ -46,9 +46,7 @@ class Display(Sink):
     Args:
         mode: "live", a panel that stays in place below the events; "plain", lines; "none", nothing; "auto", live if
             stdout is a terminal that no prompt shares, and plain otherwise.
-        phase_clock: knows the current phase.
         console: where to write; stdout by default.
-        clock: monotonic seconds.
 
     Raises:
         ConfigError: live mode without a terminal.
