@@ -17,7 +17,7 @@ from pathlib import Path
 
 from forge_rl.errors import CheckpointError
 
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"step-\d{6,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """List the whole ones, oldest first."""
-        matches = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step-*")]
-        found = [Checkpoint(step=int(match[1]), folder=path) for path, match in matches if match]
+        paths = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
+        found = [Checkpoint(step=int(path.name.removeprefix("step-")), folder=path) for path in paths]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:

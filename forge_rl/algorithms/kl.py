@@ -20,9 +20,7 @@ def kl_estimate(
     With d = logprobs - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman, "Approximating KL divergence",
     2020). k1 and k3 are unbiased, k2 and k3 are never negative. None is a loss as it stands: see kl_penalty.
 
-    Args:
-        logprobs: policy's logprob of each sampled token, any shape, float32; the estimates have the same shape.
-        reference: the frozen reference's logprob of the same tokens, same shape, float32.
+    The policy's and the frozen reference's logprobs are float32 of any shape, as are the estimates.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -55,8 +53,7 @@ def kl_penalty(
     left out, as in every token-level penalty.
 
     Args:
-        logprobs: policy's logprob of each token, with gradient, any shape, float32.
-        reference: the frozen reference's logprob of the same tokens, same shape, float32.
+        logprobs, reference: as for kl_estimate; logprobs with gradient.
         behaviour_ratio: exp(logprobs - behaviour), with gradient, same shape, float32.
 
     Raises:

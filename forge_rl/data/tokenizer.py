@@ -67,14 +67,13 @@ class Tokenizer:
     def extend(
         self, ids: Sequence[int], messages: _Messages, *, tools: _Messages | None = None, calls: _Messages = ()
     ) -> tuple[int, ...]:
-        """Append new messages to a finished turn, up to where the next completion begins.
+        """Append new messages, such as a tool's output, to a finished turn, up to where the next completion begins.
 
         Starts with `ids` as they are: what the engine produced is never tokenised again, so turns join by exact prefix.
 
         Args:
             ids: everything up to and with the completion. When it does not end with a stop token (it was cut by a
                 token limit), the template's own end of turn is added.
-            messages: what came after it, such as a tool's output or a user's reply.
             calls: names of the completion's tool calls with their ids, {"id": ..., "function": {"name": ...}}, for
                 templates that want to see a call before its output.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -64,6 +65,10 @@ class Tree:
         raise AssertionError(f"a branch of tree {self.key} is longer than {limit} tokens")
 
 
+_place = operator.attrgetter("episode", "segment")
+"""Order of branches in their batch."""
+
+
 def make_branch(segment: Segment, episode: int, index: int, advantage: float) -> Branch:
     """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained."""
     behaviour = np.array(segment.logprobs, dtype=np.float32)
@@ -109,10 +114,6 @@ def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool)
         end = start
     runs.sort(key=lambda run: _place(run[1][0]))
     return [Tree(first_key + i, prefix, run) for i, (prefix, run) in enumerate(runs)]
-
-
-def _place(branch: Branch) -> tuple[int, int]:
-    return branch.episode, branch.segment
 
 
 def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:

@@ -19,8 +19,6 @@ class PhaseClock:
         with clock.phase("rollout"):
             ...
         clock.finish_step()  # {"seconds/rollout": 2.1, "seconds/step": 2.2}
-
-    Its clock gives monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

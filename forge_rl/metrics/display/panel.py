@@ -108,12 +108,10 @@ def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:
         yield "reward", Text.assemble((f"{rewards[-1]:.3f} ", "bold"), curve, (ends, "dim"))
     if state.held_out:
         yield "held-out", _flow({name: _score(scores) for name, scores in state.held_out.items()})
-    if update := {label: number(last[name]) for label, name in UPDATE.items() if name in last}:
-        yield "update", _flow(update)
-    if spent := phases(last):
-        yield "took", _flow(spent)
-    if busy := _busy(last):
-        yield "busy", _flow(busy)
+    update = {label: number(last[name]) for label, name in UPDATE.items() if name in last}
+    for label, pairs in (("update", update), ("took", phases(last)), ("busy", _busy(last))):
+        if pairs:
+            yield label, _flow(pairs)
 
 
 def _score(scores: tuple[float, ...]) -> str:

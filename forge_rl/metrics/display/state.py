@@ -64,10 +64,7 @@ class RunState:
         self.step = step
 
     def eta_s(self, elapsed_s: float = 0.0) -> float | None:
-        """Return the seconds to the last step, by the median of recent steps; None while nothing is known.
-
-        `elapsed_s` have been spent in the step under way already.
-        """
+        """Return seconds to the last step by the median of recent ones, less those of this step; None if unknown."""
         if self.info is None or not self.step_seconds:
             return None
         left = max(self.info.steps - self.step, 0)
