@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forge_rl.errors import ModelError
-from forge_rl.weights.names import from_hf, parts, to_hf
+from forge_rl.weights.names import parts, to_hf
 from forge_rl.weights.slices import TensorSlice
 
 TOP = {
@@ -35,16 +35,14 @@ STACK = {"w1_EFD": "gate_proj", "w3_EFD": "up_proj", "w2_EDF": "down_proj"}
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS.items())
-def test_names_map_both_ways(ours: str, theirs: str):
+def test_each_name_has_its_counterpart(ours: str, theirs: str):
     assert to_hf(ours) == theirs
-    assert from_hf(theirs) == (ours, None)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), STACK.items())
-def test_names_of_experts_map_both_ways(ours: str, theirs: str):
+def test_each_expert_has_a_name(ours: str, theirs: str):
     stack = f"layers.12.moe.routed_experts.inner_experts.{ours}"
     assert to_hf(stack, 103) == f"model.layers.12.mlp.experts.103.{theirs}.weight"
-    assert from_hf(f"model.layers.12.mlp.experts.103.{theirs}.weight") == (stack, 103)
 
 
 def test_no_two_names_meet():
@@ -127,11 +125,6 @@ def test_names_and_orientation_are_those_of_torchtitans_own_adapter(moe: torch.n
     assert "model.layers.1.mlp.experts.2.down_proj.weight" in ours
     for name, values in theirs.items():
         assert torch.equal(ours[name], values), name
-    back = {name: torch.zeros_like(values) for name, values in state.items()}
-    for name, values in theirs.items():
-        weight, expert = from_hf(name)
-        (back[weight] if expert is None else back[weight][expert]).copy_(values)
-    assert all(torch.equal(back[name], values) for name, values in state.items())
 
 
 @pytest.mark.parametrize(
@@ -149,24 +142,6 @@ def test_names_and_orientation_are_those_of_torchtitans_own_adapter(moe: torch.n
 def test_an_unknown_torchtitan_name_is_refused(name: str):
     with pytest.raises(ModelError, match="no Hugging Face name") as caught:
         to_hf(name)
-    assert repr(name) in caught.value.message
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.self_attn.q_proj.lora_A.weight",
-        "model.layers.0.mlp.experts.up_proj.weight",
-        "model.layers.0.mlp.experts.3.gate_up_proj.weight",
-        "layers.0.attention.wo.weight",
-        "transformer.h.0.attn.c_attn.weight",
-    ],
-)
-def test_an_unknown_hugging_face_name_is_refused(name: str):
-    with pytest.raises(ModelError, match="neither the Llama nor the Qwen3") as caught:
-        from_hf(name)
     assert repr(name) in caught.value.message
 
 

@@ -1,6 +1,6 @@
-"""Names of weights: torchtitan's to Hugging Face's and back.
+"""Names of weights: torchtitan's to Hugging Face's.
 
-Both families keep separate q, k, v projections in Hugging Face's rotate-half order (engines/titan.py builds them so),
+Both families keep separate q, k, v projections in Hugging Face's rotate-half order (engines/titan builds them so),
 and torchtitan stacks a layer's experts, which Hugging Face keeps apart. So every published tensor is a block of one
 torchtitan weight as it lies there: a shard of one is a shard of the other, and no copy or permutation is needed.
 """
@@ -37,13 +37,8 @@ _LAYER = {
 }
 _STACK = {"w1_EFD": "gate_proj", "w3_EFD": "up_proj", "w2_EDF": "down_proj"}
 """[experts, out, in] in torchtitan; [out, in] for each expert in Hugging Face."""
-_LAYER_BACK = {theirs: ours for ours, theirs in _LAYER.items()}
-_TOP_BACK = {theirs: ours for ours, theirs in _TOP.items()}
-_STACK_BACK = {theirs: ours for ours, theirs in _STACK.items()}
 _TITAN = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 _TITAN_STACK = re.compile(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(w\d_E[DF]{2})")
-_HF = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_HF_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,25 +99,4 @@ def to_hf(name: str, expert: int | None = None) -> str:
         return f"model.layers.{match[1]}.mlp.experts.{expert}.{_STACK[match[2]]}.weight"
     raise ModelError(
         f"the torchtitan weight {name!r} has no Hugging Face name", hint="only the Llama and Qwen3 families are known"
-    )
-
-
-def from_hf(name: str) -> tuple[str, int | None]:
-    """torchtitan's name of a Hugging Face weight of the Llama or Qwen3 family.
-
-    Returns:
-        The name, and which expert of that stack it is; None where the weight is no stack.
-
-    Raises:
-        ModelError: the name is not one of theirs.
-    """
-    if name in _TOP_BACK:
-        return _TOP_BACK[name], None
-    if (match := _HF.fullmatch(name)) and match[2] in _LAYER_BACK:
-        return f"layers.{match[1]}.{_LAYER_BACK[match[2]]}.weight", None
-    if (match := _HF_EXPERT.fullmatch(name)) and match[3] in _STACK_BACK:
-        return f"layers.{match[1]}.moe.routed_experts.inner_experts.{_STACK_BACK[match[3]]}", int(match[2])
-    raise ModelError(
-        f"the checkpoint holds {name!r}, which neither the Llama nor the Qwen3 family has",
-        hint="use a model of the Llama or Qwen3 family without biases or adapters",
     )
