@@ -14,9 +14,8 @@ import contextlib
 import importlib.util
 import os
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -107,15 +106,18 @@ class TorchStoreTransport:
     ) -> AsyncGenerator[SegmentBucket, None]:
         """Get buckets one by one. At most two buckets' bytes are in memory: one to be read, the other on its way."""
         wanted = to_read(manifest, names)
-        ahead = _Ahead(self._get, [part for _, entries in wanted for part in _parts_of(entries)])
+        coming: asyncio.Task[dict[str, torch.Tensor]] | None = None
         try:
-            for bucket, entries in wanted:
+            for (bucket, entries), following in zip_longest(wanted, wanted[1:]):
                 with _anonymous(bucket) as segment:
-                    await _fill(segment, entries, ahead)
-                    ahead.start()
+                    coming = coming or asyncio.create_task(self._get_parts(entries))
+                    await asyncio.to_thread(_unpack, await coming, segment, entries)
+                    coming = asyncio.create_task(self._get_parts(following[1])) if following else None
                     yield SegmentBucket(segment=segment, entries=entries)
         finally:
-            await ahead.close()
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
 
     async def free(self, keys: Collection[str]) -> None:
         """Delete buckets with all parts, also those that no manifest names because a publish was given up."""
@@ -131,6 +133,10 @@ class TorchStoreTransport:
         if not await self._ask("exists", bucket):
             await self._delete(part)
             raise WeightsError(f"bucket {bucket} was freed while it was written: its version was given up")
+
+    async def _get_parts(self, entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
+        keys = dict.fromkeys(piece.part for entry in entries for piece in entry.pieces)
+        return {key: await self._get(key) for key in keys}
 
     async def _get(self, part: str) -> torch.Tensor:
         try:
@@ -162,78 +168,39 @@ class TorchStoreTransport:
             ) from error
 
 
-class _Ahead:
-    """Gets parts one after the other; the next one travels, once started, while the caller is busy."""
-
-    def __init__(self, get: Callable[[str], Awaitable[torch.Tensor]], parts: Sequence[str]) -> None:
-        self._get = get
-        self._left = deque(parts)
-        self._task: asyncio.Future[torch.Tensor] | None = None
-
-    def start(self) -> None:
-        if self._task is None and self._left:
-            self._task = asyncio.ensure_future(self._get(self._left.popleft()))
-
-    async def next(self) -> torch.Tensor:
-        self.start()
-        assert self._task is not None, "there are as many parts as are asked for"
-        part = await self._task
-        self._task = None
-        return part
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-
 def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
     """Cast and fingerprint a rank's slices of one bucket into one buffer, `[bytes] uint8`."""
-    sizes = [shard.tensor_slice.numel * entry.torch_dtype.itemsize for entry, shard in held]
-    offsets, used = [], 0
-    for size in sizes:
-        offsets.append(used)
+    places, used = [], 0
+    for entry, shard in held:
+        size = shard.tensor_slice.numel * entry.torch_dtype.itemsize
+        places.append(slice(used, used + size))
         used += -(-size // _ALIGN) * _ALIGN
     buffer = torch.empty(used, dtype=torch.uint8)
     moves = []
-    for (entry, shard), offset, size in zip(held, offsets, sizes, strict=True):
-        target = buffer[offset : offset + size].view(entry.torch_dtype).view(shard.tensor_slice.size)
+    for (entry, shard), place in zip(held, places, strict=True):
+        target = buffer[place].view(entry.torch_dtype).view(shard.tensor_slice.size)
         moves.append(Move(target, shard.values.detach(), entry.shape, shard.tensor_slice))
     return buffer, [
         ShardReport(
             name=shard.name,
             tensor_slice=shard.tensor_slice,
             fingerprint=fingerprint,
-            piece=Piece(tensor_slice=shard.tensor_slice, part=part, offset=offset),
+            piece=Piece(tensor_slice=shard.tensor_slice, part=part, offset=place.start),
         )
-        for (_, shard), offset, fingerprint in zip(held, offsets, move(moves), strict=True)
+        for (_, shard), place, fingerprint in zip(held, places, move(moves), strict=True)
     ]
 
 
-def _parts_of(entries: Iterable[TensorEntry]) -> list[str]:
-    return list(dict.fromkeys(piece.part for entry in entries for piece in entry.pieces))
-
-
-async def _fill(segment: SegmentRef, entries: Sequence[TensorEntry], ahead: _Ahead) -> None:
-    parts = _parts_of(entries)
-    for number, part in enumerate(parts):
-        values = await ahead.next()
-        if number + 1 < len(parts):  # all parts of a bucket take no more memory than it does
-            ahead.start()
-        await asyncio.to_thread(_unpack, part, values, segment, entries)
-
-
-def _unpack(part: str, values: torch.Tensor, segment: SegmentRef, entries: Sequence[TensorEntry]) -> None:
-    """Copy one rank's slices, `[bytes] uint8`, to their places in the bucket."""
+def _unpack(parts: Mapping[str, torch.Tensor], segment: SegmentRef, entries: Sequence[TensorEntry]) -> None:
+    """Copy the ranks' slices to their places in the bucket; each part is `[bytes] uint8`."""
     bucket = writable(segment)
     for entry in entries:
         for piece in entry.pieces:
-            if piece.part != part:
-                continue
+            values = parts[piece.part]
             size = piece.tensor_slice.numel * entry.torch_dtype.itemsize
             held = values[piece.offset : piece.offset + size]
             if held.numel() != size:
-                raise WeightsError(f"{part} is cut short at {values.numel()} bytes, within {entry.name!r}")
+                raise WeightsError(f"{piece.part} is cut short at {values.numel()} bytes, within {entry.name!r}")
             piece.tensor_slice.of(entry.of(bucket)).copy_(held.view(entry.torch_dtype).view(piece.tensor_slice.size))
 
 
