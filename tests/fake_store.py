@@ -24,9 +24,8 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.services.weight_store_actor import WeightStoreActor
+from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
 from forge_rl.weights.fingerprints import Move, fingerprint
-from forge_rl.weights.leases import WeightReader
 from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport, TensorSpec
 from forge_rl.weights.segment import readable
 from forge_rl.weights.slices import TensorSlice
@@ -175,6 +174,11 @@ async def real(logs: Path, shm: Path, **config: object) -> AsyncIterator[tuple[W
 
 async def use(users: Service, method: str, *args: object) -> object:
     return await users.replicas[0].call(method, *args, deadline_s=30)
+
+
+async def hold(store: WeightStore, users: Service, version: int | None) -> object:
+    """Lease a version in the process of the users."""
+    return await use(users, "hold", store._service.replicas[0].actor, store.transport(), version)
 
 
 def segments(shm: Path) -> set[Path]:
@@ -327,12 +331,15 @@ class StoreUser(ServiceActor):
         await self._halfway.wait()
 
     @concurrent_endpoint
-    async def hold(self, reader: WeightReader, version: int | None) -> dict[str, int]:
+    async def hold(self, index: Any, transport: Transport, version: int | None) -> dict[str, int]:
         """Lease a version until told to end; returns what was read then."""
-        async with reader.lease(version) as manifest:
-            self._halfway.set()
-            await self._end.wait()
-            return await read(reader.transport, manifest)
+        manifest = await index.lease.call_one(version, "a user's", Holder.this_process())
+        self._halfway.set()
+        await self._end.wait()
+        found = await read(transport, manifest)
+        with contextlib.suppress(Exception):  # a store that has died
+            await index.release.call_one("a user's")
+        return found
 
     @concurrent_endpoint
     async def end(self) -> None:

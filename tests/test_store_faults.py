@@ -22,6 +22,7 @@ from tests.fake_store import (
     RANKS,
     all_of,
     exist,
+    hold,
     nothing_in,
     publish,
     read,
@@ -55,7 +56,7 @@ def test_what_is_published_is_read_by_the_controller_and_by_other_processes(tmp_
             async with store.publishing(4, specs(), torch.float32) as publication:
                 ranks = [await use(users, "write", store.transport(), publication.draft, rank) for rank in range(RANKS)]
                 await publication.commit(ranks)
-            holding = asyncio.create_task(use(users, "hold", store.reader(), None))
+            holding = asyncio.create_task(hold(store, users, None))
             await use(users, "halfway")
             for version in (5, 6, 7):
                 await publish(store, version)
@@ -116,7 +117,7 @@ def test_the_lease_of_a_reader_that_is_killed_ends(tmp_path: Path, shm: Path):
     async def main() -> None:
         async with real(tmp_path, shm) as (store, users, _):
             manifest = await publish(store, 1)
-            holding = asyncio.create_task(use(users, "hold", store.reader(), 1))
+            holding = asyncio.create_task(hold(store, users, 1))
             await use(users, "halfway")
             for version in (2, 3, 4):
                 await publish(store, version)
@@ -143,7 +144,7 @@ def test_a_store_that_dies_is_named_at_once_and_leaves_nothing(tmp_path: Path, s
             manifest = await publish(store, 1)
             mapped = [readable(bucket.segment) for bucket in manifest.buckets if bucket.segment]
             waiter = asyncio.create_task(store.wait_for(2))
-            holding = asyncio.create_task(use(users, "hold", store.reader(), 1))
+            holding = asyncio.create_task(hold(store, users, 1))
             await use(users, "halfway")
             reserve = store.transport().reserve
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from forge_rl.errors import WeightsError
 from forge_rl.services.weight_store import Publication
-from forge_rl.weights.leases import Holder
+from forge_rl.services.weight_store_actor import Holder
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import PAGE, readable
 from tests.fake_store import (

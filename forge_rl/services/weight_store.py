@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,7 @@ from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.weight_store_actor import WeightStoreActor
-from forge_rl.weights.leases import WeightReader, leased
+from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.transports.protocol import Transport
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -129,10 +129,6 @@ class WeightStore:
         """Transport with which processes on a host write and read; it pickles."""
         return self._transports[host]
 
-    def reader(self, host: str = THIS_HOST) -> WeightReader:
-        """Reader of versions for another process on a host, such as an evaluator; it pickles."""
-        return WeightReader(self._service.replicas[0].actor, self._transports[host], self._deadline_s)
-
     @contextlib.asynccontextmanager
     async def publishing(
         self, version: int, specs: Sequence[TensorSpec], dtype: torch.dtype, *, host: str = THIS_HOST
@@ -183,8 +179,12 @@ class WeightStore:
 
         If this process dies meanwhile, the lease ends with it.
         """
-        async with leased(self._call, version) as manifest:
-            yield manifest
+        lease = secrets.token_hex(8)
+        try:
+            yield await self._call("lease", version, lease, Holder.this_process())
+        finally:  # also if the answer was not waited for
+            with contextlib.suppress(ForgeError):  # a store that has died holds no leases, and the next call tells
+                await self._call("release", lease)
 
     async def wait_for(self, version: int) -> int:
         """Wait until this version or a newer one can be read.

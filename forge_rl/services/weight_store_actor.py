@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,25 @@ from monarch.rdma import RDMABuffer
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.weights.leases import Holder
 from forge_rl.weights.manifest import Manifest, SegmentRef
 from forge_rl.weights.transports.remote import Puller, Shared
 from forge_rl.weights.transports.shared_memory import ask
 from forge_rl.weights.versions import VersionIndex
 from forge_rl.weights.volume import Volume
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that leases versions: they are kept until it ends at the latest."""
+
+    pid: int
+    namespace: str
+    """Namespace of process ids, and the machine's boot: elsewhere the same pid is another process."""
+
+    @staticmethod
+    def this_process() -> Holder:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Holder(os.getpid(), f"{boot} {os.readlink('/proc/self/ns/pid')}")
 
 
 class WeightStoreActor(ServiceActor):

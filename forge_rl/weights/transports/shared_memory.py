@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ class SharedMemoryTransport:
         return await ask(self._volumes[host], method, *args, what=f"the weight store on host {host!r}")
 
 
-async def ask(actor: Any, method: str, *args: object, what: str, deadline_s: float = _DEADLINE_S) -> Any:
+async def ask(actor: Any, method: str, *args: object, what: str) -> Any:
     """Call an actor of the store from any process.
 
     Raises:
@@ -105,7 +105,8 @@ async def ask(actor: Any, method: str, *args: object, what: str, deadline_s: flo
         WeightsError: it raised something else, died, or did not answer in time; names it as `what`.
     """
     try:
-        return await asyncio.wait_for(_await(getattr(actor, method).call_one(*args)), deadline_s)
+        async with asyncio.timeout(_DEADLINE_S):
+            return await getattr(actor, method).call_one(*args)
     except Exception as error:
         remote = getattr(error, "exception", None)
         if isinstance(remote, ForgeError):
@@ -121,7 +122,3 @@ def _place(bucket: Bucket, host: str) -> SegmentRef:
             hint="keep all of the trainer's ranks on one host",
         )
     return bucket.segment
-
-
-async def _await(future: Awaitable[Any]) -> Any:
-    return await future
