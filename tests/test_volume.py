@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import multiprocessing
 import os
 import re
@@ -321,34 +322,31 @@ def test_a_forked_child_does_not_keep_the_folder_of_a_volume_that_closes(shm: Pa
         child.join()
 
 
-def test_a_home_that_another_process_removes_meanwhile_is_made_again(shm: Path, monkeypatch: pytest.MonkeyPatch):
-    lstat = Path.lstat
+@pytest.mark.parametrize("before", ["os.open", "fcntl.flock"])
+def test_a_home_that_another_process_removes_meanwhile_is_made_again(
+    before: str, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    home = shm / f"forge_rl-{os.geteuid()}"
+    real = {"os.open": os.open, "fcntl.flock": fcntl.flock}[before]
 
-    def vanish(path: Path) -> os.stat_result:
+    def vanish(*args: object) -> object:
         monkeypatch.undo()
-        path.rmdir()
-        return lstat(path)
+        home.rmdir()
+        return real(*args)  # type: ignore[operator]
 
-    monkeypatch.setattr(Path, "lstat", vanish)
+    monkeypatch.setattr(before, vanish)
     with opened(shm) as volume:
         assert volume.folder.is_dir()
+        assert volume.folder.parent == home
 
 
-def test_a_home_that_another_process_enters_while_the_last_one_leaves_stays(shm: Path, monkeypatch: pytest.MonkeyPatch):
-    volume = Volume(shm)
-    lock = volume.folder.parent / "lock"
-    unlink = Path.unlink
-
-    def enter(path: Path, missing_ok: bool = False) -> None:
-        unlink(path, missing_ok)
-        if path == lock:
-            lock.touch(0o600)
-
-    monkeypatch.setattr(Path, "unlink", enter)
-    volume.close()
-    monkeypatch.undo()
-    assert lock.exists()
-    assert reclaim(shm) == 0  # the other one leaves
+def test_a_home_with_another_volume_stays(shm: Path):
+    with opened(shm) as other:
+        with opened(shm):
+            pass
+        assert reclaim(shm) == 0
+        assert other.folder.is_dir()
+    assert list(shm.iterdir()) == []
 
 
 def open_and_close(shm: Path, rounds: int) -> None:

@@ -14,7 +14,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -36,9 +35,9 @@ class Volume:
     """
 
     def __init__(self, root: Path) -> None:
+        self.reclaimed = reclaim(root)
+        """Bytes that processes which were killed had left behind."""
         with _home(root) as home:
-            self.reclaimed = _reclaim(home)
-            """Bytes that processes which were killed had left behind."""
             self.folder = home / secrets.token_hex(16)
             self.folder.mkdir(mode=0o700)
             self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -76,18 +75,16 @@ class Volume:
         self._drop_spare()  # of sizes that are no longer asked for
         missing = {key: size for key, size in sizes.items() if key not in found}
         needed = sum(PAGE + -(-size // PAGE) * PAGE for size in missing.values())
-        free = free_bytes(self._root)
         try:
-            if needed > free:
-                raise _no_room(self._root, needed, free)
+            if needed > free_bytes(self._root):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for key, size in missing.items():
                 found[key] = create(self.folder / secrets.token_hex(16), size)
-        except BaseException as error:
+        except OSError as error:
+            refused = _refused(self._root, needed, error)
             self._spare.extend(found.values())
             self._drop_spare()
-            if isinstance(error, OSError):
-                raise _refused(self._root, needed, error) from error
-            raise
+            raise refused from error
         self._used |= found
         return {key: found[key] for key in sizes}
 
@@ -117,9 +114,8 @@ class Volume:
         self._used.clear()
         self._freed.clear()
         self._spare.clear()
-        with _home(self._root) as home:
+        with _home(self._root):
             shutil.rmtree(self.folder, ignore_errors=True)
-            _leave(home)
         os.close(self._lock)
 
     def _recycle(self) -> None:
@@ -186,68 +182,53 @@ def reclaim(root: Path) -> int:
     Returns:
         Bytes that were freed.
     """
-    with _home(root) as home:
-        freed = _reclaim(home)
-        _leave(home)
-        return freed
-
-
-def _reclaim(home: Path) -> int:
     freed = 0
-    for folder in home.iterdir():
-        if not folder.is_dir():
-            continue
-        lock = -1
-        with contextlib.suppress(OSError):  # another process is removing it, or holds it
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            freed += sum(path.stat().st_size for path in folder.iterdir())
-            shutil.rmtree(folder, ignore_errors=True)
-        if lock >= 0:
-            os.close(lock)
+    with _home(root) as home:
+        for folder in home.iterdir():
+            lock = -1
+            with contextlib.suppress(OSError):  # another process is removing it, or holds it
+                lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                freed += sum(path.stat().st_size for path in folder.iterdir())
+                shutil.rmtree(folder, ignore_errors=True)
+            if lock >= 0:
+                os.close(lock)
     return freed
-
-
-def _leave(home: Path) -> None:
-    """Remove the user's folder if no volume is in it; called under its lock."""
-    if [path.name for path in home.iterdir()] == [_LOCK]:
-        (home / _LOCK).unlink()
-        with contextlib.suppress(OSError):  # another process has just made the lock anew
-            home.rmdir()
 
 
 @contextlib.contextmanager
 def _home(root: Path) -> Iterator[Path]:
-    """This user's folder under the root, which nobody else can enter, locked against this user's other processes."""
+    """This user's folder under the root, which nobody else can enter, locked against this user's other processes.
+
+    It is removed at the end if it is empty.
+    """
     home = root / f"forge_rl-{os.geteuid()}"
+    not_private = WeightsError(f"{home} is not this user's alone", hint="find out who made it, and remove it")
     while True:
         try:
             with contextlib.suppress(FileExistsError):
                 home.mkdir(mode=0o700)
-            status = home.lstat()
-        except FileNotFoundError as error:
-            if root.is_dir():  # the last one that left removed the folder meanwhile
-                continue
-            raise WeightsError(f"{root} is no folder", hint="set --weights.shm to a folder in shared memory") from error
         except OSError as error:
-            raise WeightsError(
-                f"{home} cannot be made: {error.strerror}", hint="set --weights.shm to a folder in shared memory"
-            ) from error
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise WeightsError(f"{home} is not this user's alone", hint="find out who made it, and remove it")
-        fd = -1
+            wrong = f"{home} cannot be made: {error.strerror}" if root.is_dir() else f"{root} is no folder"
+            raise WeightsError(wrong, hint="set --weights.shm to a folder in shared memory") from error
         try:
-            fd = os.open(home / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:  # the last one that left has just removed it
+            continue
+        except OSError as error:
+            raise not_private from error
+        try:
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise not_private
             fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:  # else the last one that left removed the folder meanwhile
+            if os.fstat(fd).st_nlink:  # else the last one that left has just removed it
                 yield home
+                with contextlib.suppress(OSError):  # a volume is in it
+                    home.rmdir()
                 return
-        except FileNotFoundError:
-            if fd >= 0:
-                raise
         finally:
-            if fd >= 0:
-                os.close(fd)
+            os.close(fd)
 
 
 def _remove(ref: SegmentRef) -> None:
@@ -257,16 +238,12 @@ def _remove(ref: SegmentRef) -> None:
 
 def _refused(root: Path, needed: int, error: OSError) -> WeightsError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-        return _no_room(root, needed, free_bytes(root))
+        return WeightsError(
+            f"no room for a version of the weights in {root}: {needed} bytes are needed, {free_bytes(root)} are free",
+            hint="free memory, give the container more shared memory (docker run --shm-size), lower "
+            "--weights.keep-versions, or set --weights.transport torchstore",
+        )
     return WeightsError(
         f"segments cannot be made in {root}: {error.strerror}",
         hint="set --weights.shm to a folder in shared memory that can be written",
-    )
-
-
-def _no_room(root: Path, needed: int, free: int) -> WeightsError:
-    return WeightsError(
-        f"no room for a version of the weights in {root}: {needed} bytes are needed, {free} are free",
-        hint="free memory, give the container more shared memory (docker run --shm-size), lower "
-        "--weights.keep-versions, or set --weights.transport torchstore",
     )
