@@ -40,13 +40,12 @@ def create(path: Path, size: int) -> SegmentRef:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(fd, 0, PAGE + size)
+        return _stamp(fd, str(path), size)
     except OSError:
-        os.close(fd)
         path.unlink()
         raise
-    ref = _stamp(fd, str(path), size)
-    os.close(fd)
-    return ref
+    finally:
+        os.close(fd)
 
 
 def create_anonymous(size: int) -> tuple[SegmentRef, int]:
@@ -154,19 +153,26 @@ class _Mappings:
             key = (ref.path, writable)
             try:
                 inode = os.stat(ref.path).st_ino
+                held = self._held.get(key)
+                if held is None or held.inode != inode:
+                    if held is not None:
+                        os.close(self._held.pop(key).fd)
+                    self._drop_unlinked()
+                    held = self._held[key] = _map(ref, writable=writable)
             except OSError as error:
                 self._forget(ref.path)
                 raise WeightsError(
                     f"the segment {ref.path} cannot be opened ({error.strerror}): it was freed, or its store has ended",
                     hint=_MADE_ANEW,
                 ) from error
-            held = self._held.get(key)
-            if held is None or held.inode != inode:
-                if held is not None:
-                    os.close(self._held.pop(key).fd)
-                self._drop_unlinked()
-                held = self._held[key] = _map(ref, writable=writable)
-            _check_header(ref, held.header)
+            magic, token, size = _HEADER.unpack(held.header)
+            if magic != _MAGIC:
+                raise WeightsError(f"{ref.path} is no segment of weights", hint=_MADE_ANEW)
+            if token.hex() != ref.token or size != ref.bytes:
+                raise WeightsError(
+                    f"the segment {ref.path} was freed and holds another version by now",
+                    hint="hold a lease while reading",
+                )
             return held.payload
 
     def release(self, path: str) -> None:
@@ -191,10 +197,7 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
     flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
     if not _is_anonymous(ref.path):
         flags |= os.O_NOFOLLOW
-    try:
-        fd = os.open(ref.path, flags)
-    except OSError as error:
-        raise WeightsError(f"the segment {ref.path} cannot be opened ({error.strerror})", hint=_MADE_ANEW) from error
+    fd = os.open(ref.path, flags)
     try:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid() or (status.st_nlink and stat.S_IMODE(status.st_mode) & 0o077):
@@ -227,13 +230,3 @@ def _stamp(fd: int, path: str, size: int) -> SegmentRef:
     token = secrets.token_bytes(16)
     os.pwrite(fd, _HEADER.pack(_MAGIC, token, size), 0)
     return SegmentRef(path=path, bytes=size, token=token.hex())
-
-
-def _check_header(ref: SegmentRef, header: memoryview) -> None:
-    magic, token, size = _HEADER.unpack(header)
-    if magic != _MAGIC:
-        raise WeightsError(f"{ref.path} is no segment of weights", hint=_MADE_ANEW)
-    if token.hex() != ref.token or size != ref.bytes:
-        raise WeightsError(
-            f"the segment {ref.path} was freed and holds another version by now", hint="hold a lease while reading"
-        )

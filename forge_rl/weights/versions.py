@@ -190,12 +190,10 @@ class VersionIndex:
             seen |= _buckets([self._versions[version]])
             if version != self.latest and (kept > self._keep_versions or sum(seen.values()) > self._keep_bytes):
                 del self._versions[version]
-        before, self._needed = self._needed, _buckets(self._held())
-        return tuple(key for key in before if key not in self._needed)
-
-    def _held(self) -> list[Manifest]:
         bases = (base for base in self._writing.values() if base is not None)
-        return [*self._versions.values(), *self._forgotten.values(), *bases]
+        before = self._needed
+        self._needed = _buckets([*self._versions.values(), *self._forgotten.values(), *bases])
+        return tuple(key for key in before if key not in self._needed)
 
 
 def _buckets(manifests: Iterable[Manifest]) -> dict[str, int]:
