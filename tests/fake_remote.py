@@ -44,13 +44,7 @@ class RemoteActor(ServiceActor):
             return [_Counted(self, key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
         self.volume = Volume(self._root)
-        self.puller = Puller(
-            self._host,
-            share=share,
-            watch=lambda host: others[host].never.call_one(),
-            reserve=self.volume.reserve,
-            free=self.volume.free,
-        )
+        self.puller = Puller(self._host, self.volume, share=share, watch=lambda host: others[host].never.call_one())
 
     @concurrent_endpoint
     async def close(self) -> None:

@@ -69,21 +69,25 @@ class WeightStoreActor(ServiceActor):
         self._volume = Volume(self._shm)
         self._puller = Puller(
             self._host,
+            self._volume,
             share=lambda host, keys: ask(volumes[host], "share", keys, what=f"the weight store on host {host!r}"),
             watch=lambda host: volumes[host].never.call_one(),
-            reserve=self._volume.reserve,
-            free=self._volume.free,
         )
         return self._volume.folder, self._volume.reclaimed
 
     @concurrent_endpoint
     async def close(self) -> None:
         """Remove the host's segments."""
-        await self._close()
+        await self.__cleanup__(None)
 
     async def __cleanup__(self, exc: Exception | None) -> None:
         """Monarch's hook when the actor is stopped, also by a start that failed elsewhere."""
-        await self._close()
+        puller, volume = self._puller, self._volume
+        self._puller = self._volume = None
+        if puller is not None:
+            await puller.close()
+        if volume is not None:
+            volume.close()
 
     @concurrent_endpoint
     async def reserve(self, sizes: dict[str, int]) -> dict[str, SegmentRef]:
@@ -112,10 +116,12 @@ class WeightStoreActor(ServiceActor):
         Raises:
             WeightsError: a bucket is not here.
         """
-        refs = {key: self.volume.find(key) for key in keys}
-        if gone := [key for key, ref in refs.items() if ref is None]:
-            raise WeightsError(f"host {self._host!r} holds no bucket {gone[0]}", hint="hold a lease while reading")
-        return await self._shared.buffers([ref for ref in refs.values() if ref is not None])
+        refs = []
+        for key in keys:
+            if (ref := self.volume.find(key)) is None:
+                raise WeightsError(f"host {self._host!r} holds no bucket {key}", hint="hold a lease while reading")
+            refs.append(ref)
+        return await self._shared.buffers(refs)
 
     @concurrent_endpoint
     async def never(self) -> None:
@@ -180,14 +186,6 @@ class WeightStoreActor(ServiceActor):
     @concurrent_endpoint
     async def latest(self) -> int | None:
         return self._index.latest
-
-    async def _close(self) -> None:
-        puller, volume = self._puller, self._volume
-        self._puller = self._volume = None
-        if puller is not None:
-            await puller.close()
-        if volume is not None:
-            volume.close()
 
     def _end_leases(self, holder: Holder) -> None:
         self._watched.discard(holder)

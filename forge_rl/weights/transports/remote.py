@@ -20,7 +20,7 @@ from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
-from forge_rl.weights.volume import writing
+from forge_rl.weights.volume import Volume, writing
 
 READS_IN_FLIGHT = 2
 """Reads at a time from one host. While one bucket is checked, another one travels."""
@@ -67,26 +67,23 @@ class Puller:
 
     Args:
         host: name of this host; its own buckets are not pulled.
+        volume: segments of this host.
         share: asks `(host, keys)` for that host's RDMA buffers of these buckets.
         watch: waits, given a host, as long as it can be read from; may raise.
-        reserve: makes a segment for each key, of so many bytes; raises WeightsError if there is no room.
-        free: gives up segments, by key.
     """
 
     def __init__(
         self,
         host: str,
+        volume: Volume,
         *,
         share: Callable[[str, tuple[str, ...]], Awaitable[Sequence[RDMABuffer]]],
         watch: Callable[[str], Awaitable[object]],
-        reserve: Callable[[Mapping[str, int]], Mapping[str, SegmentRef]],
-        free: Callable[[Collection[str]], object],
     ) -> None:
         self._host = host
+        self._volume = volume
         self._share = share
         self._watch = watch
-        self._reserve = reserve
-        self._free = free
         self._buckets: dict[str, _Arrival] = {}
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -97,7 +94,9 @@ class Puller:
         """
         missing: dict[str, dict[Bucket, _Arrival]] = {}
         for bucket in manifest.buckets:
-            if bucket.host != self._host and not self._has(bucket.key):
+            before = self._buckets.get(bucket.key)
+            has_failed = before is not None and before.done() and before.exception() is not None
+            if bucket.host != self._host and (before is None or has_failed):
                 arrival = self._buckets[bucket.key] = asyncio.get_running_loop().create_future()
                 arrival.add_done_callback(_retrieve)
                 missing.setdefault(bucket.host, {})[bucket] = arrival
@@ -131,15 +130,11 @@ class Puller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _has(self, key: str) -> bool:
-        future = self._buckets.get(key)
-        return future is not None and not (future.done() and future.exception() is not None)
-
     async def _pull(self, manifest: Manifest, origin: str, arrivals: Mapping[Bucket, _Arrival]) -> None:
         """Pull buckets from one host, several at a time; the first failure ends all."""
         reserved: Mapping[str, SegmentRef] = {}
         try:
-            reserved = self._reserve({bucket.key: bucket.bytes for bucket in arrivals})
+            reserved = self._volume.reserve({bucket.key: bucket.bytes for bucket in arrivals})
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch_host(origin))
                 buffers = await self._share(origin, tuple(bucket.key for bucket in arrivals))
@@ -150,11 +145,10 @@ class Puller:
                 watching.cancel()
         except Exception as error:
             cause = _as_weights_error(error, manifest.version, origin)
-            failed = [bucket.key for bucket, arrival in arrivals.items() if not arrival.done()]
-            for arrival in arrivals.values():
-                if not arrival.done():
-                    arrival.set_exception(cause)
-            self._free([key for key in failed if key in reserved])
+            failed = {bucket.key: arrival for bucket, arrival in arrivals.items() if not arrival.done()}
+            for arrival in failed.values():
+                arrival.set_exception(cause)
+            self._volume.free(failed.keys() & reserved.keys())
 
     async def _watch_host(self, origin: str) -> None:
         await self._watch(origin)
@@ -176,9 +170,7 @@ class Puller:
                     self._keep(read)
                     await asyncio.shield(read)
                 if not arrival.done():
-                    await asyncio.to_thread(
-                        _check, manifest, bucket, memory, f"bucket {bucket.key} from host {origin!r}"
-                    )
+                    await asyncio.to_thread(_check, manifest, bucket, memory, origin)
                     writable(ref)
             except WeightsError:
                 if not arrival.done():  # else it was forgotten, and its segment is no longer ours
@@ -198,11 +190,11 @@ async def _read(source: RDMABuffer, ref: SegmentRef, memory: torch.Tensor) -> No
         await source.read_into(memory, timeout=_LEAST_TIMEOUT_S + ref.bytes // _LEAST_RATE)
 
 
-def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, what: str) -> None:
+def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, origin: str) -> None:
     entries = manifest.entries(bucket.key)
     found = move([Move(None, entry.of(memory), entry.shape, TensorSlice.whole(entry.shape)) for entry in entries])
     fingerprints = {entry.name: value for entry, value in zip(entries, found, strict=True)}
-    replace(manifest, tensors=entries).attest(fingerprints, what)
+    replace(manifest, tensors=entries).attest(fingerprints, f"bucket {bucket.key} from host {origin!r}")
 
 
 def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsError:
