@@ -23,7 +23,6 @@ _MOST_SHARED = 1.5
 """Older buckets also keep what has changed since; past this many times its own bytes, a version is written whole."""
 
 _ALIGN = 64
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        return self.numel * _BYTES[self.dtype]
+        return self.numel * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -221,31 +220,23 @@ def draft(
     before = {entry.name: entry for entry in base.tensors} if base is not None else {}
     older = {bucket.key: bucket for bucket in base.buckets} if base is not None else {}
     placed: dict[str, TensorEntry] = {}
-    buckets: list[Bucket] = []
-    used = number = 0
-
-    def key() -> str:
-        return f"{version}/{epoch}.{number}" if epoch else f"{version}/{number}"
-
+    sizes: dict[str, int] = {}  # of the buckets that are to be written
     for changed in (True, False):
+        key = ""
         for spec in (spec for spec in specs if spec.changed is changed):
             old = before.get(spec.name)
             if not changed and old is not None and (old.shape, old.dtype) == (spec.shape, name):
                 placed[spec.name] = old
                 continue
-            entry = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=key(), offset=used)
-            if used and used + entry.bytes > bucket_bytes:
-                buckets.append(Bucket(key=entry.bucket, bytes=used))
-                used, number = 0, number + 1
-                entry = replace(entry, bucket=key(), offset=0)
-            placed[spec.name] = entry
-            used += _aligned(entry)
-        if used:
-            buckets.append(Bucket(key=key(), bytes=used))
-            used, number = 0, number + 1
+            size = math.prod(spec.shape) * dtype.itemsize
+            if not key or (sizes[key] and sizes[key] + size > bucket_bytes):
+                key = f"{version}/{epoch}.{len(sizes)}" if epoch else f"{version}/{len(sizes)}"
+                sizes[key] = 0
+            placed[spec.name] = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=key, offset=sizes[key])
+            sizes[key] += _aligned(placed[spec.name])
     entries = tuple(placed[spec.name] for spec in specs)
     shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
-    buckets.extend(older[key] for key in shared)
+    buckets = [Bucket(key=key, bytes=size) for key, size in sizes.items()] + [older[key] for key in shared]
     if shared and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
         return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch)
     return Manifest(version=version, tensors=entries, buckets=tuple(buckets), epoch=epoch)
