@@ -53,15 +53,6 @@ def test_a_slice_is_a_view_of_its_elements(shape: tuple[int, ...], data: st.Data
     assert int((whole == -1).sum()) == tensor_slice.numel
 
 
-@given(shape=SHAPES, data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_a_slice_within_another_names_the_same_elements(shape: tuple[int, ...], data: st.DataObject):
-    whole, outer = numbered(shape), data.draw(slices_in(shape))
-    inner = outer.intersect(data.draw(slices_in(shape)))
-    if inner.numel:
-        assert torch.equal(inner.within(outer).of(outer.of(whole)), inner.of(whole))
-
-
 def test_a_tensor_without_dims_is_one_slice():
     tensor_slice = TensorSlice.whole(())
     assert tensor_slice.numel == 1

@@ -159,7 +159,7 @@ def test_a_transport_works_wherever_it_is_unpickled(setup: TransportSetup):
     async def main() -> None:
         manifest = await setup.publish(version)
         again: Transport = pickle.loads(pickle.dumps(setup.transport))
-        assert again.name == setup.transport.name
+        assert type(again) is type(setup.transport)
         assert same(await read(again, manifest, None), all_of(version))
         await again.free(manifest.keys)
         with pytest.raises(WeightsError):

@@ -34,10 +34,6 @@ class TensorSlice:
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return TensorSlice(start=start, size=tuple(max(0, end - at) for end, at in zip(ends, start, strict=True)))
 
-    def within(self, outer: TensorSlice) -> TensorSlice:
-        """The same block, counted from the first element of a slice that encloses it."""
-        return TensorSlice(start=tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), size=self.size)
-
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of this block of a whole tensor."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):

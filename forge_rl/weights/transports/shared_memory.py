@@ -30,8 +30,6 @@ class SharedMemoryTransport:
         volumes: actor that owns each host's volume, by host, with the endpoints of WeightStoreActor.
     """
 
-    name = "shared_memory"
-
     def __init__(self, host: str, volumes: Mapping[str, Any]) -> None:
         self._host = host
         self._volumes = dict(volumes)

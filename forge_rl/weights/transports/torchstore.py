@@ -39,7 +39,6 @@ _MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-
 class TorchStoreTransport:
     """Client of one torchstore: a `Transport`. It pickles, since it holds actor handles only."""
 
-    name = "torchstore"
     imports = ("torchstore",)
     """Modules that the store's process must import first: several actors share it."""
 
