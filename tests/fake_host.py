@@ -8,6 +8,7 @@ from pathlib import Path
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import create, release
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
+from forge_rl.weights.volume import Volume
 
 HOST = "local"
 
@@ -28,6 +29,11 @@ def reserve(drafted: Manifest, folder: Path) -> Manifest:
             for bucket in drafted.buckets
         ),
     )
+
+
+def bytes_of(volume: Volume) -> int:
+    """Size of all segments, used and freed."""
+    return sum(ref.bytes for ref in (*volume._used.values(), *volume._freed, *volume._spare))
 
 
 def forget(manifest: Manifest) -> None:

@@ -23,6 +23,7 @@ from forge_rl.weights.segment import readable, writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.remote import Puller, Shared
 from forge_rl.weights.volume import Volume
+from tests.fake_host import bytes_of
 
 
 class RemoteActor(ServiceActor):
@@ -148,7 +149,7 @@ class RemoteActor(ServiceActor):
         """Bytes of the volume; files of segments that this process still maps though they are gone."""
         gc.collect()  # errors hold what their frames held
         maps = await asyncio.to_thread(Path("/proc/self/maps").read_text)
-        return self.volume.bytes, [
+        return bytes_of(self.volume), [
             line for line in maps.splitlines() if str(self._root) in line and line.endswith("(deleted)")
         ]
 

@@ -33,6 +33,7 @@ from forge_rl.weights.transports import shared_memory
 from forge_rl.weights.transports.protocol import LocalShard, Transport, to_write
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_actors import cluster, new_service_name
+from tests.fake_host import bytes_of
 
 SHAPES = {"a": (40, 16), "b": (7, 5), "c": (3,), "d": (16, 32)}
 RANKS = 2
@@ -69,7 +70,7 @@ class WatchedStoreActor(WeightStoreActor):
             used=dict(volume._used),
             freed=list(volume._freed),
             spare=list(volume._spare),
-            bytes=volume.bytes,
+            bytes=bytes_of(volume),
             reclaimed=volume.reclaimed,
         )
 

@@ -13,6 +13,12 @@ def index(*, keep_versions: int = 2, keep_bytes: int = 1 << 40) -> VersionIndex:
     return VersionIndex(keep_versions=keep_versions, keep_bytes=keep_bytes)
 
 
+def bytes_of(versions: VersionIndex) -> int:
+    """Size of all buckets that are held; one that versions share counts once."""
+    held = (*versions._versions.values(), *versions._forgotten.values())
+    return sum({bucket.key: bucket.bytes for manifest in held for bucket in manifest.buckets}.values())
+
+
 async def publish(
     versions: VersionIndex, version: int, size: int = 10, shared: dict[str, int] | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:

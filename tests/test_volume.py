@@ -20,6 +20,7 @@ from forge_rl.weights import volume as module
 from forge_rl.weights.manifest import SegmentRef
 from forge_rl.weights.segment import PAGE, check, readable, writable
 from forge_rl.weights.volume import Volume, problem, reclaim, writing
+from tests.fake_host import bytes_of
 
 SIZES = {"1/0": 3 * PAGE, "1/1": 100}
 TAKEN = 4 * PAGE + 2 * PAGE
@@ -49,7 +50,7 @@ def test_segments_are_private_and_have_random_names(shm: Path):
         assert [ref.bytes for ref in refs.values()] == list(SIZES.values())
         assert {key: volume.find(key) for key in (*SIZES, "9/9")} == {**refs, "9/9": None}
         assert files(volume) == paths(refs)
-        assert volume.bytes == 3 * PAGE + 100
+        assert bytes_of(volume) == 3 * PAGE + 100
         home = volume.folder.parent
         assert home == shm / f"forge_rl-{os.geteuid()}"
         for folder in (home, volume.folder):
@@ -71,7 +72,7 @@ def test_what_is_freed_is_used_again_and_refused_to_those_who_knew_it(shm: Path)
                 readable(ref)
         second = volume.reserve({"2/0": SIZES["1/1"], "2/1": SIZES["1/0"]})
         assert paths(second) == paths(first)
-        assert volume.bytes == 3 * PAGE + 100
+        assert bytes_of(volume) == 3 * PAGE + 100
         for ref in first.values():
             with pytest.raises(WeightsError, match="was freed"):
                 check(ref)
@@ -83,9 +84,9 @@ def test_memory_of_sizes_that_are_no_longer_asked_for_is_given_back(shm: Path):
     with opened(shm) as volume:
         volume.reserve(SIZES)
         volume.free(SIZES)
-        assert volume.bytes == 3 * PAGE + 100
+        assert bytes_of(volume) == 3 * PAGE + 100
         refs = volume.reserve({"2/0": 2 * PAGE})
-        assert volume.bytes == 2 * PAGE
+        assert bytes_of(volume) == 2 * PAGE
         assert files(volume) == paths(refs)
 
 
@@ -106,7 +107,7 @@ def test_what_is_freed_while_somebody_writes_is_not_used_again_before_they_end(s
             volume.free(SIZES)
             second = volume.reserve({"2/0": SIZES["1/0"], "2/1": SIZES["1/1"]})
             assert not paths(first) & paths(second)
-            assert volume.bytes == 2 * (3 * PAGE + 100)
+            assert bytes_of(volume) == 2 * (3 * PAGE + 100)
             late.fill_(7)  # by a rank of the version that was given up
             with pytest.raises(WeightsError, match="was freed"):
                 check(first["1/0"])
@@ -179,7 +180,7 @@ def test_spare_segments_go_too_when_the_rest_finds_no_room(small_shm: Path):
         with pytest.raises(WeightsError, match="no room"):
             volume.reserve({"2/0": SIZES["1/0"], "2/1": 20 * PAGE})
         assert files(volume) == set()
-        assert volume.bytes == 0
+        assert bytes_of(volume) == 0
 
 
 def test_segments_that_cannot_be_made_for_another_reason_are_not_called_too_large(

@@ -45,11 +45,6 @@ class VersionIndex:
         """The newest committed version, or None before the first."""
         return max(self._versions, default=None)
 
-    @property
-    def bytes(self) -> int:
-        """Size of all buckets that are held; one that versions share counts once."""
-        return sum(_buckets([*self._versions.values(), *self._forgotten.values()]).values())
-
     def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...]]:
         """Reserve a version for writing; what retention will give up for it is given up now, so that its room is there.
 

@@ -48,11 +48,6 @@ class Volume:
         """Freed segments that are perhaps still written into."""
         self._spare: list[SegmentRef] = []
 
-    @property
-    def bytes(self) -> int:
-        """Size of all segments, used and freed."""
-        return sum(ref.bytes for ref in (*self._used.values(), *self._freed, *self._spare))
-
     def reserve(self, sizes: Mapping[str, int]) -> dict[str, SegmentRef]:
         """Take a segment for each key; all or none.
 
