@@ -164,7 +164,7 @@ def process_space() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def when_process_ends(pid: int, action: Callable[[], None]) -> None:
+def when_process_ends(pid: int, action: Callable[[], object]) -> None:
     """Run an action in a thread as soon as a process of this user ends; at once if it has ended already."""
 
     def watch() -> None:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -195,13 +195,11 @@ class WeightStore:
         Raises:
             WeightsError: its publisher gave up.
         """
-        latest: int = await self._call("wait_for", version)
-        return latest
+        return cast(int, await self._call("wait_for", version))
 
     async def latest(self) -> int | None:
         """The newest version that can be read, or None before the first."""
-        latest: int | None = await self._call("latest")
-        return latest
+        return cast("int | None", await self._call("latest"))
 
     async def stop(self) -> None:
         """End the store; its versions are gone."""

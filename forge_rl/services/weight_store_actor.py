@@ -167,11 +167,7 @@ class WeightStoreActor(ServiceActor):
         if holder.namespace == Holder.this_process().namespace and holder not in self._watched:
             self._watched.add(holder)
             loop = asyncio.get_running_loop()
-
-            def end() -> None:
-                loop.call_soon_threadsafe(self._end_leases, holder)
-
-            when_process_ends(holder.pid, end)
+            when_process_ends(holder.pid, lambda: loop.call_soon_threadsafe(self._end_leases, holder))
         self._leases[lease] = holder, manifest.version, manifest.epoch
         return manifest
 

@@ -18,6 +18,9 @@ from forge_rl.weights.manifest import Manifest
 class VersionIndex:
     """Index of the versions that exist, and of the buckets that they keep.
 
+    `commit`, `abort`, `rollback` and `release` return the keys of the buckets that nothing needs any more. Those of a
+    version that is given up while it is written are not among them: they are its writer's to free.
+
     Args:
         keep_versions: number of newest versions that retention keeps, the one that is being written included.
         keep_bytes: the most bytes that kept versions may take; the newest is kept whatever its size.
@@ -66,9 +69,6 @@ class VersionIndex:
     async def commit(self, manifest: Manifest) -> tuple[str, ...]:
         """Make a written version visible and move `latest`.
 
-        Returns:
-            Keys of the buckets that nothing needs any more.
-
         Raises:
             WeightsError: the version was not begun, was aborted, or another one was committed meanwhile, which is newer
                 or which its unchanged tensors do not come from.
@@ -93,9 +93,6 @@ class VersionIndex:
         """Give up a version that is being written; it stays invisible, and those who wait for it fail at once.
 
         Nothing happens for one that is not being written, or no more because the run went back since.
-
-        Returns:
-            Keys of the buckets that nothing needs any more; those of the version itself are the writer's to free.
         """
         if epoch != self.epoch or version not in self._writing:
             return ()
@@ -107,9 +104,6 @@ class VersionIndex:
         """Forget all versions above this one, which will be written anew; what is being written is given up.
 
         Those who wait for a forgotten version wait for the new one. Those who read one go on.
-
-        Returns:
-            Keys of the buckets that nothing needs any more; those of what was being written are its writer's to free.
         """
         self.epoch += 1
         self._writing.clear()
@@ -125,14 +119,7 @@ class VersionIndex:
         return key in self._needed
 
     async def wait_for(self, version: int) -> int:
-        """Wait until this version or a newer one is committed.
-
-        Returns:
-            The latest version then.
-
-        Raises:
-            WeightsError: the publisher gave up.
-        """
+        """Wait as `WeightStore.wait_for` does."""
         async with self._changed:
             while self.latest is None or self.latest < version:
                 if self._failure:
@@ -155,11 +142,7 @@ class VersionIndex:
         return manifest
 
     def release(self, version: int, *, epoch: int = 0) -> tuple[str, ...]:
-        """End a lease on a version of an epoch.
-
-        Returns:
-            Keys of the buckets that nothing needs any more.
-        """
+        """End a lease on a version of an epoch."""
         leased = version, epoch
         assert self._leases[leased], f"version {version} is not leased"
         self._leases[leased] -= 1

@@ -138,10 +138,10 @@ class Puller:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch_host(origin))
                 buffers = await self._share(origin, tuple(bucket.key for bucket in arrivals))
-                queue = iter(tuple(zip(arrivals.items(), buffers, strict=True)))
+                queue = zip(arrivals.keys(), arrivals.values(), reserved.values(), buffers, strict=True)
                 async with asyncio.TaskGroup() as readers:
                     for _ in range(READS_IN_FLIGHT):
-                        readers.create_task(self._read_all(queue, manifest, origin, reserved))
+                        readers.create_task(self._read_all(queue, manifest, origin))
                 watching.cancel()
         except Exception as error:
             cause = _as_weights_error(error, manifest.version, origin)
@@ -155,14 +155,9 @@ class Puller:
         raise WeightsError(f"host {origin!r} is gone", hint="start the run again")
 
     async def _read_all(
-        self,
-        queue: Iterator[tuple[tuple[Bucket, _Arrival], RDMABuffer]],
-        manifest: Manifest,
-        origin: str,
-        reserved: Mapping[str, SegmentRef],
+        self, queue: Iterator[tuple[Bucket, _Arrival, SegmentRef, RDMABuffer]], manifest: Manifest, origin: str
     ) -> None:
-        for (bucket, arrival), source in queue:
-            ref = reserved[bucket.key]
+        for bucket, arrival, ref, source in queue:
             try:
                 if not arrival.done():
                     memory = await asyncio.to_thread(writable, ref)
@@ -200,14 +195,12 @@ def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, origin: str
 def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsError:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    remote = getattr(error, "exception", None)
-    for known in (error, remote):
-        if isinstance(known, WeightsError):
-            return known
-    lines = str(remote or error).strip().splitlines()
-    cause = lines[-1].strip() if lines else type(error).__name__
+    cause = getattr(error, "exception", None) or error  # of an actor's error, what it raised
+    if isinstance(cause, WeightsError):
+        return cause
+    said = (str(cause).strip() or type(error).__name__).splitlines()[-1].strip()
     return WeightsError(
-        f"version {version} cannot be pulled from host {origin!r}: {cause}", hint="see logs/weights-*.log of both hosts"
+        f"version {version} cannot be pulled from host {origin!r}: {said}", hint="see logs/weights-*.log of both hosts"
     )
 
 
