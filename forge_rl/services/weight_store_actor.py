@@ -78,10 +78,13 @@ class WeightStoreActor(ServiceActor):
     @concurrent_endpoint
     async def close(self) -> None:
         """Remove the host's segments."""
-        await self.__cleanup__(None)
+        await self._close()
 
     async def __cleanup__(self, exc: Exception | None) -> None:
         """Monarch's hook when the actor is stopped, also by a start that failed elsewhere."""
+        await self._close()
+
+    async def _close(self) -> None:
         puller, volume = self._puller, self._volume
         self._puller = self._volume = None
         if puller is not None:
