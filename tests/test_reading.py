@@ -13,12 +13,12 @@ import torch
 from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
+from forge_rl.weights.reading import ReadReport, combine_reports, read_slices
 from forge_rl.weights.segment import SegmentBucket, renew, writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_host import forget, reserve, transport
-from tests.slice_reader import ReadReport, combine_reports, read_slices
 
 TENSORS = {
     name: torch.randn(shape, generator=torch.Generator().manual_seed(seed))

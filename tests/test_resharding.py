@@ -15,14 +15,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from forge_rl.weights import reading
 from forge_rl.weights.fingerprints import Move, fingerprint, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
+from forge_rl.weights.reading import combine_reports, read_slices
 from forge_rl.weights.slices import TensorSlice, tiling_error
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
-from tests import slice_reader
 from tests.fake_host import HOST, forget, reserve, transport
 from tests.fakes import run_ranks
-from tests.slice_reader import combine_reports, read_slices
 
 RANKS = 4
 BUCKET_BYTES = 4 << 10
@@ -369,7 +369,7 @@ def test_each_reader_reads_its_part_and_nothing_else(
         copied.extend(each.source.numel() * each.source.element_size() for each in moves)
         return move(moves)
 
-    monkeypatch.setattr(slice_reader, "move", count)
+    monkeypatch.setattr(reading, "move", count)
     manifest = complete(written[name][0].manifest, [rank.reports for rank in written[name]])
     whole = published(LAYOUTS[name])
     assert {entry.name: entry.shape for entry in manifest.tensors} == {n: tuple(t.shape) for n, t in whole.items()}

@@ -18,10 +18,10 @@ from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
+from forge_rl.weights.reading import read_slices
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
 from tests.fakes import hf_weights, make_model, packed, random_batch, run_ranks
-from tests.slice_reader import read_slices
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -19,10 +19,10 @@ from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.reading import combine_reports, read_slices
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_actors import cluster
 from tests.fakes import make_model, packed, random_batch
-from tests.slice_reader import combine_reports, read_slices
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -23,13 +23,13 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, ShardReport
+from forge_rl.weights.reading import read_slices
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_actors import cluster
 from tests.fake_store import segments
 from tests.fakes import make_model, packed, random_batch
-from tests.slice_reader import read_slices
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

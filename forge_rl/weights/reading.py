@@ -1,4 +1,4 @@
-"""Reads a version as engines with a layout of their own do: their slices only, straight to where they belong."""
+"""Reading a version by those with a layout of their own: each reads its slices only, straight to where they belong."""
 
 from __future__ import annotations
 
