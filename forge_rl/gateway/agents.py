@@ -100,24 +100,17 @@ class AgentEpisodeRunner:
         """Run one episode. A failure of the agent or of a service is an outcome."""
         began = time.monotonic()
         session = self._gateway.open(task.id, sampling=client.sampling)
+        reward = 0.0
         with self._backend.connected(session, client):
             outcome, text, problem = await self._work(task, session)
-        reward = 0.0
         if outcome.scored:
             try:
                 reward = await self._reward.score(task, text)
             except Exception as error:
                 died = isinstance(error, ReplicaError | DeadlineError)
-                outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
-                problem = str(error)
-        return Episode(
-            task=task,
-            turns=session.turns,
-            reward=reward,
-            outcome=outcome,
-            problem=problem,
-            seconds=time.monotonic() - began,
-        )
+                outcome, problem = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR, str(error)
+        turns, seconds = session.turns, time.monotonic() - began
+        return Episode(task=task, turns=turns, reward=reward, outcome=outcome, problem=problem, seconds=seconds)
 
     async def _work(self, task: Task, session: Session) -> tuple[Outcome, str, str]:
         """Run the agent and close the session; returns the outcome, the text to score, and the problem if any."""

@@ -40,10 +40,8 @@ class BatchPlanner:
     """Plans the groups of each batch, and says when a batch is complete.
 
     Args:
-        config: settings of the schedule.
         groups: P.
         episodes: G.
-        tasks: stream of tasks.
         on_planned: called with each new group, whose episodes are to be started.
         on_dropped: called with each group that is not used, whose episodes are to be ended.
         first: number of the first batch, which is the trainer's version.
@@ -181,13 +179,32 @@ class BatchPlanner:
         elif self._config.replace_uniform and not self._config.in_rounds:
             self._replace_uniform([group])
 
-    def replace_failed(self, group: GroupState, problem: str) -> None:
-        """Replace a group of which an episode failed too often; `problem` says how.
+    def replace(self, group: GroupState, reason: str, problem: str) -> None:
+        """Plan another group of the same source in place of one that cannot be used.
+
+        Args:
+            group: the one that is dropped.
+            reason: "uniform" or "failed", to count by.
+            problem: what was wrong with it, in words.
 
         Raises:
             TaskError: its source gives nothing but groups that cannot be used.
         """
-        self._replace(group, "failed", problem)
+        source = group.task.source
+        self._unused[source] += 1
+        if self._unused[source] > self._config.most_replaced:
+            raise TaskError(
+                f"source {source} gave {self._config.most_replaced} groups in a row that could not be used; {problem}",
+                hint="its tasks may be too easy or too hard for this model, its answers not recognised, or its "
+                "environment or judge broken: look at episodes.jsonl and events.jsonl; choose other --tasks, or raise "
+                "--group-size or --schedule.most-replaced",
+            )
+        self._drop(group, reason)
+        batch = self._batches[group.batch]
+        batch.groups.remove(group)
+        batch.completed -= group.completed is not None
+        planned_for, place, before = group.place
+        self._plan(source, batch, (planned_for, place, before + 1))
 
     def _batch(self, number: int) -> _Batch:
         if number not in self._batches:
@@ -266,24 +283,7 @@ class BatchPlanner:
 
     def _replace_uniform(self, groups: Iterable[GroupState]) -> None:
         for group in sorted(groups, key=lambda group: group.place):
-            self._replace(group, "uniform", f"all rewards of the last one were {group.results[0].reward:g}")
-
-    def _replace(self, group: GroupState, reason: str, problem: str) -> None:
-        source = group.task.source
-        self._unused[source] += 1
-        if self._unused[source] > self._config.most_replaced:
-            raise TaskError(
-                f"source {source} gave {self._config.most_replaced} groups in a row that could not be used; {problem}",
-                hint="its tasks may be too easy or too hard for this model, its answers not recognised, or its "
-                "environment or judge broken: look at episodes.jsonl and events.jsonl; choose other --tasks, or raise "
-                "--group-size or --schedule.most-replaced",
-            )
-        self._drop(group, reason)
-        batch = self._batches[group.batch]
-        batch.groups.remove(group)
-        batch.completed -= group.completed is not None
-        planned_for, place, before = group.place
-        self._plan(source, batch, (planned_for, place, before + 1))
+            self.replace(group, "uniform", f"all rewards of the last one were {group.results[0].reward:g}")
 
     def _drop(self, group: GroupState, reason: str) -> None:
         self.replaced[reason] += 1

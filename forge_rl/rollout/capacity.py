@@ -40,15 +40,10 @@ class EngineCapacity:
         for engine in budgets:
             self._offer(engine)
 
-    def pause(self) -> None:
-        """Stop counting time as idle; while paused, the scheduler gives no episode of a batch an engine."""
+    def set_paused(self, paused: bool) -> None:
+        """Pause or resume; while paused, no time is counted, and no episode of a batch is given an engine."""
         self._count()
-        self.paused = True
-
-    def resume(self) -> None:
-        """Count time again after `pause`."""
-        self._count()
-        self.paused = False
+        self.paused = paused
 
     def choose(self, preferred: Iterable[int | None]) -> int | None:
         """Return the first preferred engine that has room, else the one with most; None if none has any."""
