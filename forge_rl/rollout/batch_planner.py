@@ -37,7 +37,9 @@ class _Batch:
 
 
 class BatchPlanner:
-    """Plans the groups of each batch, and says when a batch is complete.
+    """Plans the groups of each batch, and says when one is complete.
+
+    Methods raise TaskError where a source gives nothing but groups that cannot be used.
 
     Args:
         groups: P.
@@ -75,11 +77,7 @@ class BatchPlanner:
         self._planned = self._completed = 0
 
     def pop_batch(self) -> list[GroupState] | None:
-        """Return the next batch's groups in the order in which they were planned, once it is complete; None before.
-
-        Raises:
-            TaskError: a source gives nothing but groups that cannot be used.
-        """
+        """Return the next batch's groups in the order in which they were planned, once it is complete; None before."""
         batch = self._batch(self.next_batch)
         chosen = self._choose(batch)
         if chosen is None:
@@ -120,9 +118,7 @@ class BatchPlanner:
     def fill(self, number: int, *, idle: bool) -> None:
         """Plan the groups that a batch needs beyond those that are carried on to it.
 
-        Args:
-            number: of the batch.
-            idle: True if no planned episode waits for its start; the asynchronous schedule then plans one more group.
+        The asynchronous schedule plans one group more if it is `idle`: no planned episode waits for its start.
         """
         batch = self._batch(number)
         if not self._config.exact:
@@ -166,11 +162,7 @@ class BatchPlanner:
             group.first_version = self.version
 
     def complete(self, group: GroupState) -> None:
-        """Note that all episodes of a group have a result.
-
-        Raises:
-            TaskError: its source gives nothing but groups that cannot be used.
-        """
+        """Note that all episodes of a group have a result."""
         group.completed = self._completed
         self._completed += 1
         self._batches[group.batch].completed += 1
@@ -186,9 +178,6 @@ class BatchPlanner:
             group: the one that is dropped.
             reason: "uniform" or "failed", to count by.
             problem: what was wrong with it, in words.
-
-        Raises:
-            TaskError: its source gives nothing but groups that cannot be used.
         """
         source = group.task.source
         self._unused[source] += 1
@@ -207,12 +196,11 @@ class BatchPlanner:
         self._plan(source, batch, (planned_for, place, before + 1))
 
     def _batch(self, number: int) -> _Batch:
-        if number not in self._batches:
-            for earlier in range(self.next_batch, number):
-                self._batch(earlier)
-            sources = self._tasks.source_order(self._groups) if self._config.exact else []
-            needed = Counter(sources) if self._config.exact else Counter({_ANY: self._groups})
-            self._batches[number] = _Batch(number=number, sources=sources, needed=needed)
+        for each in range(self.next_batch, number + 1):
+            if each not in self._batches:
+                sources = self._tasks.source_order(self._groups) if self._config.exact else []
+                needed = Counter(sources) if self._config.exact else Counter({_ANY: self._groups})
+                self._batches[each] = _Batch(number=each, sources=sources, needed=needed)
         return self._batches[number]
 
     def _quota_of(self, group: GroupState) -> str:
