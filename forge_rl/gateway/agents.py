@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import DeadlineError, ReplicaError
@@ -15,6 +15,9 @@ from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import Session
 from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task
+
+if TYPE_CHECKING:
+    from forge_rl.services.reward import Reward
 
 Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | None]]
 """Works on a task with the policy at session.base_url, under session.key. Returns the text to score; None stands for
@@ -30,12 +33,6 @@ class PolicyClient(Protocol):
 
     def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Decode a completion; one at a time."""
-
-
-class Scorer(Protocol):
-    """The part of the Reward service that episodes use."""
-
-    async def score(self, task: Task, text: str) -> float: ...
 
 
 class SessionBackend:
@@ -88,7 +85,7 @@ class AgentEpisodeRunner:
     """
 
     def __init__(
-        self, agent: Agent, gateway: Gateway, backend: SessionBackend, reward: Scorer, *, deadline_s: float
+        self, agent: Agent, gateway: Gateway, backend: SessionBackend, reward: Reward, *, deadline_s: float
     ) -> None:
         self._agent = agent
         self._gateway = gateway
@@ -139,7 +136,7 @@ class AgentEpisodeRunner:
 
 @contextlib.asynccontextmanager
 async def serving_agents(
-    agent: Agent, config: GatewayConfig, outside: Backend, tokenizer: Tokenizer, reward: Scorer
+    agent: Agent, config: GatewayConfig, outside: Backend, tokenizer: Tokenizer, reward: Reward
 ) -> AsyncIterator[AgentEpisodeRunner]:
     """Serve the policy to an agent at a gateway of its own, and yield what runs its episodes.
 

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import DeadlineError, ReplicaError
 from forge_rl.types import Episode, Outcome, Task, Turn
 
-
-class EnvSession(Protocol):
-    """See forge_rl.services.environment.EnvSession."""
-
-    async def step(self, answer: str) -> Step: ...
-
-    async def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-class EnvService(Protocol):
-    """The part of the Environment service that episodes use."""
-
-    async def open(self, task: Task) -> tuple[EnvSession, Observation]: ...
-
-
-class Scorer(Protocol):
-    """The part of the Reward service that episodes use."""
-
-    async def score(self, task: Task, text: str) -> float: ...
+if TYPE_CHECKING:
+    from forge_rl.services.environment import Environment
+    from forge_rl.services.reward import Reward
 
 
 class EpisodeRunner:
@@ -50,8 +31,8 @@ class EpisodeRunner:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        environment: EnvService,
-        reward: Scorer,
+        environment: Environment,
+        reward: Reward,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -7,10 +7,13 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.engines.platform import gpus
 from forge_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_rl.services.trainer import Trainer
 
 Placement = Literal["auto", "colocated", "separate"]
 """Choice of whether trainer and engines share devices."""
@@ -28,14 +31,6 @@ class Engines(Protocol):
     async def wake(self) -> None: ...
 
 
-class Offloadable(Protocol):
-    """The part of the Trainer that a handover uses."""
-
-    async def offload(self) -> int: ...
-
-    async def onload(self) -> int: ...
-
-
 class DeviceHandover:
     """Hands the devices to the engines for rollouts, and to the trainer in between; measures each transition.
 
@@ -51,7 +46,7 @@ class DeviceHandover:
     """
 
     def __init__(
-        self, engines: Engines, trainer: Offloadable | None = None, *, clock: Callable[[], float] = time.monotonic
+        self, engines: Engines, trainer: Trainer | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engines = engines
         self._trainer = trainer
