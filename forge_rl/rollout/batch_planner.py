@@ -12,8 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
-from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig, Tasks
+from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig
 
 _ANY = "*"
 
@@ -55,7 +56,7 @@ class BatchPlanner:
         *,
         groups: int,
         episodes: int,
-        tasks: Tasks,
+        tasks: ResumableTaskStream,
         on_planned: Callable[[GroupState], None],
         on_dropped: Callable[[GroupState], None],
         first: int = 0,
@@ -85,10 +86,17 @@ class BatchPlanner:
         del self._batches[self.next_batch]
         self.next_batch += 1
         for group in batch.groups:
-            if group not in chosen:
-                self._carry(group)
-        for group in chosen:
-            self._unused[group.task.source] = 0
+            if group in chosen:
+                self._unused[group.task.source] = 0
+                continue
+            following = self._batch(self.next_batch)
+            if group.first_version is not None and self._deadline(group) < self.next_batch:
+                self._drop(group, "aged")
+                following.changed = True
+            else:
+                group.batch = self.next_batch
+                following.groups.append(group)
+                following.completed += group.completed is not None
         return sorted(chosen, key=lambda group: group.place)
 
     def progress(self) -> tuple[int, int]:
@@ -213,8 +221,13 @@ class BatchPlanner:
 
     def _choose(self, batch: _Batch) -> set[GroupState] | None:
         """Choose the groups that make the batch; None while it is not complete."""
-        if batch.completed < self._groups or (self._config.in_rounds and not self._round_is_over(batch)):
+        if batch.completed < (len(batch.groups) if self._config.in_rounds else self._groups):
             return None
+        if self._config.in_rounds and self._config.replace_uniform:
+            uniform = [group for group in batch.groups if group.is_uniform]
+            self._replace_uniform(uniform)
+            if uniform:
+                return None
         done = [group for group in batch.groups if group.completed is not None]
         for group in batch.groups:
             if group.completed is None and group.first_version is not None and self._deadline(group) <= batch.number:
@@ -249,25 +262,6 @@ class BatchPlanner:
                 if due > room:
                     return False
         return True
-
-    def _round_is_over(self, batch: _Batch) -> bool:
-        """Check that all groups of the batch are complete and usable; once complete, replace the unusable ones."""
-        if batch.completed < len(batch.groups):
-            return False
-        bad = [group for group in batch.groups if self._config.replace_uniform and group.is_uniform]
-        self._replace_uniform(bad)
-        return not bad
-
-    def _carry(self, group: GroupState) -> None:
-        """Move a group that its batch did not need to the next batch."""
-        following = self._batch(self.next_batch)
-        if group.first_version is not None and self._deadline(group) < self.next_batch:
-            self._drop(group, "aged")
-            following.changed = True
-            return
-        group.batch = self.next_batch
-        following.groups.append(group)
-        following.completed += group.completed is not None
 
     def _replace_uniform(self, groups: Iterable[GroupState]) -> None:
         for group in sorted(groups, key=lambda group: group.place):

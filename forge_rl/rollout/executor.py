@@ -9,9 +9,9 @@ import asyncio
 import functools
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TypeAlias
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
@@ -25,11 +25,8 @@ from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
-
-class RunEpisode(Protocol):
-    """Runs one episode of a task, such as an EpisodeRunner; the policy answers at `client`."""
-
-    async def __call__(self, task: Task, client: PolicyClient, /) -> Episode: ...
+RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
+"""Runs one episode of a task with the client of its policy, such as an EpisodeRunner."""
 
 
 class RolloutExecutor:

@@ -9,9 +9,10 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.rollout.batch_planner import BatchPlanner
 from forge_rl.rollout.capacity import EngineCapacity
-from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig, State, Tasks
+from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig, State
 from forge_rl.types import Episode, Task
 
 _MEMORY = 0.95
@@ -41,7 +42,7 @@ class Scheduler:
         *,
         groups: int,
         episodes: int,
-        tasks: Tasks,
+        tasks: ResumableTaskStream,
         clock: Callable[[], float],
         first: int = 0,
     ) -> None:

@@ -32,10 +32,6 @@ class RunMonitor:
 
     Args:
         folder: folder of the run; gets `trace.json` and `summary.json`.
-        display: shows what the run does and waits for.
-        log: takes faults and recoveries.
-        clock: clock of the phases.
-        faults: calls in flight, and faults.
         now: monotonic seconds, the same as those of `clock` and `faults`.
     """
 
