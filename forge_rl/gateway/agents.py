@@ -77,8 +77,6 @@ class AgentEpisodeRunner:
     """Runs episodes of an agent, each in a gateway session of its own.
 
     Args:
-        agent: works on the task.
-        gateway: serves it the policy.
         backend: backend of that gateway.
         reward: scores the text that the agent returns.
         deadline_s: longest time for an episode, all waiting included.

@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class EngineCapacity:
-    """Tracks the capacity and the load of the engines that serve.
-
-    Args:
-        clock: seconds, only for the share of time for which engines are busy.
-    """
+    """Tracks the capacity and the load of the engines that serve; `clock` (seconds) measures how busy they are."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.engines: dict[int, int] = {}

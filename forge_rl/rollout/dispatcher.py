@@ -37,13 +37,7 @@ class Decoder(Protocol):
 
 
 class Dispatcher:
-    """Opens streams on the engines that the scheduler grants.
-
-    Args:
-        scheduler: decides which episode decodes next, and where.
-        generator: decodes.
-        tokenizer: of the policy.
-    """
+    """Opens streams on the engines that the scheduler grants."""
 
     def __init__(self, scheduler: Scheduler, generator: Decoder, tokenizer: Tokenizer) -> None:
         self._scheduler = scheduler

@@ -21,11 +21,7 @@ class EpisodeRunner:
         runner = EpisodeRunner(tokenizer, environment, reward)
         episode = await runner(task, client)
 
-    Args:
-        tokenizer: of the policy.
-        environment: opens the sessions.
-        reward: scores the episodes that their environment does not.
-        clock: monotonic seconds.
+    The reward scores those that their environment does not; `clock` is in seconds.
     """
 
     def __init__(

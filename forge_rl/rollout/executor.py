@@ -98,8 +98,7 @@ class RolloutExecutor:
             self._advance()
             if self._failure is not None:
                 raise self._failure
-            groups = self._scheduler.planner.pop_batch()
-            if groups is not None:
+            if (groups := self._scheduler.planner.pop_batch()) is not None:
                 break
             self._advance()  # groups planned by pop_batch() have episodes to start
             await self._changed.wait()
@@ -108,9 +107,8 @@ class RolloutExecutor:
             self._scheduler.capacity.set_paused(True)
             await self._devices.hand_to_trainer(idle=not self._scheduler.states["decoding"])
         self._advance()
-        self.last = Batch(
-            groups=tuple(Group(task=group.task, episodes=group.results) for group in groups), version=self._version()
-        )
+        made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
+        self.last = Batch(groups=made, version=self._version())
         return self.last
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:

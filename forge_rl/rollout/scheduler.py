@@ -29,11 +29,7 @@ class Scheduler:
         scheduler.record_result(episode, result)
         groups = scheduler.planner.pop_batch()  # None until the batch is complete
 
-    Args:
-        groups: P.
-        episodes: G.
-        clock: seconds; see EngineCapacity.
-        first: number of the first batch, which is the trainer's version.
+    Arguments are those of EngineCapacity and BatchPlanner.
     """
 
     def __init__(
@@ -105,8 +101,7 @@ class Scheduler:
     def record_result(self, episode: InflightEpisode, result: Episode) -> None:
         """End an episode of a batch. One that failed through no fault of the policy restarts, or its group is replaced.
 
-        Raises:
-            TaskError: a source gives nothing but groups that cannot be used.
+        Raises TaskError as BatchPlanner does.
         """
         group = episode.group
         self.outcomes[result.outcome] += 1

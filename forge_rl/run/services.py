@@ -148,7 +148,7 @@ async def running_services(
             generator=generator.result(),
             weights=weights.result(),
             reward=scorer.result(),
-            environment=envs.result() if environment else None,
+            environment=envs.result() if environment is not None else None,
             devices=devices,
         )
     finally:

@@ -133,7 +133,8 @@ class Starting(Generic[C]):
                 )
             )
             faults.install()
-            watching = asyncio.get_running_loop().create_task(monitor.run())
+            watch = display.watch(waiting=monitor.waiting_for, status=monitor.poll)
+            watching = asyncio.get_running_loop().create_task(watch)
 
             async def raise_fault() -> None:
                 error = await faults.wait()
