@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
@@ -73,34 +74,29 @@ class SessionBackend:
                 yield chunk
 
 
+@dataclass(frozen=True)
 class AgentEpisodeRunner:
-    """Runs episodes of an agent, each in a gateway session of its own.
+    """Runs episodes of an agent, each in a gateway session of its own."""
 
-    Args:
-        backend: backend of that gateway.
-        reward: scores the text that the agent returns.
-        deadline_s: longest time for an episode, all waiting included.
-    """
-
-    def __init__(
-        self, agent: Agent, gateway: Gateway, backend: SessionBackend, reward: Reward, *, deadline_s: float
-    ) -> None:
-        self._agent = agent
-        self._gateway = gateway
-        self._backend = backend
-        self._reward = reward
-        self._deadline_s = deadline_s
+    agent: Agent
+    gateway: Gateway
+    backend: SessionBackend
+    """Backend of that gateway."""
+    reward: Reward
+    """Scores the text that the agent returns."""
+    deadline_s: float
+    """Longest time for an episode, all waiting included."""
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
         """Run one episode. A failure of the agent or of a service is an outcome."""
         began = time.monotonic()
-        session = self._gateway.open(task.id, sampling=client.sampling)
+        session = self.gateway.open(task.id, sampling=client.sampling)
         reward = 0.0
-        with self._backend.connected(session, client):
+        with self.backend.connected(session, client):
             outcome, text, problem = await self._work(task, session)
         if outcome.scored:
             try:
-                reward = await self._reward.score(task, text)
+                reward = await self.reward.score(task, text)
             except Exception as error:
                 died = isinstance(error, ReplicaError | DeadlineError)
                 outcome, problem = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR, str(error)
@@ -111,11 +107,11 @@ class AgentEpisodeRunner:
         """Run the agent and close the session; returns the outcome, the text to score, and the problem if any."""
         text, failure = None, ""
         try:
-            async with asyncio.timeout(self._deadline_s) as limit:
-                text = await self._agent(task, session)
+            async with asyncio.timeout(self.deadline_s) as limit:
+                text = await self.agent(task, session)
         except Exception as error:
             if limit.expired():
-                return Outcome.INFRASTRUCTURE_ERROR, "", f"the agent took longer than {self._deadline_s:g} s"
+                return Outcome.INFRASTRUCTURE_ERROR, "", f"the agent took longer than {self.deadline_s:g} s"
             failure = f"the agent raised {type(error).__name__}: {error}"
         finally:
             session.close()
@@ -143,4 +139,4 @@ async def serving_agents(
     """
     backend = SessionBackend(outside)
     async with Gateway(config, backend, tokenizer) as gateway:
-        yield AgentEpisodeRunner(agent, gateway, backend, reward, deadline_s=config.agent_deadline_s)
+        yield AgentEpisodeRunner(agent, gateway, backend, reward, config.agent_deadline_s)

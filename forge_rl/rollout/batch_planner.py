@@ -130,8 +130,10 @@ class BatchPlanner:
         """
         batch = self._batch(number)
         if not self._config.exact:
-            if idle:
-                self._fill_any(batch)
+            room = (self.version + self._config.lag - self.next_batch + 1) * self._groups  # of batches that are in time
+            if idle and len(batch.groups) < room:
+                self._source_order = self._source_order or deque(self._tasks.source_order(self._groups))
+                self._plan(self._source_order.popleft(), batch, (number, self._planned, 0))
             return
         if not batch.changed:
             return
@@ -271,14 +273,6 @@ class BatchPlanner:
         self.replaced[reason] += 1
         group.dropped = True
         self._on_dropped(group)
-
-    def _fill_any(self, batch: _Batch) -> None:
-        """Plan one more group of any source, unless as many are in flight as batches may take in time."""
-        if (self.version + self._config.lag - self.next_batch + 1) * self._groups <= len(batch.groups):
-            return
-        if not self._source_order:
-            self._source_order.extend(self._tasks.source_order(self._groups))
-        self._plan(self._source_order.popleft(), batch, (batch.number, self._planned, 0))
 
     def _plan_extra(self, source: str, batch: _Batch) -> None:
         place = max(len(batch.sources), 1 + max(batch.filled, default=0))

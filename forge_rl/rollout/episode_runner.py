@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_rl.data.tokenizer import Tokenizer
@@ -15,38 +16,30 @@ if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
 
 
+@dataclass(frozen=True)
 class EpisodeRunner:
     """Runs episodes, each in an environment session of its own.
 
-        runner = EpisodeRunner(tokenizer, environment, reward)
-        episode = await runner(task, client)
-
-    The reward scores those that their environment does not; `clock` is in seconds.
+    runner = EpisodeRunner(tokenizer, environment, reward)
+    episode = await runner(task, client)
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        environment: Environment,
-        reward: Reward,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._environment = environment
-        self._reward = reward
-        self._clock = clock
+    tokenizer: Tokenizer
+    environment: Environment
+    reward: Reward
+    """Scores the episodes that their environment does not."""
+    clock: Callable[[], float] = time.monotonic
 
     async def __call__(self, task: Task, decode: Callable[[tuple[int, ...]], Awaitable[Turn]]) -> Episode:
         """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines."""
-        began = self._clock()
+        began = self.clock()
         turns: list[Turn] = []
         outcome, reward, problem = Outcome.COMPLETED, 0.0, ""
         # Outcome of an error in what is done now; None where it is a bug, and raised.
         on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
         try:
-            session, observation = await self._environment.open(task)
-            prompt_ids = self._tokenizer.render(observation.messages)
+            session, observation = await self.environment.open(task)
+            prompt_ids = self.tokenizer.render(observation.messages)
             while True:
                 on_error = None
                 try:
@@ -66,14 +59,14 @@ class EpisodeRunner:
                 if step.done or turn.truncated:
                     break
                 on_error = None
-                prompt_ids = self._tokenizer.extend(turn.prompt_ids + turn.token_ids, step.messages)
+                prompt_ids = self.tokenizer.extend(turn.prompt_ids + turn.token_ids, step.messages)
             on_error = Outcome.JUDGE_ERROR
-            reward = await self._reward.score(task, turn.text) if step.reward is None else step.reward
+            reward = await self.reward.score(task, turn.text) if step.reward is None else step.reward
         except Exception as error:
             if isinstance(error, ReplicaError | DeadlineError):
                 on_error = Outcome.INFRASTRUCTURE_ERROR
             if on_error is None:
                 raise
             outcome, problem = on_error, str(error)
-        seconds = self._clock() - began
+        seconds = self.clock() - began
         return Episode(task=task, turns=tuple(turns), reward=reward, outcome=outcome, problem=problem, seconds=seconds)

@@ -70,10 +70,8 @@ class Scheduler:
 
     def start_evaluation(self, task: Task) -> InflightEpisode:
         """Start an episode that belongs to no batch, and goes before all others."""
-        group = GroupState(task, EVALUATION, (EVALUATION, 0, 0), order=0)
-        episode = InflightEpisode(group, 0, state="in_env")
         self.states["in_env"] += 1
-        return episode
+        return InflightEpisode(GroupState(task, EVALUATION, (EVALUATION, 0, 0), order=0), 0, state="in_env")
 
     def end_evaluation(self, episode: InflightEpisode) -> None:
         """End an episode that belongs to no batch, with or without a result."""
