@@ -143,14 +143,14 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     for number in range(config.warm_up + config.batches):
         if number == config.warm_up:
             began, decoded = loop.time(), generator.decoded_s
-            rollouts.pop_busy()
+            rollouts.metrics()
         batch = await rollouts.next_batch()
         await asyncio.sleep(train_s)
         trained += 1
         generator.load(trained)
         if number >= config.warm_up:
             batches.append(batch)
-    busy, offered = rollouts.pop_busy()
+    busy_share = rollouts.metrics()["rollouts/slots_busy"]
     wall, decoded = loop.time() - began, generator.decoded_s - decoded
     await rollouts.close()
     lags = Counter(
@@ -163,7 +163,7 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     tokens = lags.total()
     lengths = [statistics.fmean(e.response_tokens for e in batch.episodes) for batch in batches]
     return Outcome(
-        busy_share=busy / offered,
+        busy_share=busy_share,
         busy_share_run=decoded / (wall * engines * config.budget),
         mixture_deviation=max(_deviation(batch, quota) for batch, quota in zip(batches, quotas, strict=True)),
         tokens_per_hour=tokens * STEP_S * _TOKENS_S / wall * 3600,

@@ -117,7 +117,7 @@ async def _ten_batches(
         began = 0.0
         for number in range(_WARM_UP + _BATCHES):
             if number == _WARM_UP:
-                rollouts.pop_busy()
+                rollouts.metrics()
                 began = time.monotonic()
             batch = await rollouts.next_batch()
             await asyncio.sleep(train_s)
@@ -125,7 +125,7 @@ async def _ten_batches(
             if number >= _WARM_UP:
                 batches.append(batch)
         seconds = time.monotonic() - began
-        busy, offered = rollouts.pop_busy()
+        busy_share = rollouts.metrics()["rollouts/slots_busy"]
     finally:
         await rollouts.close()
     await devices.hand_to_engines()  # the next schedule begins like the first one
@@ -137,7 +137,7 @@ async def _ten_batches(
         for version in turn.versions
     ]
     return {
-        "busy_share": busy / offered,
+        "busy_share": busy_share,
         "seconds": seconds,
         "tokens_per_s": len(lags) / seconds,
         "lag_mean": statistics.fmean(lags),

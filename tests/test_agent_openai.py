@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine
             await asyncio.wait([episode])
             assert episode.cancelled()
             assert (backend.open, backend.aborted) == (0, 1)
-            attempts._deadline_s = 0.5
+            attempts = replace(attempts, deadline_s=0.5)
             slow = await attempts(TASK, PolicyClient(backend))
             assert slow.outcome is Outcome.INFRASTRUCTURE_ERROR
             assert "longer than 0.5 s" in slow.problem

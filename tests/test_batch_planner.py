@@ -65,7 +65,7 @@ def test_a_group_that_is_replaced_is_told_of_and_so_is_the_one_in_its_place() ->
     assert plan.planned[-1].place == (0, 0, 1)
     assert plan.planned[-1].task.source == first.task.source
     assert first not in plan.planner.groups()
-    plan.planner.replace_failed(plan.planned[-1], "it broke")
+    plan.planner.replace(plan.planned[-1], "failed", "it broke")
     assert plan.planned[-1].place == (0, 0, 2)
     assert plan.planner.replaced == {"uniform": 1, "failed": 1}
 
@@ -106,6 +106,10 @@ def test_too_many_unusable_groups_of_a_source_in_a_row_are_an_error() -> None:
     plan = Plan(max_lag=0, most_replaced=2)
     plan.planner.fill(0, idle=False)
     for _ in range(2):
-        plan.planner.replace_failed(next(group for group in plan.planner.groups() if group.place[1] == 0), "it broke")
+        plan.planner.replace(
+            next(group for group in plan.planner.groups() if group.place[1] == 0), "failed", "it broke"
+        )
     with pytest.raises(TaskError, match=r"source a gave 2 groups in a row that could not be used; it broke"):
-        plan.planner.replace_failed(next(group for group in plan.planner.groups() if group.place[1] == 0), "it broke")
+        plan.planner.replace(
+            next(group for group in plan.planner.groups() if group.place[1] == 0), "failed", "it broke"
+        )

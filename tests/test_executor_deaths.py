@@ -71,7 +71,7 @@ def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had(
                 (again,) = [each for each in generator.seen if each[0] == turn.prompt_ids + turn.token_ids[:3]]
                 assert again[1].max_tokens == 9
         assert lost == len(on_first)
-        assert executor._scheduler.count("decoding") == 0
+        assert executor._scheduler.states["decoding"] == 0
 
     asyncio.run(main())
 
@@ -106,7 +106,7 @@ def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goes_firs
         generator.kill(0)
         generator.kill(1)
         await run_until_idle()
-        assert executor._scheduler.count("waiting") == 12
+        assert executor._scheduler.states["waiting"] == 12
         assert "12 wait for an engine" in executor.waiting_for()
         assert all(episode.interrupted for episode in executor._running)
         generator.serving = {2: 16}
@@ -123,7 +123,7 @@ def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches
     async def main() -> None:
         generator = MortalGenerator()
         executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: 1.0))
-        executor._scheduler.capacity.pause()
+        executor._scheduler.capacity.set_paused(True)
         task = asyncio.create_task(executor.evaluate([CountingSource().draw()]))
         await run_until_idle()
         generator.kill(0)

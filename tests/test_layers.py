@@ -200,6 +200,7 @@ def test_every_public_name_can_be_imported():
     import forge_rl
 
     for name in forge_rl.__all__:
-        assert getattr(forge_rl, name).__name__.rpartition(".")[2] == name
+        own = "Starting" if name == "start" else name  # recipes call that class by a verb
+        assert getattr(forge_rl, name).__name__.rpartition(".")[2] == own
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         forge_rl.nonsense  # noqa: B018

@@ -185,7 +185,7 @@ def test_a_failed_episode_starts_again_and_then_its_group_is_replaced_and_the_ot
     assert bad.place == (0, 0, 0, 0, 1)
     end(scheduler, bad, outcome=Outcome.ENVIRONMENT_ERROR)
     assert scheduler.pop_cancelled() == [episodes[1]]
-    assert scheduler.count("decoding") == 4
+    assert scheduler.states["decoding"] == 4
     for episode in episodes[2:] + begin(scheduler):
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a3", "a2", "b1"]
@@ -238,14 +238,14 @@ def test_within_a_batch_the_longest_expected_begin_first():
 def test_a_pause_holds_back_all_but_evaluations():
     scheduler = schedule(max_lag=0)
     episodes = scheduler.pop_starts()
-    scheduler.capacity.pause()
+    scheduler.capacity.set_paused(True)
     assert scheduler.pop_starts() == []
     scheduler.request_decode(episodes[0])
     assert scheduler.pop_grants() == []
     tested = scheduler.start_evaluation(Task(id="1", source="held out", messages=()))
     scheduler.request_decode(tested)
     assert scheduler.pop_grants() == [tested]
-    scheduler.capacity.resume()
+    scheduler.capacity.set_paused(False)
     assert scheduler.pop_grants() == [episodes[0]]
 
 
@@ -257,9 +257,9 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     now[0] = 10.0
     scheduler.finish_turn(first)
     now[0] = 15.0
-    scheduler.capacity.pause()
+    scheduler.capacity.set_paused(True)
     now[0] = 100.0
-    scheduler.capacity.resume()
+    scheduler.capacity.set_paused(False)
     now[0] = 105.0
     assert scheduler.capacity.pop_busy() == (2 * 10 + 1 * 5 + 1 * 5, 4 * 20)
 
@@ -302,7 +302,7 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
         in_flight += scheduler.pop_grants()
         ended = scheduler.pop_cancelled()
         in_flight = [episode for episode in in_flight if episode not in ended]
-        assert len(in_flight) == scheduler.count("decoding") <= slots
+        assert len(in_flight) == scheduler.states["decoding"] <= slots
         taken = scheduler.planner.pop_batch() if trained == version else None
         if taken is not None:
             assert len(taken) == groups

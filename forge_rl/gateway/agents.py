@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import DeadlineError, ReplicaError
@@ -15,6 +16,9 @@ from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import Session
 from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task
+
+if TYPE_CHECKING:
+    from forge_rl.services.reward import Reward
 
 Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | None]]
 """Works on a task with the policy at session.base_url, under session.key. Returns the text to score; None stands for
@@ -30,12 +34,6 @@ class PolicyClient(Protocol):
 
     def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Decode a completion; one at a time."""
-
-
-class Scorer(Protocol):
-    """The part of the Reward service that episodes use."""
-
-    async def score(self, task: Task, text: str) -> float: ...
 
 
 class SessionBackend:
@@ -76,58 +74,44 @@ class SessionBackend:
                 yield chunk
 
 
+@dataclass(frozen=True)
 class AgentEpisodeRunner:
-    """Runs episodes of an agent, each in a gateway session of its own.
+    """Runs episodes of an agent, each in a gateway session of its own."""
 
-    Args:
-        agent: works on the task.
-        gateway: serves it the policy.
-        backend: backend of that gateway.
-        reward: scores the text that the agent returns.
-        deadline_s: longest time for an episode, all waiting included.
-    """
-
-    def __init__(
-        self, agent: Agent, gateway: Gateway, backend: SessionBackend, reward: Scorer, *, deadline_s: float
-    ) -> None:
-        self._agent = agent
-        self._gateway = gateway
-        self._backend = backend
-        self._reward = reward
-        self._deadline_s = deadline_s
+    agent: Agent
+    gateway: Gateway
+    backend: SessionBackend
+    """Backend of that gateway."""
+    reward: Reward
+    """Scores the text that the agent returns."""
+    deadline_s: float
+    """Longest time for an episode, all waiting included."""
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
         """Run one episode. A failure of the agent or of a service is an outcome."""
         began = time.monotonic()
-        session = self._gateway.open(task.id, sampling=client.sampling)
-        with self._backend.connected(session, client):
-            outcome, text, problem = await self._work(task, session)
+        session = self.gateway.open(task.id, sampling=client.sampling)
         reward = 0.0
+        with self.backend.connected(session, client):
+            outcome, text, problem = await self._work(task, session)
         if outcome.scored:
             try:
-                reward = await self._reward.score(task, text)
+                reward = await self.reward.score(task, text)
             except Exception as error:
                 died = isinstance(error, ReplicaError | DeadlineError)
-                outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
-                problem = str(error)
-        return Episode(
-            task=task,
-            turns=session.turns,
-            reward=reward,
-            outcome=outcome,
-            problem=problem,
-            seconds=time.monotonic() - began,
-        )
+                outcome, problem = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR, str(error)
+        turns, seconds = session.turns, time.monotonic() - began
+        return Episode(task=task, turns=turns, reward=reward, outcome=outcome, problem=problem, seconds=seconds)
 
     async def _work(self, task: Task, session: Session) -> tuple[Outcome, str, str]:
         """Run the agent and close the session; returns the outcome, the text to score, and the problem if any."""
         text, failure = None, ""
         try:
-            async with asyncio.timeout(self._deadline_s) as limit:
-                text = await self._agent(task, session)
+            async with asyncio.timeout(self.deadline_s) as limit:
+                text = await self.agent(task, session)
         except Exception as error:
             if limit.expired():
-                return Outcome.INFRASTRUCTURE_ERROR, "", f"the agent took longer than {self._deadline_s:g} s"
+                return Outcome.INFRASTRUCTURE_ERROR, "", f"the agent took longer than {self.deadline_s:g} s"
             failure = f"the agent raised {type(error).__name__}: {error}"
         finally:
             session.close()
@@ -146,7 +130,7 @@ class AgentEpisodeRunner:
 
 @contextlib.asynccontextmanager
 async def serving_agents(
-    agent: Agent, config: GatewayConfig, outside: Backend, tokenizer: Tokenizer, reward: Scorer
+    agent: Agent, config: GatewayConfig, outside: Backend, tokenizer: Tokenizer, reward: Reward
 ) -> AsyncIterator[AgentEpisodeRunner]:
     """Serve the policy to an agent at a gateway of its own, and yield what runs its episodes.
 
@@ -155,4 +139,4 @@ async def serving_agents(
     """
     backend = SessionBackend(outside)
     async with Gateway(config, backend, tokenizer) as gateway:
-        yield AgentEpisodeRunner(agent, gateway, backend, reward, deadline_s=config.agent_deadline_s)
+        yield AgentEpisodeRunner(agent, gateway, backend, reward, config.agent_deadline_s)

@@ -12,8 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
-from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig, Tasks
+from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig
 
 _ANY = "*"
 
@@ -37,13 +38,13 @@ class _Batch:
 
 
 class BatchPlanner:
-    """Plans the groups of each batch, and says when a batch is complete.
+    """Plans the groups of each batch, and says when one is complete.
+
+    Methods raise TaskError where a source gives nothing but groups that cannot be used.
 
     Args:
-        config: settings of the schedule.
         groups: P.
         episodes: G.
-        tasks: stream of tasks.
         on_planned: called with each new group, whose episodes are to be started.
         on_dropped: called with each group that is not used, whose episodes are to be ended.
         first: number of the first batch, which is the trainer's version.
@@ -55,7 +56,7 @@ class BatchPlanner:
         *,
         groups: int,
         episodes: int,
-        tasks: Tasks,
+        tasks: ResumableTaskStream,
         on_planned: Callable[[GroupState], None],
         on_dropped: Callable[[GroupState], None],
         first: int = 0,
@@ -77,11 +78,7 @@ class BatchPlanner:
         self._planned = self._completed = 0
 
     def pop_batch(self) -> list[GroupState] | None:
-        """Return the next batch's groups in the order in which they were planned, once it is complete; None before.
-
-        Raises:
-            TaskError: a source gives nothing but groups that cannot be used.
-        """
+        """Return the next batch's groups in the order in which they were planned, once it is complete; None before."""
         batch = self._batch(self.next_batch)
         chosen = self._choose(batch)
         if chosen is None:
@@ -89,10 +86,17 @@ class BatchPlanner:
         del self._batches[self.next_batch]
         self.next_batch += 1
         for group in batch.groups:
-            if group not in chosen:
-                self._carry(group)
-        for group in chosen:
-            self._unused[group.task.source] = 0
+            if group in chosen:
+                self._unused[group.task.source] = 0
+                continue
+            following = self._batch(self.next_batch)
+            if group.first_version is not None and self._deadline(group) < self.next_batch:
+                self._drop(group, "aged")
+                following.changed = True
+            else:
+                group.batch = self.next_batch
+                following.groups.append(group)
+                following.completed += group.completed is not None
         return sorted(chosen, key=lambda group: group.place)
 
     def progress(self) -> tuple[int, int]:
@@ -122,14 +126,14 @@ class BatchPlanner:
     def fill(self, number: int, *, idle: bool) -> None:
         """Plan the groups that a batch needs beyond those that are carried on to it.
 
-        Args:
-            number: of the batch.
-            idle: True if no planned episode waits for its start; the asynchronous schedule then plans one more group.
+        The asynchronous schedule plans one group more if it is `idle`: no planned episode waits for its start.
         """
         batch = self._batch(number)
         if not self._config.exact:
-            if idle:
-                self._fill_any(batch)
+            room = (self.version + self._config.lag - self.next_batch + 1) * self._groups  # of batches that are in time
+            if idle and len(batch.groups) < room:
+                self._source_order = self._source_order or deque(self._tasks.source_order(self._groups))
+                self._plan(self._source_order.popleft(), batch, (number, self._planned, 0))
             return
         if not batch.changed:
             return
@@ -168,11 +172,7 @@ class BatchPlanner:
             group.first_version = self.version
 
     def complete(self, group: GroupState) -> None:
-        """Note that all episodes of a group have a result.
-
-        Raises:
-            TaskError: its source gives nothing but groups that cannot be used.
-        """
+        """Note that all episodes of a group have a result."""
         group.completed = self._completed
         self._completed += 1
         self._batches[group.batch].completed += 1
@@ -181,21 +181,36 @@ class BatchPlanner:
         elif self._config.replace_uniform and not self._config.in_rounds:
             self._replace_uniform([group])
 
-    def replace_failed(self, group: GroupState, problem: str) -> None:
-        """Replace a group of which an episode failed too often; `problem` says how.
+    def replace(self, group: GroupState, reason: str, problem: str) -> None:
+        """Plan another group of the same source in place of one that cannot be used.
 
-        Raises:
-            TaskError: its source gives nothing but groups that cannot be used.
+        Args:
+            group: the one that is dropped.
+            reason: "uniform" or "failed", to count by.
+            problem: what was wrong with it, in words.
         """
-        self._replace(group, "failed", problem)
+        source = group.task.source
+        self._unused[source] += 1
+        if self._unused[source] > self._config.most_replaced:
+            raise TaskError(
+                f"source {source} gave {self._config.most_replaced} groups in a row that could not be used; {problem}",
+                hint="its tasks may be too easy or too hard for this model, its answers not recognised, or its "
+                "environment or judge broken: look at episodes.jsonl and events.jsonl; choose other --tasks, or raise "
+                "--group-size or --schedule.most-replaced",
+            )
+        self._drop(group, reason)
+        batch = self._batches[group.batch]
+        batch.groups.remove(group)
+        batch.completed -= group.completed is not None
+        planned_for, place, before = group.place
+        self._plan(source, batch, (planned_for, place, before + 1))
 
     def _batch(self, number: int) -> _Batch:
-        if number not in self._batches:
-            for earlier in range(self.next_batch, number):
-                self._batch(earlier)
-            sources = self._tasks.source_order(self._groups) if self._config.exact else []
-            needed = Counter(sources) if self._config.exact else Counter({_ANY: self._groups})
-            self._batches[number] = _Batch(number=number, sources=sources, needed=needed)
+        for each in range(self.next_batch, number + 1):
+            if each not in self._batches:
+                sources = self._tasks.source_order(self._groups) if self._config.exact else []
+                needed = Counter(sources) if self._config.exact else Counter({_ANY: self._groups})
+                self._batches[each] = _Batch(number=each, sources=sources, needed=needed)
         return self._batches[number]
 
     def _quota_of(self, group: GroupState) -> str:
@@ -208,8 +223,13 @@ class BatchPlanner:
 
     def _choose(self, batch: _Batch) -> set[GroupState] | None:
         """Choose the groups that make the batch; None while it is not complete."""
-        if batch.completed < self._groups or (self._config.in_rounds and not self._round_is_over(batch)):
+        if batch.completed < (len(batch.groups) if self._config.in_rounds else self._groups):
             return None
+        if self._config.in_rounds and self._config.replace_uniform:
+            uniform = [group for group in batch.groups if group.is_uniform]
+            self._replace_uniform(uniform)
+            if uniform:
+                return None
         done = [group for group in batch.groups if group.completed is not None]
         for group in batch.groups:
             if group.completed is None and group.first_version is not None and self._deadline(group) <= batch.number:
@@ -245,58 +265,14 @@ class BatchPlanner:
                     return False
         return True
 
-    def _round_is_over(self, batch: _Batch) -> bool:
-        """Check that all groups of the batch are complete and usable; once complete, replace the unusable ones."""
-        if batch.completed < len(batch.groups):
-            return False
-        bad = [group for group in batch.groups if self._config.replace_uniform and group.is_uniform]
-        self._replace_uniform(bad)
-        return not bad
-
-    def _carry(self, group: GroupState) -> None:
-        """Move a group that its batch did not need to the next batch."""
-        following = self._batch(self.next_batch)
-        if group.first_version is not None and self._deadline(group) < self.next_batch:
-            self._drop(group, "aged")
-            following.changed = True
-            return
-        group.batch = self.next_batch
-        following.groups.append(group)
-        following.completed += group.completed is not None
-
     def _replace_uniform(self, groups: Iterable[GroupState]) -> None:
         for group in sorted(groups, key=lambda group: group.place):
-            self._replace(group, "uniform", f"all rewards of the last one were {group.results[0].reward:g}")
-
-    def _replace(self, group: GroupState, reason: str, problem: str) -> None:
-        source = group.task.source
-        self._unused[source] += 1
-        if self._unused[source] > self._config.most_replaced:
-            raise TaskError(
-                f"source {source} gave {self._config.most_replaced} groups in a row that could not be used; {problem}",
-                hint="its tasks may be too easy or too hard for this model, its answers not recognised, or its "
-                "environment or judge broken: look at episodes.jsonl and events.jsonl; choose other --tasks, or raise "
-                "--group-size or --schedule.most-replaced",
-            )
-        self._drop(group, reason)
-        batch = self._batches[group.batch]
-        batch.groups.remove(group)
-        batch.completed -= group.completed is not None
-        planned_for, place, before = group.place
-        self._plan(source, batch, (planned_for, place, before + 1))
+            self.replace(group, "uniform", f"all rewards of the last one were {group.results[0].reward:g}")
 
     def _drop(self, group: GroupState, reason: str) -> None:
         self.replaced[reason] += 1
         group.dropped = True
         self._on_dropped(group)
-
-    def _fill_any(self, batch: _Batch) -> None:
-        """Plan one more group of any source, unless as many are in flight as batches may take in time."""
-        if (self.version + self._config.lag - self.next_batch + 1) * self._groups <= len(batch.groups):
-            return
-        if not self._source_order:
-            self._source_order.extend(self._tasks.source_order(self._groups))
-        self._plan(self._source_order.popleft(), batch, (batch.number, self._planned, 0))
 
     def _plan_extra(self, source: str, batch: _Batch) -> None:
         place = max(len(batch.sources), 1 + max(batch.filled, default=0))

@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class EngineCapacity:
-    """Tracks the capacity and the load of the engines that serve.
-
-    Args:
-        clock: seconds, only for the share of time for which engines are busy.
-    """
+    """Tracks the capacity and the load of the engines that serve; `clock` (seconds) measures how busy they are."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.engines: dict[int, int] = {}
@@ -40,15 +36,10 @@ class EngineCapacity:
         for engine in budgets:
             self._offer(engine)
 
-    def pause(self) -> None:
-        """Stop counting time as idle; while paused, the scheduler gives no episode of a batch an engine."""
+    def set_paused(self, paused: bool) -> None:
+        """Pause or resume; while paused, no time is counted, and no episode of a batch is given an engine."""
         self._count()
-        self.paused = True
-
-    def resume(self) -> None:
-        """Count time again after `pause`."""
-        self._count()
-        self.paused = False
+        self.paused = paused
 
     def choose(self, preferred: Iterable[int | None]) -> int | None:
         """Return the first preferred engine that has room, else the one with most; None if none has any."""

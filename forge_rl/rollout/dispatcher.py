@@ -37,16 +37,12 @@ class Decoder(Protocol):
 
 
 class Dispatcher:
-    """Opens streams on the engines that the scheduler grants.
+    """Opens streams on the engines that the scheduler grants."""
 
-    Args:
-        scheduler: decides which episode decodes next, and where.
-        generator: decodes.
-    """
-
-    def __init__(self, scheduler: Scheduler, generator: Decoder) -> None:
+    def __init__(self, scheduler: Scheduler, generator: Decoder, tokenizer: Tokenizer) -> None:
         self._scheduler = scheduler
         self._generator = generator
+        self._tokenizer = tokenizer
         self._grants: dict[InflightEpisode, asyncio.Future[None]] = {}
 
     def update_engines(self) -> None:
@@ -84,9 +80,9 @@ class Dispatcher:
             self._scheduler.finish_turn(episode, interrupted=interrupted)
             self.grant()
 
-    def client(self, episode: InflightEpisode, sampling: Sampling, tokenizer: Tokenizer) -> PolicyClient:
+    def client(self, episode: InflightEpisode, sampling: Sampling) -> PolicyClient:
         """Return an episode's client of the policy."""
-        return PolicyClient(functools.partial(self.open_stream, episode), episode, sampling, tokenizer)
+        return PolicyClient(functools.partial(self.open_stream, episode), episode, sampling, self._tokenizer)
 
 
 @dataclass(frozen=True)

@@ -4,115 +4,69 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import DeadlineError, ReplicaError
 from forge_rl.types import Episode, Outcome, Task, Turn
 
-Decode: TypeAlias = Callable[[tuple[int, ...]], Awaitable[Turn]]
-"""Decodes the completion of a prompt."""
+if TYPE_CHECKING:
+    from forge_rl.services.environment import Environment
+    from forge_rl.services.reward import Reward
 
 
-class EnvSession(Protocol):
-    """The environment of one episode."""
-
-    async def step(self, answer: str) -> Step: ...
-
-    async def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-class EnvService(Protocol):
-    """The part of the Environment service that episodes use."""
-
-    async def open(self, task: Task) -> tuple[EnvSession, Observation]: ...
-
-
-class Scorer(Protocol):
-    """The part of the Reward service that episodes use."""
-
-    async def score(self, task: Task, text: str) -> float: ...
-
-
+@dataclass(frozen=True)
 class EpisodeRunner:
     """Runs episodes, each in an environment session of its own.
 
-        runner = EpisodeRunner(tokenizer, environment, reward)
-        episode = await runner(task, client)
-
-    Args:
-        tokenizer: of the policy.
-        environment: opens the sessions.
-        reward: scores the episodes that their environment does not.
-        clock: monotonic seconds.
+    runner = EpisodeRunner(tokenizer, environment, reward)
+    episode = await runner(task, client)
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        environment: EnvService,
-        reward: Scorer,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._environment = environment
-        self._reward = reward
-        self._clock = clock
+    tokenizer: Tokenizer
+    environment: Environment
+    reward: Reward
+    """Scores the episodes that their environment does not."""
+    clock: Callable[[], float] = time.monotonic
 
-    async def __call__(self, task: Task, decode: Decode) -> Episode:
+    async def __call__(self, task: Task, decode: Callable[[tuple[int, ...]], Awaitable[Turn]]) -> Episode:
         """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines."""
-        began = self._clock()
+        began = self.clock()
         turns: list[Turn] = []
-
-        def ended(outcome: Outcome, reward: float = 0.0, problem: str = "") -> Episode:
-            return Episode(
-                task=task,
-                turns=tuple(turns),
-                reward=reward,
-                outcome=outcome,
-                problem=problem,
-                seconds=self._clock() - began,
-            )
-
-        def failed(error: Exception, own: Outcome) -> Episode:
-            infrastructure = isinstance(error, ReplicaError | DeadlineError)
-            return ended(Outcome.INFRASTRUCTURE_ERROR if infrastructure else own, problem=str(error))
-
-        outcome = Outcome.COMPLETED
+        outcome, reward, problem = Outcome.COMPLETED, 0.0, ""
+        # Outcome of an error in what is done now; None where it is a bug, and raised.
+        on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
         try:
-            session, observation = await self._environment.open(task)
-            prompt_ids = self._tokenizer.render(observation.messages)
-        except Exception as error:
-            return failed(error, Outcome.ENVIRONMENT_ERROR)
-        while True:
-            try:
-                turn = await decode(prompt_ids)
-            except BaseException as error:
-                session.abandon()
-                if isinstance(error, ReplicaError | DeadlineError):
-                    return failed(error, Outcome.INFRASTRUCTURE_ERROR)
-                raise
-            turns.append(turn)
-            try:
+            session, observation = await self.environment.open(task)
+            prompt_ids = self.tokenizer.render(observation.messages)
+            while True:
+                on_error = None
+                try:
+                    turn = await decode(prompt_ids)
+                except BaseException:
+                    session.abandon()
+                    raise
+                turns.append(turn)
+                on_error = Outcome.ENVIRONMENT_ERROR
                 step = await session.step(turn.text)
-                if not step.done and turn.truncated:
-                    await session.close()
-            except Exception as error:
-                return failed(error, Outcome.ENVIRONMENT_ERROR)
-            if turn.truncated:
-                outcome = Outcome.TRUNCATED
-            if step.model_error:
-                outcome = Outcome.MODEL_ERROR
-            if step.done or turn.truncated:
-                break
-            prompt_ids = self._tokenizer.extend(turn.prompt_ids + turn.token_ids, step.messages)
-        if step.reward is not None:
-            return ended(outcome, step.reward)
-        try:
-            return ended(outcome, await self._reward.score(task, turn.text))
+                if turn.truncated:
+                    outcome = Outcome.TRUNCATED
+                    if not step.done:
+                        await session.close()
+                if step.model_error:
+                    outcome = Outcome.MODEL_ERROR
+                if step.done or turn.truncated:
+                    break
+                on_error = None
+                prompt_ids = self.tokenizer.extend(turn.prompt_ids + turn.token_ids, step.messages)
+            on_error = Outcome.JUDGE_ERROR
+            reward = await self.reward.score(task, turn.text) if step.reward is None else step.reward
         except Exception as error:
-            return failed(error, Outcome.JUDGE_ERROR)
+            if isinstance(error, ReplicaError | DeadlineError):
+                on_error = Outcome.INFRASTRUCTURE_ERROR
+            if on_error is None:
+                raise
+            outcome, problem = on_error, str(error)
+        seconds = self.clock() - began
+        return Episode(task=task, turns=tuple(turns), reward=reward, outcome=outcome, problem=problem, seconds=seconds)

@@ -6,11 +6,12 @@ Each episode is an asyncio task: environments and rewards overlap decoding, and 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TypeAlias
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
@@ -24,26 +25,18 @@ from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
-
-class RunEpisode(Protocol):
-    """Runs one episode of a task, such as an EpisodeRunner; the policy answers at `client`."""
-
-    async def __call__(self, task: Task, client: PolicyClient, /) -> Episode: ...
+RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
+"""Runs one episode of a task with the client of its policy, such as an EpisodeRunner."""
 
 
 class RolloutExecutor:
-    """Generates batches.
+    """Generates batches of P groups of G episodes.
 
         batch = await run.rollouts.next_batch()
 
     Args:
-        mixture: source of the tasks.
         groups: P.
         episodes: G.
-        schedule: settings of the schedule.
-        tokenizer: of the policy.
-        generator: decodes.
-        run_episode: runs one episode of a task.
         devices: handed to the engines and back.
         seed: of the sampling. The same seed gives the same batches where the schedule has no lag.
         version: returns the version of the trainer's weights.
@@ -71,16 +64,18 @@ class RolloutExecutor:
         self.last: Batch | None = None
         """The batch that was delivered last."""
         self._tasks = ResumableTaskStream(mixture)
-        self._groups, self._episodes = groups, episodes
-        self._tokenizer = tokenizer
         self._generator = generator
+        self._tokenizer = tokenizer
         self._run_episode = run_episode
         self._devices = devices
         self._seed = seed
         self._version = version
         self._warn = warn
-        self._clock = clock
-        self._scheduler, self._dispatcher = self._schedule_from(0)
+        self._new_scheduler = functools.partial(
+            Scheduler, schedule, groups=groups, episodes=episodes, tasks=self._tasks, clock=clock
+        )
+        self._scheduler = self._new_scheduler()
+        self._dispatcher = Dispatcher(self._scheduler, generator, tokenizer)
         generator.listeners.append(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
@@ -97,25 +92,23 @@ class RolloutExecutor:
             TaskError: a source gives nothing but groups that cannot be used.
         """
         await self._devices.hand_to_engines()
-        self._scheduler.capacity.resume()
+        self._scheduler.capacity.set_paused(False)
         while True:
             self._changed.clear()
             self._advance()
             if self._failure is not None:
                 raise self._failure
-            groups = self._scheduler.planner.pop_batch()
-            if groups is not None:
+            if (groups := self._scheduler.planner.pop_batch()) is not None:
                 break
             self._advance()  # groups planned by pop_batch() have episodes to start
             await self._changed.wait()
         self._tasks.batch_delivered()
         if not self.config.decodes_while_training:
-            self._scheduler.capacity.pause()
-            await self._devices.hand_to_trainer(idle=not self._scheduler.count("decoding"))
+            self._scheduler.capacity.set_paused(True)
+            await self._devices.hand_to_trainer(idle=not self._scheduler.states["decoding"])
         self._advance()
-        self.last = Batch(
-            groups=tuple(Group(task=group.task, episodes=group.results) for group in groups), version=self._version()
-        )
+        made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
+        self.last = Batch(groups=made, version=self._version())
         return self.last
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
@@ -136,7 +129,7 @@ class RolloutExecutor:
         for _ in range(1 + self.config.retries):
             episode = self._scheduler.start_evaluation(task)
             try:
-                result = await self._run_episode(task, self._dispatcher.client(episode, sampling, self._tokenizer))
+                result = await self._run_episode(task, self._dispatcher.client(episode, sampling))
             finally:
                 self._scheduler.end_evaluation(episode)
                 self._dispatcher.grant()
@@ -156,7 +149,7 @@ class RolloutExecutor:
         """Return metrics of the time since the last call: the share of the engines' capacity that was used, attempts by
         outcome, and groups that were not used, by reason; and the number of episodes in flight now."""
         scheduler, replaced = self._scheduler, self._scheduler.planner.replaced
-        busy, offered = self.pop_busy()
+        busy, offered = scheduler.capacity.pop_busy()
         values = {f"outcomes/{outcome}": float(scheduler.outcomes[outcome]) for outcome in Outcome}
         values |= {f"groups/replaced_{reason}": float(count) for reason, count in replaced.items()}
         values["rollouts/in_flight"] = float(scheduler.in_flight)
@@ -165,10 +158,6 @@ class RolloutExecutor:
         scheduler.outcomes.clear()
         replaced.clear()
         return values
-
-    def pop_busy(self) -> tuple[float, float]:
-        """Return request seconds that were used, and that the engines offered, since the last call."""
-        return self._scheduler.capacity.pop_busy()
 
     def status(self) -> RolloutStatus:
         """Return the progress of the next batch, and the number of episodes in flight."""
@@ -180,9 +169,9 @@ class RolloutExecutor:
             batch=planner.next_batch,
             groups_done=done,
             groups=groups,
-            episodes_running=scheduler.count("decoding"),
-            episodes_waiting=scheduler.count("in_env"),
-            queue=scheduler.count("waiting"),
+            episodes_running=scheduler.states["decoding"],
+            episodes_waiting=scheduler.states["in_env"],
+            queue=scheduler.states["waiting"],
             engines_serving=serving,
             engines=self._most_engines,
             lag_max=planner.next_batch - planner.oldest_version(),
@@ -213,22 +202,12 @@ class RolloutExecutor:
         await self._cancel_all()
         self._failure = None
         self._tasks.restore(mixture, used)
-        self._scheduler, self._dispatcher = self._schedule_from(batches)
+        self._scheduler = self._new_scheduler(first=batches)
+        self._dispatcher = Dispatcher(self._scheduler, self._generator, self._tokenizer)
 
     def __repr__(self) -> str:
         done, groups = self._scheduler.planner.progress()
         return f"Rollouts  {self.config.kind}  {done} of {groups} groups; {self._scheduler.describe_missing()}"
-
-    def _schedule_from(self, batch: int) -> tuple[Scheduler, Dispatcher]:
-        scheduler = Scheduler(
-            self.config,
-            groups=self._groups,
-            episodes=self._episodes,
-            tasks=self._tasks,
-            clock=self._clock,
-            first=batch,
-        )
-        return scheduler, Dispatcher(scheduler, self._generator)
 
     async def _cancel_all(self) -> None:
         running = list(self._running.values())
@@ -253,18 +232,15 @@ class RolloutExecutor:
                 if episode in self._running and self._running[episode] is not asyncio.current_task():
                     self._running[episode].cancel()
         except ForgeError as error:
-            self._fail(error)
+            self._failure = self._failure or error
+            self._changed.set()
         self._dispatcher.grant()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-        self._changed.set()
 
     async def _run(self, episode: InflightEpisode) -> None:
         """Run an episode of a batch to its end; an error that is not an outcome fails the next batch."""
         task = episode.group.task
         seed = zlib.crc32("/".join(map(str, (self._seed, *episode.place))).encode())
-        client = self._dispatcher.client(episode, replace(self._generator.sampling, seed=seed), self._tokenizer)
+        client = self._dispatcher.client(episode, replace(self._generator.sampling, seed=seed))
         try:
             try:
                 result = await self._run_episode(task, client)
@@ -276,7 +252,7 @@ class RolloutExecutor:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._fail(error)
-            return
-        self._advance()
+            self._failure = self._failure or error
+        else:
+            self._advance()
         self._changed.set()

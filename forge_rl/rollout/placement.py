@@ -7,17 +7,20 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.engines.platform import gpus
 from forge_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_rl.services.trainer import Trainer
 
 Placement = Literal["auto", "colocated", "separate"]
 """Choice of whether trainer and engines share devices."""
 
 
 class Engines(Protocol):
-    """The part of the Generator that a handover uses."""
+    """The part of the Generator that a handover uses; see there."""
 
     async def pause(self) -> None: ...
 
@@ -28,18 +31,8 @@ class Engines(Protocol):
     async def wake(self) -> None: ...
 
 
-class Offloadable(Protocol):
-    """The part of the Trainer that a handover uses."""
-
-    async def offload(self) -> int: ...
-
-    async def onload(self) -> int: ...
-
-
 class DeviceHandover:
     """Hands the devices to the engines for rollouts, and to the trainer in between; measures each transition.
-
-    Where they share devices, each frees them before the other takes over.
 
         devices = DeviceHandover(generator, trainer)
         await devices.hand_to_engines()
@@ -47,19 +40,19 @@ class DeviceHandover:
             ...  # engines decode, whoever has the devices
 
     Args:
-        engines: pause while they do not have the devices; where they share them, they sleep.
+        engines: pause while they do not have the devices; where they share them, they sleep, so that these are free.
         trainer: shares the engines' devices; None where it has its own.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, engines: Engines, trainer: Offloadable | None = None, *, clock: Callable[[], float] = time.monotonic
+        self, engines: Engines, trainer: Trainer | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engines = engines
         self._trainer = trainer
         self._clock = clock
-        self._at: Literal["both", "engines", "trainer", "between"] = "both"
-        """Holder of the devices; "between" during a transition, and after one that failed."""
+        self._holder: str | None = "both"
+        """"engines", "trainer", or "both" after the start; None during a transition, and after one that failed."""
         self._rolling_out = False
         self._loans = 0
         self._changing = asyncio.Lock()
@@ -96,7 +89,7 @@ class DeviceHandover:
         self._rolling_out = False
         if self._trainer is not None:
             async with self._changing:
-                self._at = "between"
+                self._holder = None
                 await self._timed("sleep", self._engines.sleep())
 
     def pop_metrics(self) -> dict[str, float]:
@@ -108,8 +101,8 @@ class DeviceHandover:
     async def _hand_over(self) -> None:
         """Bring the devices to whoever needs them now."""
         async with self._changing:
-            target: Literal["engines", "trainer"] = "engines" if self._rolling_out or self._loans else "trainer"
-            before, self._at = self._at, "between"
+            target = "engines" if self._rolling_out or self._loans else "trainer"
+            before, self._holder = self._holder, None
             if target == before:
                 pass
             elif self._trainer is None:
@@ -124,7 +117,7 @@ class DeviceHandover:
                 await self._timed("offload", self._trainer.offload())
                 if before != "both":
                     await self._timed("wake", self._engines.wake())
-            self._at = target
+            self._holder = target
 
     async def _timed(self, name: str, work: Awaitable[object]) -> None:
         began = self._clock()
@@ -135,13 +128,7 @@ class DeviceHandover:
 
 
 def shares_devices(placement: Placement, *, ranks: int, engines: int, decodes_while_training: bool) -> bool:
-    """Decide whether trainer and engines share the devices.
-
-    Args:
-        placement: the user's choice.
-        ranks: number of the trainer's ranks.
-        engines: number of the generator's engines.
-        decodes_while_training: True if the schedule lets engines decode while the trainer trains.
+    """Decide whether the trainer's ranks and the engines share devices; `decodes_while_training` is the schedule's.
 
     Raises:
         ConfigError: there are too few GPUs for each to have its own.

@@ -9,9 +9,10 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.rollout.batch_planner import BatchPlanner
 from forge_rl.rollout.capacity import EngineCapacity
-from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig, State, Tasks
+from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig, State
 from forge_rl.types import Episode, Task
 
 _MEMORY = 0.95
@@ -28,13 +29,7 @@ class Scheduler:
         scheduler.record_result(episode, result)
         groups = scheduler.planner.pop_batch()  # None until the batch is complete
 
-    Args:
-        config: settings of the schedule.
-        groups: P.
-        episodes: G.
-        tasks: stream of tasks.
-        clock: seconds, only for the share of time for which engines are busy.
-        first: number of the first batch, which is the trainer's version.
+    Arguments are those of EngineCapacity and BatchPlanner.
     """
 
     def __init__(
@@ -43,7 +38,7 @@ class Scheduler:
         *,
         groups: int,
         episodes: int,
-        tasks: Tasks,
+        tasks: ResumableTaskStream,
         clock: Callable[[], float],
         first: int = 0,
     ) -> None:
@@ -59,10 +54,11 @@ class Scheduler:
         self.capacity = EngineCapacity(clock)
         self.outcomes: Counter[str] = Counter()
         """Outcomes of all attempts, also of those that were not used."""
+        self.states: Counter[State] = Counter()
+        """Number of episodes in each state."""
         self._config = config
         self._expected_tokens: dict[str, float] = {}
         """Length of an episode, by source, as far as known."""
-        self._states: Counter[State] = Counter()
         self._new: list[tuple[int, float, int, int, InflightEpisode]] = []
         """Heap of episodes to start."""
         self._waiting: list[tuple[float, int, InflightEpisode]] = []
@@ -74,10 +70,8 @@ class Scheduler:
 
     def start_evaluation(self, task: Task) -> InflightEpisode:
         """Start an episode that belongs to no batch, and goes before all others."""
-        group = GroupState(task, EVALUATION, (EVALUATION, 0, 0), order=0)
-        episode = InflightEpisode(group, 0, state="in_env")
-        self._states["in_env"] += 1
-        return episode
+        self.states["in_env"] += 1
+        return InflightEpisode(GroupState(task, EVALUATION, (EVALUATION, 0, 0), order=0), 0, state="in_env")
 
     def end_evaluation(self, episode: InflightEpisode) -> None:
         """End an episode that belongs to no batch, with or without a result."""
@@ -105,8 +99,7 @@ class Scheduler:
     def record_result(self, episode: InflightEpisode, result: Episode) -> None:
         """End an episode of a batch. One that failed through no fault of the policy restarts, or its group is replaced.
 
-        Raises:
-            TaskError: a source gives nothing but groups that cannot be used.
+        Raises TaskError as BatchPlanner does.
         """
         group = episode.group
         self.outcomes[result.outcome] += 1
@@ -119,7 +112,7 @@ class Scheduler:
             if episode.tries <= self._config.retries:
                 self._queue(episode)
             else:
-                self.planner.replace_failed(group, f"the last one ended with {result.outcome}: {result.problem}")
+                self.planner.replace(group, "failed", f"the last one ended with {result.outcome}: {result.problem}")
             return
         episode.result = result
         self._set_state(episode, "done")
@@ -138,7 +131,7 @@ class Scheduler:
         while (
             not self.capacity.paused
             and slots
-            and self._states["waiting"] + self._states["decoding"] + len(found) < wanted
+            and self.states["waiting"] + self.states["decoding"] + len(found) < wanted
             and self.in_flight < self._config.max_episodes
             and (episode := self._next_episode()) is not None
         ):
@@ -180,11 +173,7 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         """Number of episodes that have started and not ended."""
-        return self._states["in_env"] + self._states["waiting"] + self._states["decoding"]
-
-    def count(self, state: State) -> int:
-        """Return the number of episodes in a state."""
-        return self._states[state]
+        return self.states["in_env"] + self.states["waiting"] + self.states["decoding"]
 
     def describe_missing(self) -> str:
         """Describe in words what the next batch waits for."""
@@ -199,7 +188,7 @@ class Scheduler:
     def _next_episode(self) -> InflightEpisode | None:
         """Return the next episode to start, of the earliest batch that has one."""
         for number in self.planner.open_batches():
-            self.planner.fill(number, idle=not self._states["new"])
+            self.planner.fill(number, idle=not self.states["new"])
             episode = self._pop_new(number)
             if episode is None and number == self.planner.next_batch and self.planner.add_surplus():
                 episode = self._pop_new(number)
@@ -220,7 +209,7 @@ class Scheduler:
         heapq.heappush(self._new, (group.batch, longest_first, group.order, episode.index, episode))
 
     def _add_group(self, group: GroupState) -> None:
-        self._states["new"] += len(group.episodes)
+        self.states["new"] += len(group.episodes)
         for episode in group.episodes:
             self._queue(episode)
 
@@ -234,6 +223,6 @@ class Scheduler:
         if "decoding" in (episode.state, state) and episode.state != state:
             assert episode.engine is not None, "an episode that decodes has an engine"
             self.capacity.add_requests(episode.engine, 1 if state == "decoding" else -1)
-        self._states[episode.state] -= 1
-        self._states[state] += 1
+        self.states[episode.state] -= 1
+        self.states[state] += 1
         episode.state = state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from forge_rl.errors import ConfigError
 from forge_rl.types import Episode, Task
@@ -74,16 +74,6 @@ class ScheduleConfig:
         return self.exact and self.lag == 0
 
 
-class Tasks(Protocol):
-    """The stream of tasks that groups are made of."""
-
-    def source_order(self, groups: int) -> list[str]:
-        """Draw the sources of the next batch's groups, in the mixture's exact proportions."""
-
-    def draw_from(self, source: str) -> Task:
-        """Draw the next task of a source."""
-
-
 State = Literal["new", "in_env", "waiting", "decoding", "done"]
 """new: not started. in_env: in its environment, or being scored. waiting: for an engine. decoding: on an engine.
 done: has a result, or is not needed any more."""
@@ -94,7 +84,7 @@ EVALUATION = -1
 
 @dataclass(eq=False, slots=True)
 class GroupState:
-    """The episodes of one task, and the batch that they are planned for."""
+    """The episodes of one task."""
 
     task: Task
     batch: int

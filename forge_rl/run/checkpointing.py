@@ -15,7 +15,6 @@ class Checkpointer:
     """Saves a run between two steps, and rolls it back to what was saved.
 
     Args:
-        checkpoints: folder of the run's checkpoints.
         services: the trainer saves; after its restart, engines and weight store follow it.
         rollouts: saved and restored with the trainer.
         model: folder that the run started from.

@@ -69,16 +69,9 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
-        for name, least in (
-            ("steps", 1),
-            ("groups_per_batch", 1),
-            ("group_size", 2),
-            ("held_out_tasks", 0),
-            ("eval_every", 0),
-            ("checkpoint_every", 0),
-            ("keep_checkpoints", 1),
-            ("phase_deadline_s", 1),
-        ):
+        bounds = {"group_size": 2, "held_out_tasks": 0, "eval_every": 0, "checkpoint_every": 0}
+        for name in ("steps", "groups_per_batch", *bounds, "keep_checkpoints", "phase_deadline_s"):
+            least = bounds.get(name, 1)
             if getattr(self, name) < least:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} is {getattr(self, name)}", hint=f"set {flag} to {least} or more")

@@ -45,7 +45,8 @@ def launch(
         print("stopped by Ctrl-C", file=sys.stderr)
         status = 130
     except ForgeError as error:
-        _report(error)
+        message = Text("error: ", style="bold red").append(str(error), style="default")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(message)
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -72,15 +73,8 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     return 0
 
 
-def _report(error: ForgeError) -> None:
-    message = Text("error: ", style="bold red").append(str(error), style="default")
-    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
-
-
 def _command_of(main: Callable[..., object]) -> str:
     """Command that runs the recipe: `python -m MODULE`, or `python FILE` for a script."""
     module = sys.modules[main.__module__]
     spec = getattr(module, "__spec__", None)
-    return (
-        f"python -m {spec.name}" if spec is not None else f"python {os.path.basename(module.__file__ or 'recipe.py')}"
-    )
+    return f"python -m {spec.name}" if spec else f"python {os.path.basename(module.__file__ or 'recipe.py')}"

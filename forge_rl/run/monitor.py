@@ -32,10 +32,6 @@ class RunMonitor:
 
     Args:
         folder: folder of the run; gets `trace.json` and `summary.json`.
-        display: shows what the run does and waits for.
-        log: takes faults and recoveries.
-        clock: clock of the phases.
-        faults: calls in flight, and faults.
         now: monotonic seconds, the same as those of `clock` and `faults`.
     """
 
@@ -63,10 +59,6 @@ class RunMonitor:
         faults.on_span = self.span
         faults.listeners.append(self._on_fault)
 
-    async def run(self) -> None:
-        """Watches until cancelled."""
-        await self._display.watch(waiting=self.waiting_for, status=self._look)
-
     def follow(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
         """Watches the rollouts too, from now on: how far they are, and what the next batch lacks."""
         self._status, self._missing = status, missing
@@ -83,9 +75,25 @@ class RunMonitor:
         others = f", and {count - 1} more calls" if count > 1 else ""
         return f"{call.service}{replica}, call {call.method}{others}"
 
+    def poll(self) -> RolloutStatus | None:
+        """Notes how deep the queues are, and returns how far the rollouts are; None before `follow`."""
+        if self._status is None:
+            return None
+        status = self._status()
+        depths = {
+            "queue/decoding": status.episodes_running,
+            "queue/engine": status.queue,
+            "queue/tools": status.episodes_waiting,
+        }
+        for name, depth in depths.items():
+            sample: dict[str, Value] = {f"{name}/mean": Mean(depth, 1), f"{name}/max": Max(depth)}
+            self._depths = merge_all([self._depths, sample])
+            self._draw(functools.partial(Trace.counter, name=name, value=depth))
+        return status
+
     def pop_depths(self) -> dict[str, float]:
         """Returns mean and highest depth of each queue since the last call."""
-        self._look()
+        self.poll()
         depths, self._depths = self._depths, {}
         return reduce(depths)
 
@@ -123,21 +131,6 @@ class RunMonitor:
         self.clock.on_phase = self.faults.on_span = None
         self.faults.listeners.remove(self._on_fault)
         self._draw(lambda trace: trace.close())
-
-    def _look(self) -> RolloutStatus | None:
-        if self._status is None:
-            return None
-        status = self._status()
-        depths = {
-            "queue/decoding": status.episodes_running,
-            "queue/engine": status.queue,
-            "queue/tools": status.episodes_waiting,
-        }
-        for name, depth in depths.items():
-            sample: dict[str, Value] = {f"{name}/mean": Mean(depth, 1), f"{name}/max": Max(depth)}
-            self._depths = merge_all([self._depths, sample])
-            self._draw(functools.partial(Trace.counter, name=name, value=depth))
-        return status
 
     def _on_fault(self, fault: Fault) -> None:
         recovery = self._recovery(fault)

@@ -24,7 +24,6 @@ from forge_rl.types import Batch, Task
 _GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
 """Mean gap between the trainer's and the engines' logprobs past which a step warns, by the engines' format."""
 
-
 C = TypeVar("C", bound=RunConfig)
 
 
@@ -46,7 +45,7 @@ class Run(Generic[C]):
         held_out: Sequence[Task],
         checkpointer: Checkpointer,
         monitor: RunMonitor,
-        close: Callable[[], Awaitable[None]],
+        close: Callable[[], Awaitable[object]],
     ) -> None:
         self.config = config
         self.folder = folder
@@ -66,7 +65,8 @@ class Run(Generic[C]):
         self._monitor = monitor
         self._clock = monitor.clock
         self._log = monitor.log
-        self._close = close
+        self.close = close
+        """Ends a run that was opened with `open`: stops the services, writes what is held back."""
         self._logged = self.step
         self._end_step()  # the start is no part of the first step
 
@@ -192,16 +192,10 @@ class Run(Generic[C]):
             await self._checkpointer.save()
             self._log.event(f"saved step {step}; the same command continues from there")
 
-    async def close(self) -> None:
-        """Ends a run that was opened with `open`: stops the services, writes what is held back."""
-        await self._close()
-
     def __repr__(self) -> str:
-        lines = [
-            f"Run  step {self.step} of {self.config.steps}  {self.folder}",
-            *(f"  {part!r}" for part in (self.trainer, self.generator, self.reward, self.environment) if part),
-        ]
-        return "\n".join(lines)
+        parts = (self.trainer, self.generator, self.reward, self.environment)
+        title = f"Run  step {self.step} of {self.config.steps}  {self.folder}"
+        return "\n".join([title, *(f"  {part!r}" for part in parts if part)])
 
     def _end_step(self) -> dict[str, float]:
         self._clock.busy("trainer", self.trainer.busy_s)

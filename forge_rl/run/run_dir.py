@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -89,10 +90,8 @@ def versions() -> dict[str, str]:
     """Lists what the run is made of: packages, Python, and the git commit of the code."""
     found = {"python": platform.python_version(), "git": _git_commit()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -101,9 +100,13 @@ def as_json(value: object) -> object:
     return json.loads(json.dumps(value, default=_plain))
 
 
-def as_flat_json(config: object) -> dict[str, object]:
+def as_flat_json(config: object, prefix: str = "") -> dict[str, object]:
     """Converts a config to one JSON value for each flag, such as `{"trainer.ranks": 1}`."""
-    return _flat(as_json(config))
+    value = as_json(config)
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = (as_flat_json(part, f"{prefix}.{name}" if prefix else name) for name, part in value.items())
+    return {name: leaf for part in parts for name, leaf in part.items()}
 
 
 def write_json(path: Path, value: object) -> None:
@@ -115,13 +118,6 @@ def _plain(value: object) -> object:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
-def _flat(value: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    parts = (_flat(part, f"{prefix}.{name}" if prefix else name) for name, part in value.items())
-    return {name: leaf for part in parts for name, leaf in part.items()}
-
-
 def _check_same(folder: Path, config: object) -> None:
     path = folder / "config.json"
     if not path.exists():
@@ -129,7 +125,7 @@ def _check_same(folder: Path, config: object) -> None:
             raise ConfigError(f"{folder} is no run folder and not empty", hint="choose another --out")
         return
     try:
-        before = _flat(json.loads(path.read_text()))
+        before = as_flat_json(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="choose another --out") from error
     now = as_flat_json(config)

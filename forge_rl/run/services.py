@@ -24,7 +24,6 @@ from forge_rl.services.weight_store import WeightStore
 
 _START_DEADLINE_S = 900.0
 
-
 Service = Trainer | Generator | WeightStore | Reward | Environment
 S = TypeVar("S", bound=Service)
 
@@ -41,6 +40,11 @@ class Services:
     """None where an agent makes the episodes."""
     devices: DeviceHandover
     """Hands the devices from the trainer to the generator and back."""
+
+
+def stored_bytes(model: Path) -> int:
+    """Returns the bytes of a model's weights on disk, which for most models are in bfloat16."""
+    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
 @contextlib.asynccontextmanager
@@ -64,32 +68,29 @@ async def running_services(
         model: Hugging Face folder.
         resume: training state to continue from, if any.
         reference: True if the trainer must keep a frozen reference.
-        shares_devices: True if trainer and engines take turns on the same devices.
         environment: None where an agent makes the episodes.
 
     Raises:
         ForgeError: a service did not start; those that did are stopped.
     """
     started: list[Service] = []
-
-    async def start(name: str, detail: str, starting: Awaitable[S]) -> S:
-        display.startup(name, "starting", detail)
-        try:
-            service = await starting
-        except BaseException:
-            display.startup(name, "failed", detail)
-            raise
-        started.append(service)
-        display.startup(name, "ready", detail)
-        return service
-
-    ranks, replicas = config.trainer.ranks, config.generator.replicas
-    deadline_s = _START_DEADLINE_S
+    ranks, replicas, deadline_s = config.trainer.ranks, config.generator.replicas, _START_DEADLINE_S
     try:
         async with task_group() as group:
 
             def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
-                return group.create_task(start(name, detail, starting))
+                async def start() -> S:
+                    display.startup(name, "starting", detail)
+                    try:
+                        service = await starting
+                    except BaseException:
+                        display.startup(name, "failed", detail)
+                        raise
+                    started.append(service)
+                    display.startup(name, "ready", detail)
+                    return service
+
+                return group.create_task(start())
 
             trainer = begin(
                 "trainer",
@@ -127,7 +128,7 @@ async def running_services(
                     cluster,
                     faults,
                     deadline_s=deadline_s,
-                    expected_bytes=_version_bytes(model, config.generator),
+                    expected_bytes=stored_bytes(model) * resolve_dtype(config.generator.dtype).itemsize // 2,
                 ),
             )
             scorer = begin(
@@ -135,22 +136,19 @@ async def running_services(
                 type(reward).__name__,
                 Reward.start(config.reward, cluster, faults, function=reward, deadline_s=deadline_s),
             )
-            envs = (
-                None
-                if environment is None
-                else begin(
+            if environment is not None:
+                envs = begin(
                     "environment",
                     getattr(environment, "__name__", type(environment).__name__),
                     Environment.start(config.environment, cluster, faults, factory=environment, deadline_s=deadline_s),
                 )
-            )
         devices = DeviceHandover(generator.result(), trainer.result() if shares_devices else None)
         yield Services(
             trainer=trainer.result(),
             generator=generator.result(),
             weights=weights.result(),
             reward=scorer.result(),
-            environment=envs.result() if envs else None,
+            environment=envs.result() if environment is not None else None,
             devices=devices,
         )
     finally:
@@ -158,9 +156,3 @@ async def running_services(
             for service in started:
                 group.create_task(service.stop())
         await cluster.close()
-
-
-def _version_bytes(model: Path, generator: Generator.Config) -> int:
-    """Estimates the bytes of a published version, for a model in bfloat16."""
-    stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return stored * resolve_dtype(generator.dtype).itemsize // 2

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.checkpoint import Checkpoints
@@ -38,7 +37,7 @@ from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run import Run
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
-from forge_rl.run.services import running_services
+from forge_rl.run.services import running_services, stored_bytes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.garbage import rare_collections
@@ -49,202 +48,177 @@ from forge_rl.services.reward import RewardFunction
 C = TypeVar("C", bound=RunConfig)
 
 
+@dataclass(eq=False)
 class Starting(Generic[C]):
-    """A run that is about to start: `async with start(...) as run`, or `run = await start(...).open()`."""
-
-    def __init__(self, context: Callable[[Callable[[], Awaitable[None]]], AbstractAsyncContextManager[Run[C]]]) -> None:
-        self._context = context(self._close)
-
-    async def __aenter__(self) -> Run[C]:
-        return await self._context.__aenter__()
-
-    async def __aexit__(self, *error: object) -> bool | None:
-        return await self._context.__aexit__(*error)  # type: ignore[arg-type]
-
-    async def open(self) -> Run[C]:
-        """Starts for an interactive session: the run stays open until `await run.close()` or until Python ends."""
-        return await self._context.__aenter__()
-
-    async def _close(self) -> None:
-        await self._context.__aexit__(None, None, None)
-
-
-def start(
-    config: C,
-    *,
-    loss: Loss,
-    sources: Mixture,
-    reward: RewardFunction,
-    environment: EnvFactory = SingleTurn,
-    agent: Agent | None = None,
-    gateway: GatewayConfig | None = None,
-    recipe: str = "run",
-) -> Starting[C]:
     """Starts everything that a recipe needs, or continues where the same command stopped.
 
         async with start(config, loss=config.loss, sources=sources, reward=score) as run:
             batch = await run.rollouts.next_batch()
 
-    Args:
-        config: settings of the recipe.
-        loss: the recipe's; says whether the trainer must keep a reference.
-        sources: where tasks come from, by weight.
-        reward: scores episodes, each from its task and its last completion.
-        environment: makes the environment of each episode; by default the model answers once.
-        agent: makes the episodes instead of environments; it finds the policy at a gateway.
-        gateway: settings of the agent's gateway.
-        recipe: name of the recipe, for the run folder.
-
-    Returns:
-        A context manager that yields the Run.
-
     Raises:
         ConfigError: settings contradict each other, the machine, or the run that is continued.
         ForgeError: something does not start; says what and why.
     """
-    environments = environment if agent is None else None
-    gateway = gateway or GatewayConfig()
-    return Starting(partial(_start, config, loss, sources, reward, environments, agent, gateway, recipe))
 
+    config: C
+    """Settings of the recipe."""
+    _: KW_ONLY
+    loss: Loss
+    """The recipe's; says whether the trainer must keep a reference."""
+    sources: Mixture
+    """Where tasks come from, by weight."""
+    reward: RewardFunction
+    """Scores episodes, each from its task and its last completion."""
+    environment: EnvFactory = SingleTurn
+    """Makes the environment of each episode; by default the model answers once."""
+    agent: Agent | None = None
+    """Makes the episodes instead of environments; it finds the policy at a gateway."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    """Settings of the agent's gateway."""
+    recipe: str = "run"
+    """Name of the recipe, for the run folder."""
 
-@contextlib.asynccontextmanager
-async def _start(
-    config: C,
-    loss: Loss,
-    sources: Mixture,
-    reward: RewardFunction,
-    environment: EnvFactory | None,
-    agent: Agent | None,
-    gateway: GatewayConfig,
-    recipe: str,
-    close: Callable[[], Awaitable[None]],
-) -> AsyncIterator[Run[C]]:
-    clock = PhaseClock()
-    faults = Faults(phase=lambda: clock.current)
-    shared = shares_devices(
-        config.placement,
-        ranks=config.trainer.ranks,
-        engines=config.generator.replicas,
-        decodes_while_training=config.schedule.decodes_while_training,
-    )
-    folder = choose_folder(config, recipe, config.out)
-    held_out = sources.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
-    run: Run[C] | None = None
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(os.close, prepare_folder(folder, config))
-        checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
-        checkpoint = checkpoints.latest()
-        display = Display(config.display, phase_clock=clock)
-        log = RunLog(display, *_sinks(config, folder))
-        stack.callback(log.close)
-        monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
-        stack.enter_context(rare_collections())
-        log.start(
-            RunInfo(
-                recipe=recipe,
-                model=config.model,
-                folder=folder,
-                steps=config.steps,
-                step=checkpoint.step if checkpoint else 0,
-                config=as_flat_json(config),
-            )
+    def __post_init__(self) -> None:
+        self._running = self._run()
+
+    async def __aenter__(self) -> Run[C]:
+        return await self._running.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._running.__aexit__(*error)
+
+    async def open(self) -> Run[C]:
+        """Starts for an interactive session: the run stays open until `await run.close()` or until Python ends."""
+        return await self._running.__aenter__()
+
+    @contextlib.asynccontextmanager
+    async def _run(self) -> AsyncIterator[Run[C]]:
+        config = self.config
+        clock = PhaseClock()
+        faults = Faults(phase=lambda: clock.current)
+        shared = shares_devices(
+            config.placement,
+            ranks=config.trainer.ranks,
+            engines=config.generator.replicas,
+            decodes_while_training=config.schedule.decodes_while_training,
         )
-        faults.install()
-        watching = asyncio.get_running_loop().create_task(monitor.run())
-
-        async def raise_fault() -> None:
-            error = await faults.wait()
-            await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
-            raise error
-
-        try:
-            model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
-            if config.checkpoint_every:
-                # Weights, two moments and the exported copy, where the model is in bfloat16.
-                bytes_each = 7 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
-                check_space(folder, bytes_each * (config.keep_checkpoints + 1))
-            services = await stack.enter_async_context(
-                running_services(
-                    config,
-                    Cluster((folder / "logs").resolve()),
-                    faults,
-                    display,
-                    model=model,
-                    resume=checkpoint.training.resolve() if checkpoint else None,
-                    reference=loss.needs_reference,
-                    shares_devices=shared,
-                    reward=reward,
-                    environment=environment,
+        folder = choose_folder(config, self.recipe, config.out)
+        held_out = self.sources.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
+        run: Run[C] | None = None
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(os.close, prepare_folder(folder, config))
+            checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
+            checkpoint = checkpoints.latest()
+            display = Display(config.display, phase_clock=clock)
+            sinks: list[Sink] = [
+                JSONLSink(folder / "metrics.jsonl"),
+                EventSink(folder / "events.jsonl"),
+                EpisodeSink(folder / "episodes.jsonl"),
+                TensorBoardSink(folder / "tensorboard"),
+            ]
+            if config.wandb:
+                sinks.append(WandbSink(config.wandb))
+            log = RunLog(display, *sinks)
+            stack.callback(log.close)
+            monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
+            stack.enter_context(rare_collections())
+            log.start(
+                RunInfo(
+                    recipe=self.recipe,
+                    model=config.model,
+                    folder=folder,
+                    steps=config.steps,
+                    step=checkpoint.step if checkpoint else 0,
+                    config=as_flat_json(config),
                 )
             )
-            log.event(services.weights.choice)
-            tokenizer = Tokenizer(model)
-            run_episode: RunEpisode
-            if agent is not None:
-                engines = GeneratorBackend(services.generator, config.model)
-                serving = serving_agents(agent, gateway, engines, tokenizer, services.reward)
-                run_episode = await stack.enter_async_context(serving)
-            else:
-                assert services.environment is not None
-                run_episode = EpisodeRunner(tokenizer, services.environment, services.reward)
-            rollouts = RolloutExecutor(
-                mixture=sources,
-                groups=config.groups_per_batch,
-                episodes=config.group_size,
-                schedule=config.schedule,
-                tokenizer=tokenizer,
-                generator=services.generator,
-                run_episode=run_episode,
-                devices=services.devices,
-                seed=config.seed,
-                version=lambda: services.trainer.version,
-                warn=lambda text: log.event(text, "warning"),
-            )
-            stack.push_async_callback(rollouts.close)
-            monitor.follow(rollouts.status, rollouts.waiting_for)
-            checkpointer = Checkpointer(checkpoints, services, rollouts, model)
-            if checkpoint is not None:
-                await checkpointer.resume(checkpoint)
-                log.event(f"continued from {checkpoint.folder}")
-            if held_out and len(held_out) < config.held_out_tasks:
-                log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
-            display.startup("first weights", "starting", "trainer to engines")
-            version = await services.trainer.publish(services.weights, dtype=services.generator.dtype)
-            await services.generator.load(services.weights, version)
-            display.startup("first weights", "ready", f"version {version}, attested")
-            run = Run(
-                config,
-                folder,
-                services=services,
-                rollouts=rollouts,
-                mixture=sources,
-                held_out=held_out,
-                checkpointer=checkpointer,
-                monitor=monitor,
-                close=close,
-            )
-            with interrupted_by(raise_fault):
-                yield run
-            if run.step >= config.steps:
-                monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest())
-        except asyncio.CancelledError:
-            if faults.fatal is None:
-                log.event("stopping: a second Ctrl-C stops at once, without saving")
-                if run is not None:
-                    await run.save_interrupted()
-            raise
-        finally:
-            faults.closing = True
-            watching.cancel()
+            faults.install()
+            watch = display.watch(waiting=monitor.waiting_for, status=monitor.poll)
+            watching = asyncio.get_running_loop().create_task(watch)
+
+            async def raise_fault() -> None:
+                error = await faults.wait()
+                await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
+                raise error
+
+            try:
+                model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
+                if config.checkpoint_every:
+                    bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
+                    check_space(folder, bytes_each * (config.keep_checkpoints + 1))
+                services = await stack.enter_async_context(
+                    running_services(
+                        config,
+                        Cluster((folder / "logs").resolve()),
+                        faults,
+                        display,
+                        model=model,
+                        resume=checkpoint.training.resolve() if checkpoint else None,
+                        reference=self.loss.needs_reference,
+                        shares_devices=shared,
+                        reward=self.reward,
+                        environment=self.environment if self.agent is None else None,
+                    )
+                )
+                log.event(services.weights.choice)
+                tokenizer = Tokenizer(model)
+                run_episode: RunEpisode
+                if self.agent is not None:
+                    engines = GeneratorBackend(services.generator, config.model)
+                    serving = serving_agents(self.agent, self.gateway, engines, tokenizer, services.reward)
+                    run_episode = await stack.enter_async_context(serving)
+                else:
+                    assert services.environment is not None
+                    run_episode = EpisodeRunner(tokenizer, services.environment, services.reward)
+                rollouts = RolloutExecutor(
+                    mixture=self.sources,
+                    groups=config.groups_per_batch,
+                    episodes=config.group_size,
+                    schedule=config.schedule,
+                    tokenizer=tokenizer,
+                    generator=services.generator,
+                    run_episode=run_episode,
+                    devices=services.devices,
+                    seed=config.seed,
+                    version=lambda: services.trainer.version,
+                    warn=lambda text: log.event(text, "warning"),
+                )
+                stack.push_async_callback(rollouts.close)
+                monitor.follow(rollouts.status, rollouts.waiting_for)
+                checkpointer = Checkpointer(checkpoints, services, rollouts, model)
+                if checkpoint is not None:
+                    await checkpointer.resume(checkpoint)
+                    log.event(f"continued from {checkpoint.folder}")
+                if held_out and len(held_out) < config.held_out_tasks:
+                    log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
+                display.startup("first weights", "starting", "trainer to engines")
+                version = await services.trainer.publish(services.weights, dtype=services.generator.dtype)
+                await services.generator.load(services.weights, version)
+                display.startup("first weights", "ready", f"version {version}, attested")
+                run = Run(
+                    config,
+                    folder,
+                    services=services,
+                    rollouts=rollouts,
+                    mixture=self.sources,
+                    held_out=held_out,
+                    checkpointer=checkpointer,
+                    monitor=monitor,
+                    close=partial(self.__aexit__, None, None, None),
+                )
+                with interrupted_by(raise_fault):
+                    yield run
+                if run.step >= config.steps:
+                    monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest())
+            except asyncio.CancelledError:
+                if faults.fatal is None:
+                    log.event("stopping: a second Ctrl-C stops at once, without saving")
+                    if run is not None:
+                        await run.save_interrupted()
+                raise
+            finally:
+                faults.closing = True
+                watching.cancel()
 
 
-def _sinks(config: RunConfig, folder: Path) -> list[Sink]:
-    sinks: list[Sink] = [
-        JSONLSink(folder / "metrics.jsonl"),
-        EventSink(folder / "events.jsonl"),
-        EpisodeSink(folder / "episodes.jsonl"),
-        TensorBoardSink(folder / "tensorboard"),
-    ]
-    if config.wandb:
-        sinks.append(WandbSink(config.wandb))
-    return sinks
+start = Starting  # the name that recipes call it by: `async with start(...) as run`
