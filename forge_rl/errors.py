@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copyreg
+import operator
+from collections.abc import Mapping
 
 
 class ForgeError(Exception):
@@ -30,6 +32,32 @@ class ForgeError(Exception):
 
 class ConfigError(ForgeError):
     """A flag or a combination of flags that cannot work."""
+
+
+def check_flags(
+    config: object,
+    flags: str,
+    *,
+    least: Mapping[str, float] | None = None,
+    above: Mapping[str, float] | None = None,
+    most: Mapping[str, float] | None = None,
+    below: Mapping[str, float] | None = None,
+) -> None:
+    """Check fields of a config against limits: `check_flags(self, "--generator.", least={"replicas": 1})`.
+
+    Raises:
+        ConfigError: a field is not within its limit; names the flag, which is `flags` and the field.
+    """
+    for limits, within, words in (
+        (least, operator.ge, "{:g} or more"),
+        (above, operator.gt, "a value above {:g}"),
+        (most, operator.le, "{:g} or less"),
+        (below, operator.lt, "a value below {:g}"),
+    ):
+        for name, limit in (limits or {}).items():
+            if not within(value := getattr(config, name), limit):
+                flag = flags + name.replace("_", "-")
+                raise ConfigError(f"{flag} is {value}", hint=f"set {flag} to {words.format(limit)}")
 
 
 class ModelError(ForgeError):

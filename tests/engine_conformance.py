@@ -173,6 +173,12 @@ class Decoder:
         assert report.version == self.version
         return {self.version: self.model}
 
+    async def pause(self) -> None:
+        await self.engine.hold(paused=True, asleep=False)
+
+    async def resume(self) -> None:
+        await self.engine.hold(paused=False, asleep=False)
+
     def stream(self, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> Stream:
         return Stream(self.engine, sampling, prompt)
 
@@ -293,7 +299,7 @@ async def after_a_load_that_fails_nothing_is_served_until_one_succeeds(decoder: 
         await decoder.load(manifest, fail_at=3)
     with pytest.raises(WeightsError, match=f"serves nothing: version {decoder.version} could not be loaded"):
         await decoder.complete(completion(0, max_tokens=8))
-    await decoder.engine.resume()
+    await decoder.resume()
     await decoder.standing_still(streams)
     await decoder.load(manifest)
     decoder.model = model
@@ -334,15 +340,15 @@ async def a_version_that_does_not_fit_is_refused(decoder: Decoder) -> None:
 async def paused_requests_go_on_as_if_nothing_had_been(decoder: Decoder) -> None:
     await decoder.load_next()
     undisturbed = [await stream.turn() for stream in await decoder.start()]
-    await decoder.engine.resume()  # nothing was paused: nothing happens
+    await decoder.resume()  # nothing was paused: nothing happens
     streams = await decoder.start()
-    await decoder.engine.pause()
-    await decoder.engine.pause()
+    await decoder.pause()
+    await decoder.pause()
     late = decoder.stream(completion(5))
     await decoder.standing_still(streams)
     assert not late.count
-    await decoder.engine.resume()
-    await decoder.engine.resume()
+    await decoder.resume()
+    await decoder.resume()
     for stream, expected in zip(streams, undisturbed, strict=True):
         turn = await stream.turn()
         assert turn.token_ids == expected.token_ids
@@ -353,21 +359,21 @@ async def paused_requests_go_on_as_if_nothing_had_been(decoder: Decoder) -> None
 async def a_load_while_paused_leaves_it_paused(decoder: Decoder) -> None:
     old = await decoder.load_next()
     streams = await decoder.start()
-    await decoder.engine.pause()
+    await decoder.pause()
     new = await decoder.load_next()
     counts = await decoder.standing_still(streams)
-    await decoder.engine.resume()
+    await decoder.resume()
     await check_switch(streams, counts, old, new)
 
 
 async def resume_waits_for_a_load_that_is_under_way(decoder: Decoder) -> None:
     old = await decoder.load_next()
     streams = await decoder.start()
-    await decoder.engine.pause()
+    await decoder.pause()
     load = asyncio.create_task(decoder.load_next(bucket_bytes=20 << 10))  # many, so that there is time
     while not load.done():
         await asyncio.sleep(0)
-        await decoder.engine.resume()
+        await decoder.resume()
     new = await load
     for stream in streams:
         check_logprobs(await stream.turn(), old | new)
@@ -377,10 +383,10 @@ async def resume_does_not_serve_half_of_a_version(decoder: Decoder) -> None:
     old = await decoder.load_next()
     model, manifest = decoder.publish(bucket_bytes=64 << 10)
     streams = await decoder.start()
-    await decoder.engine.pause()
+    await decoder.pause()
     with pytest.raises(WeightsError, match="did not come"):
         await decoder.load(manifest, fail_at=3)
-    await decoder.engine.resume()
+    await decoder.resume()
     counts = await decoder.standing_still(streams)
     await decoder.load(manifest)
     decoder.model = model
@@ -390,17 +396,17 @@ async def resume_does_not_serve_half_of_a_version(decoder: Decoder) -> None:
 async def sleeping_requests_go_on_under_what_was_loaded_meanwhile(decoder: Decoder) -> None:
     old = await decoder.load_next()
     streams = await decoder.start()
-    await decoder.engine.sleep()
-    await decoder.engine.sleep()
+    await decoder.engine.hold(paused=False, asleep=True)
+    await decoder.engine.hold(paused=False, asleep=True)
     before = await decoder.standing_still(streams)
-    await decoder.engine.pause()
-    await decoder.engine.wake()  # it is also paused
+    await decoder.engine.hold(paused=True, asleep=True)
+    await decoder.engine.hold(paused=True, asleep=False)
     assert await decoder.standing_still(streams) == before
-    await decoder.engine.resume()
-    await decoder.engine.sleep()
+    await decoder.resume()
+    await decoder.engine.hold(paused=False, asleep=True)
     new = await decoder.load_next()
     counts = await decoder.standing_still(streams)
-    await decoder.engine.wake()
+    await decoder.resume()
     await check_switch(streams, counts, old, new)
 
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
@@ -96,11 +96,11 @@ class FakeStore:
 class FakeEngine(ServiceActor):
     """An engine that follows its orders."""
 
-    def __init__(self, config: object, model: Path, seed: int, name: str) -> None:
+    def __init__(self, settings: object, name: str) -> None:
         self._index = int(name.rpartition(" ")[2])
         self._folder = Path(os.environ[FOLDER])
         self._version = -1
-        self._held: set[Literal["paused", "asleep"]] = set()
+        self._held: set[str] = set()
         self._going = asyncio.Event()
         self._going.set()
 
@@ -125,20 +125,12 @@ class FakeEngine(ServiceActor):
         self._version = 0
 
     @concurrent_endpoint
-    async def pause(self) -> None:
-        self._hold("paused", True)
-
-    @concurrent_endpoint
-    async def resume(self) -> None:
-        self._hold("paused", False)
-
-    @concurrent_endpoint
-    async def sleep(self) -> None:
-        self._hold("asleep", True)
-
-    @concurrent_endpoint
-    async def wake(self) -> None:
-        self._hold("asleep", False)
+    async def hold(self, paused: bool, asleep: bool) -> None:
+        self._held = {why for why, held in {"paused": paused, "asleep": asleep}.items() if held}
+        if self._held:
+            self._going.clear()
+        else:
+            self._going.set()
 
     async def state(self) -> tuple[int, list[str]]:
         """Return the version that it serves, and the reasons why it does not decode."""
@@ -176,13 +168,6 @@ class FakeEngine(ServiceActor):
             return (token := next_token(ids)), f" {token}"
         place = len(ids) - orders["prompt"]
         return orders["say"][place], orders["texts"][place]
-
-    def _hold(self, why: Literal["paused", "asleep"], held: bool) -> None:
-        self._held = self._held | {why} if held else self._held - {why}
-        if self._held:
-            self._going.clear()
-        else:
-            self._going.set()
 
     async def _obey(self, call: str) -> None:
         order = self._orders().get(call)

@@ -56,8 +56,7 @@ class VLLMHost(ServiceActor):
         try:
             await asyncio.wait_for(DECODE[check](self._decoder), 300)
         except Exception:
-            await self._decoder.engine.wake()  # the next check finds it as this one did
-            await self._decoder.engine.resume()
+            await self._decoder.engine.hold(paused=False, asleep=False)  # the next check finds it as this one did
             return traceback.format_exc()
         return ""
 

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from forge_rl.engines.vllm.memory import release
+from forge_rl.engines.vllm.internals import release
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -57,6 +57,6 @@ def test_a_warm_up_longer_than_the_run_never_reaches_the_peak():
     ],
 )
 def test_a_value_out_of_range_is_refused_with_its_flag(field: str, value: float):
-    with pytest.raises(ConfigError, match=f"{value} is out of range") as caught:
+    with pytest.raises(ConfigError, match=f"{field.replace('_', '-')} is {value}\n") as caught:
         OptimizerConfig(**{field: value})
     assert f"--trainer.optimizer.{field.replace('_', '-')} " in caught.value.hint

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from forge_rl.runtime.router import least_loaded
+from forge_rl.runtime.service import least_loaded
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import check_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +29,13 @@ class OptimizerConfig:
     """Largest global norm of the gradient; a larger one is scaled down to it."""
 
     def __post_init__(self) -> None:
-        for flag, value, good in (
-            ("lr", self.lr, self.lr > 0),
-            ("weight-decay", self.weight_decay, self.weight_decay >= 0),
-            ("beta1", self.beta1, 0 <= self.beta1 < 1),
-            ("beta2", self.beta2, 0 <= self.beta2 < 1),
-            ("warmup-steps", self.warmup_steps, self.warmup_steps >= 0),
-            ("max-grad-norm", self.max_grad_norm, self.max_grad_norm > 0),
-        ):
-            if not good:
-                raise ConfigError(f"{value} is out of range", hint=f"set --trainer.optimizer.{flag} to a usual value")
+        check_flags(
+            self,
+            "--trainer.optimizer.",
+            least={"weight_decay": 0, "beta1": 0, "beta2": 0, "warmup_steps": 0},
+            above={"lr": 0, "max_grad_norm": 0},
+            below={"beta1": 1, "beta2": 1},
+        )
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """Return the learning rate of a step, counted from 0, in a run of total_steps."""

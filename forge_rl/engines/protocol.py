@@ -65,20 +65,12 @@ class DecodeEngine(Protocol):
             ConfigError: the engine does not take such a request.
         """
 
-    async def pause(self) -> None:
-        """Stop at a token boundary: from then on nothing is decoded. Requests are kept, with their keys and values."""
+    async def hold(self, *, paused: bool, asleep: bool) -> None:
+        """Stop at a token boundary, or go on if neither is wanted and the engine holds a whole version.
 
-    async def resume(self) -> None:
-        """Go on after `pause`; nothing happens while the engine sleeps, or holds no whole version."""
-
-    async def sleep(self) -> None:
-        """Stop as `pause` does, and give memory back: keys and values, and on CUDA the weights, which go to the host.
-
-        Requests are kept; what was computed of them is computed again after `wake`.
+        A paused engine keeps its requests with their keys and values. One that is asleep also gives memory back: keys
+        and values, and on CUDA the weights, which go to the host; what it computed of its requests is computed again.
         """
-
-    async def wake(self) -> None:
-        """Go on after `sleep`, unless the engine is also paused."""
 
     async def serve_model(self) -> None:
         """Call the weights that the engine was started with version 0."""

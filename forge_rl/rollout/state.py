@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, check_flags
 from forge_rl.types import Episode, Task
 
 
@@ -34,15 +34,12 @@ class ScheduleConfig:
     """Most episodes in flight at a time, those that wait for tools included."""
 
     def __post_init__(self) -> None:
-        for flag, value, good, hint in (
-            ("max-lag", self.max_lag, self.max_lag >= 0, "0 or more"),
-            ("over-sampling", self.over_sampling, 1 <= self.over_sampling <= 8, "a value from 1 to 8"),
-            ("most-replaced", self.most_replaced, self.most_replaced >= 1, "1 or more"),
-            ("retries", self.retries, self.retries >= 0, "0 or more"),
-            ("max-episodes", self.max_episodes, self.max_episodes >= 1, "1 or more"),
-        ):
-            if not good:
-                raise ConfigError(f"--schedule.{flag} is {value}", hint=f"set --schedule.{flag} to {hint}")
+        check_flags(
+            self,
+            "--schedule.",
+            least={"max_lag": 0, "over_sampling": 1, "most_replaced": 1, "retries": 0, "max_episodes": 1},
+            most={"over_sampling": 8},
+        )
         if self.over_sampling > 1 and (self.kind != "pipelined" or self.max_lag == 0):
             raise ConfigError(
                 f"--schedule.over-sampling is {self.over_sampling:g}, and no later batch may take the surplus",

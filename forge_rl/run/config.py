@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from forge_rl.data.bundled import default_cache
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, check_flags
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.environment import Environment
@@ -69,12 +69,8 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
-        bounds = {"group_size": 2, "held_out_tasks": 0, "eval_every": 0, "checkpoint_every": 0}
-        for name in ("steps", "groups_per_batch", *bounds, "keep_checkpoints", "phase_deadline_s"):
-            least = bounds.get(name, 1)
-            if getattr(self, name) < least:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} is {getattr(self, name)}", hint=f"set {flag} to {least} or more")
+        counts = {"steps": 1, "groups_per_batch": 1, "group_size": 2, "held_out_tasks": 0, "eval_every": 0}
+        check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
         if self.placement == "colocated" and self.schedule.decodes_while_training:
             raise ConfigError(
                 f"engines of the schedule {self.schedule.kind} decode while the trainer trains, and --placement is "

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import re
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
@@ -20,11 +19,11 @@ from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import ProcessTree, describe_exit, process_space
 from forge_rl.runtime.replica import Replica, State
-from forge_rl.runtime.router import least_loaded
 from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime.tasks import task_group
 from forge_rl.runtime.watchdog import watch_for_hangs
 
-__all__ = ["Replica", "Service", "ServiceActor", "stopped_on_error"]
+__all__ = ["Replica", "Service", "ServiceActor"]
 
 _KILL_S = 5.0
 """Seconds that processes may take to end once they are killed."""
@@ -34,6 +33,12 @@ _MARK = "FORGE_RL_REPLICA"
 """Name of a variable in the environment of a replica's processes, and so of all that they start."""
 
 T = TypeVar("T")
+
+
+def least_loaded(replicas: Iterable[Replica]) -> Replica | None:
+    """Return the serving replica with the least load, the lowest index among equals; None if none serves."""
+    serving = (replica for replica in replicas if replica.serving)
+    return min(serving, key=lambda replica: (replica.load, replica.index), default=None)
 
 
 class Service:
@@ -107,14 +112,14 @@ class Service:
             env: added to their environment.
             imports: modules that they import first; see Cluster.spawn.
             host: name of the host that they run on.
-            index: of the dead replica that it replaces; the next one by default.
+            index: its index, maybe that of a dead replica, which it replaces; the next one by default.
 
         Raises:
             ConfigError: there is no such host.
         """
-        dead = None if index is None else self.replicas[index]
-        assert dead is None or not dead.alive, f"replica {index} of {self.name} lives"
         number = len(self.replicas) if index is None else index
+        dead = self.replicas[number] if number < len(self.replicas) else None
+        assert dead is None or not dead.alive, f"replica {index} of {self.name} lives"
         incarnation = 0 if dead is None else dead.incarnation + 1
         mesh_name = f"{self.name}-{number}" + f".{incarnation}" * bool(incarnation)
         mark = f"{self._id}/{mesh_name}"
@@ -165,6 +170,23 @@ class Service:
             self._watching = self._in_background(hangs, None, "nobody notices any more when it hangs")
         if replica.incarnation == 0 or self._respawn is None:
             self._start_serving(replica)
+
+    async def start(self, count: int, start_one: Callable[[int], Coroutine[Any, Any, None]], restart: Restart) -> None:
+        """Start `count` replicas side by side, and from then on bring back those that die; see `supervise`.
+
+        Args:
+            count: number of replicas.
+            start_one: spawns the replica of an index and makes it ready to serve. If it raises, the service is stopped.
+            restart: how often and when they are brought back.
+        """
+        try:
+            async with task_group() as group:
+                for index in range(count):
+                    group.create_task(start_one(index))
+        except BaseException:
+            await self.stop()
+            raise
+        self.supervise(start_one, restart)
 
     def supervise(
         self,
@@ -369,13 +391,3 @@ def cause_of(text: str, exit_meanings: Mapping[int, str] | None = None) -> str:
         return describe_exit(int(found[1]), exit_meanings)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "unknown"
-
-
-@contextlib.asynccontextmanager
-async def stopped_on_error(service: Service) -> AsyncIterator[None]:
-    """Stop a service if the body, its start, fails; its handle, which would stop it, is then never seen."""
-    try:
-        yield
-    except BaseException:
-        await service.stop()
-        raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import check_flags
 
 _LONGEST_BACKOFF_S = 60.0
 
@@ -24,10 +24,7 @@ class Restart:
     """Time of service in seconds after which a replica has recovered: its next death counts as the first."""
 
     def __post_init__(self) -> None:
-        for flag, value in vars(self).items():
-            if value < 0:
-                name = flag.replace("_", "-")
-                raise ConfigError(f"restart.{name} is {value}", hint=f"set restart.{name} to 0 or more")
+        check_flags(self, "restart.", least=dict.fromkeys(vars(self), 0))
 
     def delay_s(self, deaths: int) -> float:
         """Return the wait before a restart after so many deaths in a row."""

@@ -38,11 +38,11 @@ class EnginePool:
 
     Args:
         service: the service, whose replicas have a GeneratorActor's endpoints.
-        spawn: spawns the engine of an index; the second argument says whether it replaces a dead one.
+        spawn: spawns the engine of an index.
         start_deadline_s: longest time for an engine to start.
     """
 
-    def __init__(self, service: Service, spawn: Callable[[int, bool], Replica], start_deadline_s: float) -> None:
+    def __init__(self, service: Service, spawn: Callable[[int], Replica], start_deadline_s: float) -> None:
         self._service = service
         self._spawn = spawn
         self._start_deadline_s = start_deadline_s
@@ -57,18 +57,21 @@ class EnginePool:
         self._desired = DesiredState()
         self._ready: dict[int, Replica] = {}
         """Engines in the desired state, by index. They serve, or are about to."""
-        self._switching = asyncio.Lock()
+        self._holding = asyncio.Lock()
 
-    async def start(self, count: int) -> None:
-        """Start `count` engines."""
-        replicas = [self._spawn(index, False) for index in range(count)]
-        async with task_group() as group:
-            for replica in replicas:
-                group.create_task(self._make_ready(replica))
-
-    async def bring_back(self, index: int) -> None:
-        """Start an engine in place of a dead one and bring it to the state of the others."""
-        await self._make_ready(self._spawn(index, True))
+    async def start_one(self, index: int) -> None:
+        """Start the engine of an index, also in place of a dead one, and bring it to the state of the others."""
+        replica = self._spawn(index)
+        await self._service.watch(replica, deadline_s=self._start_deadline_s)
+        await replica.call("setup", deadline_s=self._start_deadline_s)
+        now = DesiredState()
+        while now != (desired := self._desired):  # it may change meanwhile
+            if (desired.paused, desired.asleep) != (now.paused, now.asleep):
+                await replica.call("hold", desired.paused, desired.asleep, deadline_s=CONTROL_DEADLINE_S)
+            if desired.version is not None and (desired.version, desired.store) != (now.version, now.store):
+                await self._load(replica, desired.version, desired.store)
+            now = desired
+        self._ready[replica.index] = replica  # nothing was awaited since the comparison: `each` will not miss it
 
     @contextlib.asynccontextmanager
     async def serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
@@ -90,11 +93,12 @@ class EnginePool:
             raise
         self.current, self.version = len(self.versions) - 1, version
 
-    async def switch(self, method: str, change: Callable[[DesiredState], DesiredState]) -> None:
-        """Change the desired state, and call the method that brings all living engines to it."""
-        async with self._switching:
-            self._desired = change(self._desired)
-            await self.each(method, deadline_s=CONTROL_DEADLINE_S)
+    async def hold(self, **changes: Any) -> None:
+        """Change `paused` or `asleep` of the desired state, and bring all living engines to it."""
+        async with self._holding:
+            self._desired = replace(self._desired, **changes)
+            held = self._desired.paused, self._desired.asleep
+            await self.each("hold", lambda _: held, deadline_s=CONTROL_DEADLINE_S)
 
     async def each(
         self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
@@ -124,23 +128,9 @@ class EnginePool:
         self._service.mark_failed(replica, cause)
         return ReplicaError(cause, service=self._service.name, replica=replica.index, hint=f"see {replica.log}")
 
-    async def _make_ready(self, replica: Replica) -> None:
-        await self._service.watch(replica, deadline_s=self._start_deadline_s)
-        await replica.call("setup", deadline_s=self._start_deadline_s)
-        now = DesiredState()
-        while now != (desired := self._desired):  # it may change meanwhile
-            if desired.paused != now.paused:
-                await self._control(replica, "pause" if desired.paused else "resume")
-            if desired.asleep != now.asleep:
-                await self._control(replica, "sleep" if desired.asleep else "wake")
-            if desired.version is not None and (desired.version, desired.store) != (now.version, now.store):
-                await self._load(replica, desired.version, desired.store)
-            now = desired
-        self._ready[replica.index] = replica  # nothing was awaited since the comparison: `each` will not miss it
-
     async def _load(self, replica: Replica, version: int, store: WeightStore | None) -> None:
         if store is None:
-            await self._control(replica, "serve_model")
+            await replica.call("serve_model", deadline_s=CONTROL_DEADLINE_S)
             return
         async with store.lease(version) as manifest:
             report: LoadReport = await replica.call(
@@ -148,6 +138,3 @@ class EnginePool:
             )
         if report.version != version:
             raise WeightsError(f"version {version} was to be loaded, and the engine read {report.version}")
-
-    async def _control(self, replica: Replica, method: str) -> None:
-        await replica.call(method, deadline_s=CONTROL_DEADLINE_S)

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_rl.envs.protocol import Env, Observation, Step
-from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.errors import ForgeError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Replica, Service, ServiceActor, stopped_on_error
+from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
-from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Task
 
 EnvFactory = Callable[[Task], Env]
@@ -41,13 +40,7 @@ class Environment:
         """Policy for processes that die."""
 
         def __post_init__(self) -> None:
-            if self.replicas < 1:
-                raise ConfigError(
-                    f"the environment service has {self.replicas} replicas",
-                    hint="set --environment.replicas to 1 or more",
-                )
-            if self.deadline_s <= 0:
-                raise ConfigError(f"a step may take {self.deadline_s} s", hint="set --environment.deadline-s above 0")
+            check_flags(self, "--environment.", least={"replicas": 1}, above={"deadline_s": 0})
 
     def __init__(self, config: Config, service: Service) -> None:
         self._config = config
@@ -64,14 +57,11 @@ class Environment:
         # An environment's processes may run what a model wrote, which may stop itself: no reason to end the replica.
         service = Service("environment", cluster, faults, descendants=False)
 
-        async def start_one(index: int | None = None) -> None:
+        async def start_one(index: int) -> None:
             replica = service.spawn(EnvironmentActor, factory, env={"OMP_NUM_THREADS": "1"}, index=index)
             await service.watch(replica, deadline_s=deadline_s)
 
-        async with stopped_on_error(service), task_group() as group:
-            for _ in range(config.replicas):
-                group.create_task(start_one())
-        service.supervise(start_one, config.restart)
+        await service.start(config.replicas, start_one, config.restart)
         return cls(config, service)
 
     async def open(self, task: Task) -> tuple[EnvSession, Observation]:

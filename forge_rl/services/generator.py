@@ -6,23 +6,31 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines import ENGINE_DIED
 from forge_rl.engines.factory import decode_environment
-from forge_rl.engines.platform import resolve_dtype
-from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, WeightsError
+from forge_rl.engines.platform import Dtype, resolve_dtype
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.errors import (
+    ConfigError,
+    DeadlineError,
+    ForgeError,
+    ReplicaError,
+    ServiceError,
+    WeightsError,
+    check_flags,
+)
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.runtime.supervision import Restart
 from forge_rl.services.completion import OpenStream, ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool
 from forge_rl.services.generator_actor import GeneratorActor
-from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Chunk, Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
@@ -40,11 +48,51 @@ class Generator:
     print(await generator.chat("What is 2 + 3?"))
     """
 
-    Config: TypeAlias = GeneratorConfig
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """The generator: its engines, and how they sample."""
+
+        replicas: int = 1
+        """Number of vLLM engines: one for each GPU that decodes, or several on one CPU."""
+        dtype: Dtype = "auto"
+        """Format of the engines' weights and activations. auto is bfloat16 on CUDA, float32 on CPU."""
+        max_model_tokens: int = 1024
+        """Most tokens of a prompt and its completion together."""
+        max_new_tokens: int = 16
+        """Most tokens of one completion."""
+        temperature: float = 1.0
+        """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
+        max_requests: int = 64
+        """Most requests that one engine decodes at a time."""
+        kv_cache_gib: float = 1.0
+        """Memory for keys and values of an engine on CPU; on CUDA it takes what memory_share leaves."""
+        memory_share: float = 0.4
+        """Share of a GPU's memory that an engine may take; trainer and engine may live on the same GPU."""
+        eager: bool = False
+        """Do not compile and capture no CUDA graphs: starts sooner, decodes slower. Always so on CPU."""
+        request_deadline_s: float = 3600.0
+        """Longest time between two chunks of a completion. It includes the time for which the engines are paused."""
+        restart: Restart = field(default_factory=Restart)
+        """Policy for engines that die."""
+
+        def __post_init__(self) -> None:
+            check_flags(
+                self,
+                "--generator.",
+                least={"replicas": 1, "max_new_tokens": 1, "max_requests": 1},
+                above={
+                    "temperature": 0,
+                    "kv_cache_gib": 0,
+                    "memory_share": 0,
+                    "request_deadline_s": 0,
+                    "max_model_tokens": self.max_new_tokens,
+                },
+                below={"temperature": 10, "memory_share": 1},
+            )
 
     def __init__(
         self,
-        config: GeneratorConfig,
+        config: Config,
         service: Service,
         pool: EnginePool,
         tokenizer: Tokenizer,
@@ -65,7 +113,7 @@ class Generator:
     @classmethod
     async def start(
         cls,
-        config: GeneratorConfig,
+        config: Config,
         cluster: Cluster,
         faults: Faults,
         *,
@@ -93,20 +141,22 @@ class Generator:
         """
         service = Service(name, cluster, faults, exit_meanings={ENGINE_DIED: "its vLLM engine process died"})
 
-        def spawn(index: int, again: bool) -> Replica:
-            return service.spawn(
-                actor,
-                config,
-                model,
-                seed + index,
-                f"{name} replica {index}",
-                env=decode_environment(first_gpu + index, replicas=config.replicas),
-                index=index if again else None,
+        def spawn(index: int) -> Replica:
+            settings = DecodeSettings(
+                folder=model,
+                dtype=config.dtype,
+                max_model_tokens=config.max_model_tokens,
+                max_requests=config.max_requests,
+                kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
+                memory_share=config.memory_share,
+                eager=config.eager,
+                seed=seed + index,
             )
+            env = decode_environment(first_gpu + index, replicas=config.replicas)
+            return service.spawn(actor, settings, f"{name} replica {index}", env=env, index=index)
 
         pool = EnginePool(service, spawn, deadline_s)
-        await pool.start(config.replicas)
-        service.supervise(pool.bring_back, config.restart)
+        await service.start(config.replicas, pool.start_one, config.restart)
         return cls(config, service, pool, Tokenizer(model), lend)
 
     @property
@@ -254,11 +304,11 @@ class Generator:
 
     async def pause(self) -> None:
         """Stop all engines at a token boundary. Requests keep their keys and values, new ones wait, and loads work."""
-        await self._pool.switch("pause", lambda state: replace(state, paused=True))
+        await self._pool.hold(paused=True)
 
     async def resume(self) -> None:
         """Decode again after `pause`."""
-        await self._pool.switch("resume", lambda state: replace(state, paused=False))
+        await self._pool.hold(paused=False)
 
     async def sleep(self) -> None:
         """Stop all engines and free their device's memory: keys and values, and on CUDA the weights.
@@ -266,11 +316,11 @@ class Generator:
         Requests are kept; their keys and values are computed again after `wake`. Loads work; on CUDA they bring the
         weights back.
         """
-        await self._pool.switch("sleep", lambda state: replace(state, asleep=True))
+        await self._pool.hold(asleep=True)
 
     async def wake(self) -> None:
         """Decode again after `sleep`; engines that are also paused stay so."""
-        await self._pool.switch("wake", lambda state: replace(state, asleep=False))
+        await self._pool.hold(asleep=False)
 
     def drain_busy_s(self) -> list[float]:
         """Return the seconds for which each engine was busy since the last call."""

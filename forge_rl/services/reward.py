@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.errors import ForgeError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Service, ServiceActor, stopped_on_error
+from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
-from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Task
 
 RewardFunction = Callable[[Task, str], float | Awaitable[float]]
@@ -47,12 +46,7 @@ class Reward:
         """Policy for processes that die."""
 
         def __post_init__(self) -> None:
-            if self.replicas < 1:
-                raise ConfigError(
-                    f"the reward service has {self.replicas} replicas", hint="set --reward.replicas to 1 or more"
-                )
-            if self.deadline_s <= 0:
-                raise ConfigError(f"a score may take {self.deadline_s} s", hint="set --reward.deadline-s above 0")
+            check_flags(self, "--reward.", least={"replicas": 1}, above={"deadline_s": 0})
 
     def __init__(self, config: Config, service: Service, function: RewardFunction) -> None:
         self._config = config
@@ -73,7 +67,7 @@ class Reward:
         )
         reward = cls(config, service, function)
 
-        async def start_one(index: int | None = None) -> None:
+        async def start_one(index: int) -> None:
             replica = service.spawn(RewardActor, config.deadline_s, env={"OMP_NUM_THREADS": "1"}, index=index)
             await service.watch(replica, deadline_s=deadline_s)
             given = None
@@ -81,10 +75,7 @@ class Reward:
                 given = reward._function
                 await replica.call("replace", given, deadline_s=config.deadline_s)
 
-        async with stopped_on_error(service), task_group() as group:
-            for _ in range(config.replicas):
-                group.create_task(start_one())
-        service.supervise(start_one, config.restart)
+        await service.start(config.replicas, start_one, config.restart)
         return reward
 
     async def score(self, task: Task, text: str) -> float:

@@ -13,12 +13,12 @@ from forge_rl.data.packing import Layout, Packed
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import Dtype, cpu_cores, device_type
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.service import Service, stopped_on_error
+from forge_rl.runtime.service import Service
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import TensorSpec
@@ -61,17 +61,13 @@ class Trainer:
         optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
         def __post_init__(self) -> None:
-            if self.ranks < 1:
-                raise ConfigError(f"the trainer has {self.ranks} ranks", hint="set --trainer.ranks to 1 or more")
-            if not 0 <= self.port < 65536:
-                raise ConfigError(f"{self.port} is no port", hint="set --trainer.port to 0, or to 1024 to 65535")
-            if self.max_restarts < 0:
-                raise ConfigError(
-                    f"the trainer cannot be restarted {self.max_restarts} times",
-                    hint="set --trainer.max-restarts to 0 or more",
-                )
-            multiple = _pad_multiple()
-            if self.row_tokens < 1 or self.row_tokens % multiple:
+            check_flags(
+                self,
+                "--trainer.",
+                least={"ranks": 1, "port": 0, "max_restarts": 0, "row_tokens": 1},
+                below={"port": 65536},
+            )
+            if self.row_tokens % (multiple := _pad_multiple()):
                 raise ConfigError(
                     f"a row of {self.row_tokens} tokens cannot be packed",
                     hint=f"set --trainer.row-tokens to a multiple of {multiple}",
@@ -122,7 +118,7 @@ class Trainer:
         """Spawn the ranks and load the policy.
 
         Args:
-            config: the service's settings.
+            config: settings of the service.
             cluster: where it runs.
             faults: where its failures are noted.
             model: Hugging Face folder to start from; also the frozen reference, if there is one.
@@ -148,8 +144,11 @@ class Trainer:
             total_steps=total_steps,
             start_deadline_s=deadline_s,
         )
-        async with stopped_on_error(service):
+        try:
             await trainer._open(resume)
+        except BaseException:
+            await service.stop()
+            raise
         service.recoverable = config.max_restarts > 0
         return trainer
 

@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 class TrainerActor(ServiceActor):
-    """Does what Trainer asks of all ranks, one thing at a time.
-
-    Args:
-        settings: the engine's.
-        ranks: processes that train together.
-        port: where they meet; 0 finds a free one.
-    """
+    """Does what Trainer asks of all ranks, one thing at a time; see `Trainer` and `TrainEngine`."""
 
     def __init__(self, settings: TrainSettings, ranks: int, port: int) -> None:
         self._settings = settings
@@ -53,7 +47,7 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int]:
-        """Load the policy. Returns its version and its number of parameters."""
+        """Load the policy; returns its version and its number of parameters."""
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
             self._engine = make_train_engine(self._settings)
@@ -75,13 +69,11 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def logprobs(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """Score every trained target; see `Trainer.logprobs`."""
         async with self._lock:
             return self.engine.logprobs(rows, temperature=temperature)
 
     @concurrent_endpoint
     async def specs(self) -> tuple[TensorSpec, ...]:
-        """List every tensor that is published; asked of rank 0."""
         return self.engine.specs()
 
     @concurrent_endpoint
@@ -94,13 +86,11 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def offload(self) -> int:
-        """Move this rank's state to host memory; see `Trainer.offload`."""
         async with self._lock:
             return self.engine.offload() if device_type() == "cuda" else 0
 
     @concurrent_endpoint
     async def onload(self) -> int:
-        """Bring this rank's state back; see `Trainer.onload`."""
         async with self._lock:
             return self.engine.onload()
 
@@ -112,7 +102,6 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def save(self, folder: Path, model: Path) -> None:
-        """Write a checkpoint; see `Trainer.save`."""
         async with self._lock:
             self.engine.save(folder, model)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from forge_rl.errors import ConfigError, ForgeError, ServiceError, WeightsError
+from forge_rl.errors import ForgeError, ServiceError, WeightsError, check_flags
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service
@@ -53,13 +53,7 @@ class WeightStore:
         """Most memory that kept versions take; the newest is kept whatever its size."""
 
         def __post_init__(self) -> None:
-            for flag, value, good, hint in (
-                ("keep-versions", self.keep_versions, self.keep_versions >= 1, "1 or more"),
-                ("keep-gib", self.keep_gib, self.keep_gib > 0, "a value above 0"),
-                ("bucket-mib", self.bucket_mib, self.bucket_mib >= 1, "1 or more"),
-            ):
-                if not good:
-                    raise ConfigError(f"--weights.{flag} is {value}", hint=f"set --weights.{flag} to {hint}")
+            check_flags(self, "--weights.", least={"keep_versions": 1, "bucket_mib": 1}, above={"keep_gib": 0})
 
     def __init__(
         self,

@@ -58,7 +58,6 @@ class TitanEngine:
     def train_step(
         self, rows: Sequence[Row], loss: Loss, *, trained_tokens: int, temperature: float, total_steps: int
     ) -> dict[str, Value]:
-        """Take one optimizer step; see `TrainEngine.train_step`."""
         self.onload()
         metrics: dict[str, Value] = {}
         for row in rows:
@@ -85,21 +84,18 @@ class TitanEngine:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
-        """Score every masked target; see `TrainEngine.logprobs`."""
         self.onload()
         found = [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
         _reshard(self.model)
         return found
 
     def offload(self) -> int:
-        """Move all state to host memory; see `TrainEngine.offload`."""
         if self._offloaded is not None:
             return 0
         self._offloaded = OffloadedState(self._held())
         return self._offloaded.bytes
 
     def onload(self) -> int:
-        """Bring back what `offload` moved; see `TrainEngine.onload`."""
         if self._offloaded is None:
             return 0
         self._offloaded.bring_back()
@@ -107,22 +103,18 @@ class TitanEngine:
         return moved
 
     def local_shards(self) -> Iterator[LocalShard]:
-        """Yield what this rank publishes; see `TrainEngine.local_shards`."""
         self.onload()
         return local_shards(self.model)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """List every tensor that is published; see `TrainEngine.specs`."""
         return specs(self.model)
 
     def save(self, folder: Path, model: Path) -> None:
-        """Write a checkpoint; see `TrainEngine.save`."""
         self.onload()
         save_training_state(self.model, self.optimizer, self.version, folder / "training")
         save_hf(self.model, model, folder / "model", self.architecture.dtype)
 
     def load_training_state(self, folder: Path) -> None:
-        """Continue from a checkpoint; see `TrainEngine.load_training_state`."""
         self.onload()
         self.version = load_training_state(self.model, self.optimizer, folder)
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
+import uuid
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -18,15 +24,17 @@ from forge_rl.engines import ENGINE_DIED
 from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.vllm import BACKEND
-from forge_rl.engines.vllm.internals import engine_pids, stop_decoding
-from forge_rl.engines.vllm.stream import decode
+from forge_rl.engines.vllm.internals import engine_pids, stop_decoding, version_starts
 from forge_rl.engines.vllm.transfer import OWNER, BucketUpdateInfo, WorkerExtension
-from forge_rl.errors import ModelError, WeightsError
+from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.types import Chunk, Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.transports.protocol import TensorBucket
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
 
 
 class VLLMEngine:
@@ -49,11 +57,6 @@ class VLLMEngine:
 
     @classmethod
     async def start(cls, settings: DecodeSettings) -> VLLMEngine:
-        """Start an engine.
-
-        Raises:
-            ModelError: vLLM does not start with this model.
-        """
         try:
             engine = cls(AsyncLLM.from_engine_args(_arguments(settings)))
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -66,43 +69,38 @@ class VLLMEngine:
         return engine
 
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion; see `DecodeEngine.stream`."""
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
+        request, sent = uuid.uuid4().hex, 0
+        prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)}
+        generated = self._llm.generate(prompt, _parameters(sampling), request_id=request)
         try:
-            async with contextlib.aclosing(decode(self._llm, prompt_ids, sampling)) as chunks:
-                async for chunk in chunks:
+            async with contextlib.aclosing(generated) as outputs:
+                async for output in outputs:
+                    (completion,) = output.outputs
+                    if completion.finish_reason not in (None, "stop", "length"):
+                        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
+                    starts = version_starts(self._llm, request, completion)
+                    count = len(completion.token_ids)
+                    chunk = _chunk(completion, sampling, _versions(starts, sent, sent + count))
+                    sent += count
                     yield chunk
+        except VLLMValidationError as error:
+            raise ConfigError(
+                f"vLLM does not take the request: {error}", hint="change the prompt or the sampling"
+            ) from error
         except EngineDeadError:
             self._on_engine_death()  # as soon as its process has ended this one would: no need to wait for that
             raise
 
-    async def pause(self) -> None:
-        """Stop at a token boundary; see `DecodeEngine.pause`."""
-        self._paused = True
-        await self._apply()
-
-    async def resume(self) -> None:
-        """Go on after `pause`; see `DecodeEngine.resume`."""
-        self._paused = False
-        await self._apply()
-
-    async def sleep(self) -> None:
-        """Stop and give memory back; see `DecodeEngine.sleep`."""
-        self._asleep = True
-        await self._apply()
-
-    async def wake(self) -> None:
-        """Go on after `sleep`; see `DecodeEngine.wake`."""
-        self._asleep = False
+    async def hold(self, *, paused: bool, asleep: bool) -> None:
+        self._paused, self._asleep = paused, asleep
         await self._apply()
 
     async def serve_model(self) -> None:
-        """Call the weights that the engine was started with version 0."""
         await self._llm.update_weight_version("0")
 
     async def load(self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str) -> LoadReport:
-        """Replace the weights; see `DecodeEngine.load`."""
         clock = PhaseClock()
         with clock.phase("wait"):
             bucket = await anext(buckets, None)
@@ -149,7 +147,7 @@ class VLLMEngine:
                 await self._stop(clear_cache=True)
                 await self._release()
             elif not self._asleep:
-                await self._restore(list(self._released))
+                await self._restore(self._released)
             if self._asleep or self._paused:
                 await self._stop(clear_cache=False)
             elif self._stopped and not self._failure:
@@ -170,14 +168,13 @@ class VLLMEngine:
             await self._llm.collective_rpc("sleep", kwargs={"level": 1})
             self._released = ["weights", "kv_cache"]
 
-    async def _restore(self, what: list[str]) -> None:
+    async def _restore(self, what: Sequence[str]) -> None:
         back = [tag for tag in self._released if tag in what]
         if back and device_type() != "cpu":  # a CPU's pages come back when they are written
             await self._llm.collective_rpc("wake_up", kwargs={"tags": back})
         self._released = [tag for tag in self._released if tag not in back]
 
     def close(self) -> None:
-        """End the engine's processes."""
         self._closing = True
         self._llm.shutdown()
 
@@ -221,3 +218,43 @@ def _stages(whole: dict[str, float], inside: dict[str, float]) -> dict[str, floa
     for name in ("load", "finish"):
         seconds[name] -= inside[name]
     return seconds | {"fingerprint": sum(inside.values())}
+
+
+def _parameters(sampling: Sampling) -> SamplingParams:
+    logprobs = None if sampling.temperature == 0 and not sampling.top_logprobs else sampling.top_logprobs
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop=list(sampling.stop),
+        logprobs=logprobs,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _versions(starts: list[tuple[str, int]], first: int, end: int) -> tuple[int, ...]:
+    """Return the version of each token from `first` up to `end`; -1 where the engine had loaded none."""
+    places = [start for _, start in starts]
+    spans = [bisect_right(places, token) - 1 for token in range(first, end)]
+    return tuple(int(starts[span][0]) if span >= 0 and starts[span][0].isdecimal() else -1 for span in spans)
+
+
+def _chunk(completion: CompletionOutput, sampling: Sampling, versions: tuple[int, ...]) -> Chunk:
+    ids = tuple(completion.token_ids)
+    steps = (
+        []
+        if completion.logprobs is None
+        else [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
+    )
+    if sampling.temperature == 0:
+        logprobs = (math.nan,) * len(ids)
+    else:
+        logprobs = tuple(step[token] for step, token in zip(steps, ids, strict=True))
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    if sampling.top_logprobs:
+        likeliest = (sorted(step.items(), key=lambda pair: -pair[1]) for step in steps)
+        top = tuple(tuple(pairs[: sampling.top_logprobs]) for pairs in likeliest)
+    finish: Literal["", "stop", "length"] = ""
+    if completion.finish_reason is not None:
+        finish = "length" if completion.finish_reason == "length" else "stop"
+    return Chunk(token_ids=ids, logprobs=logprobs, versions=versions, text=completion.text, finish=finish, top=top)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import operator
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +15,6 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from forge_rl.engines.vllm.memory import release
 from forge_rl.errors import ForgeError
 
 if TYPE_CHECKING:
@@ -136,3 +138,21 @@ def copy_held(model: torch.nn.Module, passing: Mapping[str, torch.Tensor]) -> No
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
     """Device and address of the bytes behind a tensor; a meta tensor's address is 0."""
     return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Give back the pages that lie wholly within contiguous tensors: they read as zeros and come back when written.
+
+    Raises:
+        OSError: the kernel refuses, such as for locked memory.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    for address, storage in storages.items():
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first and libc.madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(end - first), ctypes.c_int(mmap.MADV_DONTNEED)
+        ):
+            number = ctypes.get_errno()
+            raise OSError(number, f"{os.strerror(number)}: {end - first} bytes of the KV cache cannot be given back")
