@@ -96,7 +96,7 @@ class FakeStore:
 class FakeEngine(ServiceActor):
     """An engine that follows its orders."""
 
-    def __init__(self, settings: object, name: str) -> None:
+    def __init__(self, model: Path, settings: object, seed: int, name: str) -> None:
         self._index = int(name.rpartition(" ")[2])
         self._folder = Path(os.environ[FOLDER])
         self._version = -1

@@ -29,7 +29,8 @@ RunCheck = Callable[[str], str]
 class VLLMHost(ServiceActor):
     """A process with one engine, in which the checks run."""
 
-    def __init__(self, settings: DecodeSettings, scratch: Path) -> None:
+    def __init__(self, folder: Path, settings: DecodeSettings, scratch: Path) -> None:
+        self._folder = folder
         self._settings = settings
         self._scratch = scratch
         self._decoder: Decoder | None = None
@@ -38,8 +39,8 @@ class VLLMHost(ServiceActor):
     async def setup(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        folder = self._settings.folder
-        engine = await start_decode_engine(self._settings)
+        folder = self._folder
+        engine = await start_decode_engine(folder, self._settings, seed=0)
         self._decoder = Decoder(
             engine=engine,
             folder=self._scratch,
@@ -70,21 +71,12 @@ class VLLMHost(ServiceActor):
 async def hosted(host: type[ServiceActor], folder: Path) -> AsyncIterator[RunCheck]:
     """Starts an engine on the tiny model; yields what runs a check on it."""
     model = make_tiny_model(folder / "model", bundled_model(default_cache()), tied=False)
-    settings = DecodeSettings(
-        folder=model,
-        dtype="float32",
-        max_model_tokens=512,
-        max_requests=64,
-        kv_cache_bytes=1 << 28,
-        memory_share=0.4,
-        eager=False,
-        seed=0,
-    )
+    settings = DecodeSettings(dtype="float32", max_model_tokens=512, kv_cache_gib=0.25)
     loop = asyncio.get_running_loop()
     async with cluster(folder) as (made, faults):
         service = Service("engines", made, faults)
         (folder / "versions").mkdir()
-        replica = service.spawn(host, settings, folder / "versions", env=decode_environment(0, replicas=1))
+        replica = service.spawn(host, model, settings, folder / "versions", env=decode_environment(0, replicas=1))
         await service.watch(replica, deadline_s=240)
         await replica.call("setup", deadline_s=240)
         yield lambda check: loop.run_until_complete(replica.call("run", check, deadline_s=330))

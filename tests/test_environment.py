@@ -211,7 +211,7 @@ class Unpicklable:
 
 
 def test_settings_are_checked():
-    for settings, text in (({"replicas": 0}, "0 replicas"), ({"deadline_s": 0}, "0 s")):
+    for settings, text in (({"replicas": 0}, "replicas is 0"), ({"deadline_s": 0}, "deadline-s is 0")):
         with pytest.raises(ConfigError, match=text):
             Environment.Config(**settings)
     with pytest.raises(AssertionError, match="model"):

@@ -199,6 +199,6 @@ def test_a_reward_that_kills_every_replica_is_told_apart(tmp_path: Path):
 
 
 def test_settings_are_checked():
-    for settings, text in (({"replicas": 0}, "0 replicas"), ({"deadline_s": 0}, "0 s")):
+    for settings, text in (({"replicas": 0}, "replicas is 0"), ({"deadline_s": 0}, "deadline-s is 0")):
         with pytest.raises(ConfigError, match=text):
             Reward.Config(**settings)

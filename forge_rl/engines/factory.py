@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from forge_rl.engines.platform import cpu_cores, device_type, gpus
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 
@@ -26,15 +28,20 @@ def decode_environment(place: int, *, replicas: int) -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-async def start_decode_engine(settings: DecodeSettings) -> DecodeEngine:
+async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: int) -> DecodeEngine:
     """Start a decode engine in a process whose environment is `decode_environment`'s.
+
+    Args:
+        folder: Hugging Face model folder; its weights are the engine's until the first load.
+        settings: the engine's.
+        seed: of requests that bring none.
 
     Raises:
         ModelError: it does not start with this model.
     """
     from forge_rl.engines.vllm.engine import VLLMEngine
 
-    return await VLLMEngine.start(settings)
+    return await VLLMEngine.start(folder, settings, seed)
 
 
 def make_train_engine(settings: TrainSettings) -> TrainEngine:

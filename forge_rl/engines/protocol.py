@@ -27,28 +27,24 @@ from forge_rl.weights.transports.protocol import LocalShard, TensorBucket
 class DecodeSettings:
     """Settings of a decode engine."""
 
-    folder: Path
-    """Hugging Face model folder; its weights are the engine's until the first load."""
-    dtype: Dtype
-    """Format of weights and activations."""
-    max_model_tokens: int
-    """Longest prompt and completion together."""
-    max_requests: int
-    """Most requests decoded at a time; more wait."""
-    kv_cache_bytes: int
-    """Room for keys and values on a CPU; on CUDA they take what memory_share leaves."""
-    memory_share: float
-    """Share of the GPU's memory that the engine may take."""
-    eager: bool
-    """No compilation and no CUDA graphs; always so on CPU."""
-    seed: int
-    """Seed of requests that bring none."""
+    dtype: Dtype = "auto"
+    """Format of the engines' weights and activations. auto is bfloat16 on CUDA, float32 on CPU."""
+    max_model_tokens: int = 1024
+    """Most tokens of a prompt and its completion together."""
+    max_requests: int = 64
+    """Most requests that one engine decodes at a time; more wait."""
+    kv_cache_gib: float = 1.0
+    """Memory for keys and values of an engine on CPU; on CUDA it takes what memory_share leaves."""
+    memory_share: float = 0.4
+    """Share of a GPU's memory that an engine may take; trainer and engine may live on the same GPU."""
+    eager: bool = False
+    """Do not compile and capture no CUDA graphs: starts sooner, decodes slower. Always so on CPU."""
 
 
 class DecodeEngine(Protocol):
     """Decodes, and takes new weights while requests are in flight.
 
-    engine = await start_decode_engine(settings)
+    engine = await start_decode_engine(folder, settings, seed=0)
     await engine.load(manifest, transport.fetch(manifest), reader="engine 0")
     async for chunk in engine.stream(prompt_ids, Sampling(max_tokens=64)):
         print(chunk.text, chunk.versions)

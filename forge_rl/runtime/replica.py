@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceErro
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.link import Link
 from forge_rl.runtime.processes import ProcessTree
+from forge_rl.runtime.tasks import task_group
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
@@ -112,14 +113,17 @@ class Replica:
         if not self.alive:
             raise self._error(ReplicaError, method, self.death.result())
         try:
-            with self._in_flight(method, rank):
-                answer = asyncio.ensure_future(_await(getattr(actor, method).call_one(*args)))
-                try:
-                    done, _ = await asyncio.wait(
-                        (answer, self.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-                    )
-                finally:
-                    answer.cancel()
+            key, began = self._begin(method), self.clock()
+            answer = asyncio.ensure_future(_call_one(actor, method, args))
+            try:
+                done, _ = await asyncio.wait(
+                    (answer, self.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                answer.cancel()
+                self._end(key)
+                if not rank:  # of calls to all ranks side by side, the first is traced
+                    self._trace(method, began, self.clock(), True)
             if answer in done:
                 return answer.result()
             if self.death in done:
@@ -146,16 +150,12 @@ class Replica:
         Raises:
             ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
         """
-        calls = [
-            asyncio.ensure_future(self.call(method, *args_of_rank(rank), deadline_s=deadline_s, rank=rank))
-            for rank in range(self.ranks)
-        ]
-        try:
-            return list(await asyncio.gather(*calls))
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+        async with task_group() as group:
+            calls = [
+                group.create_task(self.call(method, *args_of_rank(rank), deadline_s=deadline_s, rank=rank))
+                for rank in range(self.ranks)
+            ]
+        return [call.result() for call in calls]
 
     async def ask(self, method: str, *args: object, deadline_s: float) -> Any:
         """Await a method of the actor over the link; of rank 0, if there are several.
@@ -199,17 +199,6 @@ class Replica:
         self.busy_s, self.busy_since = 0.0, now
         return seconds
 
-    @contextlib.contextmanager
-    def _in_flight(self, method: str, rank: int | None) -> Iterator[None]:
-        """Count a call as in flight and trace it when it is over; of calls to all ranks side by side, the first."""
-        key, began = self._begin(method), self.clock()
-        try:
-            yield
-        finally:
-            self._end(key)
-            if not rank:
-                self._trace(method, began, self.clock(), True)
-
     def _begin(self, method: str) -> int:
         """Count a call as in flight until `_end` is given the key."""
         if self.in_flight == 0:
@@ -233,6 +222,6 @@ class Replica:
         return kind(message, service=self.service, replica=self.index, call=method, hint=f"see {self.log}")
 
 
-async def _await(future: Any) -> Any:
-    """Wrap Monarch's future, which is awaitable, as the coroutine that asyncio.wait wants."""
-    return await future
+async def _call_one(actor: Any, method: str, args: Sequence[object]) -> Any:
+    """Await Monarch's future in a coroutine, as asyncio wants it."""
+    return await getattr(actor, method).call_one(*args)

@@ -12,7 +12,7 @@ from pathlib import Path
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines import ENGINE_DIED
 from forge_rl.engines.factory import decode_environment
-from forge_rl.engines.platform import Dtype, resolve_dtype
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import (
     ConfigError,
@@ -49,27 +49,15 @@ class Generator:
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(DecodeSettings):
         """The generator: its engines, and how they sample."""
 
         replicas: int = 1
         """Number of vLLM engines: one for each GPU that decodes, or several on one CPU."""
-        dtype: Dtype = "auto"
-        """Format of the engines' weights and activations. auto is bfloat16 on CUDA, float32 on CPU."""
-        max_model_tokens: int = 1024
-        """Most tokens of a prompt and its completion together."""
         max_new_tokens: int = 16
         """Most tokens of one completion."""
         temperature: float = 1.0
         """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
-        max_requests: int = 64
-        """Most requests that one engine decodes at a time."""
-        kv_cache_gib: float = 1.0
-        """Memory for keys and values of an engine on CPU; on CUDA it takes what memory_share leaves."""
-        memory_share: float = 0.4
-        """Share of a GPU's memory that an engine may take; trainer and engine may live on the same GPU."""
-        eager: bool = False
-        """Do not compile and capture no CUDA graphs: starts sooner, decodes slower. Always so on CPU."""
         request_deadline_s: float = 3600.0
         """Longest time between two chunks of a completion. It includes the time for which the engines are paused."""
         restart: Restart = field(default_factory=Restart)
@@ -142,18 +130,8 @@ class Generator:
         service = Service(name, cluster, faults, exit_meanings={ENGINE_DIED: "its vLLM engine process died"})
 
         def spawn(index: int) -> Replica:
-            settings = DecodeSettings(
-                folder=model,
-                dtype=config.dtype,
-                max_model_tokens=config.max_model_tokens,
-                max_requests=config.max_requests,
-                kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
-                memory_share=config.memory_share,
-                eager=config.eager,
-                seed=seed + index,
-            )
             env = decode_environment(first_gpu + index, replicas=config.replicas)
-            return service.spawn(actor, settings, f"{name} replica {index}", env=env, index=index)
+            return service.spawn(actor, model, config, seed + index, f"{name} replica {index}", env=env, index=index)
 
         pool = EnginePool(service, spawn, deadline_s)
         await service.start(config.replicas, pool.start_one, config.restart)

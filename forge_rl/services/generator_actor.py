@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
@@ -16,21 +17,18 @@ from forge_rl.weights.transports.protocol import Transport
 
 
 class GeneratorActor(ServiceActor):
-    """One engine in a process of its own; see `DecodeEngine` for what it does.
+    """One engine in a process of its own, called `name` in errors; see `DecodeEngine` for what it does."""
 
-    Args:
-        settings: the engine's.
-        name: the replica's, for errors.
-    """
-
-    def __init__(self, settings: DecodeSettings, name: str) -> None:
+    def __init__(self, model: Path, settings: DecodeSettings, seed: int, name: str) -> None:
+        self._model = model
         self._settings = settings
+        self._seed = seed
         self._name = name
         self._engine: DecodeEngine | None = None
 
     @concurrent_endpoint
     async def setup(self) -> None:
-        self._engine = await start_decode_engine(self._settings)
+        self._engine = await start_decode_engine(self._model, self._settings, seed=self._seed)
 
     @concurrent_endpoint
     async def close(self) -> None:

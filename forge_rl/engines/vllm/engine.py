@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import math
 import os
+import pickle
 import sys
 import uuid
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vllm import AsyncEngineArgs, SamplingParams
@@ -25,7 +27,7 @@ from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.vllm import BACKEND
 from forge_rl.engines.vllm.internals import engine_pids, stop_decoding, version_starts
-from forge_rl.engines.vllm.transfer import OWNER, BucketUpdateInfo, WorkerExtension
+from forge_rl.engines.vllm.transfer import OWNER, WorkerExtension
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
@@ -56,14 +58,14 @@ class VLLMEngine:
             when_process_ends(pid, self._on_engine_death)
 
     @classmethod
-    async def start(cls, settings: DecodeSettings) -> VLLMEngine:
+    async def start(cls, folder: Path, settings: DecodeSettings, seed: int) -> VLLMEngine:
         try:
-            engine = cls(AsyncLLM.from_engine_args(_arguments(settings)))
+            engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)))
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         except (ValueError, RuntimeError) as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             raise ModelError(
-                f"vLLM does not start with {settings.folder}: {lines[-1] if lines else type(error).__name__}",
+                f"vLLM does not start with {folder}: {lines[-1] if lines else type(error).__name__}",
                 hint="see logs/generator-*.log in the run folder for vLLM's own report",
             ) from error
         return engine
@@ -114,7 +116,7 @@ class VLLMEngine:
                 await self._llm.start_weight_update()
                 while bucket is not None:
                     with clock.phase("load"):
-                        update = BucketUpdateInfo.of(manifest.version, bucket)
+                        update = {"version": manifest.version, "bucket": pickle.dumps(bucket)}
                         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
                     with clock.phase("wait"):
                         bucket = await anext(buckets, None)
@@ -184,14 +186,14 @@ class VLLMEngine:
             os._exit(ENGINE_DIED)
 
 
-def _arguments(settings: DecodeSettings) -> AsyncEngineArgs:
+def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngineArgs:
     on_cpu = device_type() == "cpu"
     return AsyncEngineArgs(
-        model=str(settings.folder),
+        model=str(folder),
         dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
         max_model_len=settings.max_model_tokens,
         max_num_seqs=settings.max_requests,
-        kv_cache_memory_bytes=settings.kv_cache_bytes if on_cpu else None,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30)) if on_cpu else None,
         gpu_memory_utilization=settings.memory_share,
         enforce_eager=settings.eager or on_cpu,
         enable_sleep_mode=not on_cpu,
@@ -204,7 +206,7 @@ def _arguments(settings: DecodeSettings) -> AsyncEngineArgs:
         hf_overrides={"head_dtype": "float32"},
         enable_prefix_caching=True,
         disable_log_stats=True,
-        seed=settings.seed,
+        seed=seed,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         additional_config={OWNER: os.getpid()},

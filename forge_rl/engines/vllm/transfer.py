@@ -63,11 +63,6 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     bucket: bytes
     """A pickled `TensorBucket`."""
 
-    @staticmethod
-    def of(version: int, bucket: TensorBucket) -> dict[str, Any]:
-        """Pack a bucket into the fields."""
-        return {"version": version, "bucket": pickle.dumps(bucket)}
-
 
 class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     """Loads a version into vLLM's model, one bucket after the other.
@@ -220,11 +215,6 @@ class _Parameters:
             return name.replace(f".{module}.", f".{part}.")
 
         return of(whole), [of(part) for part in parts[: parts.index(module)]]
-
-
-def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    """Device and address of the bytes behind a tensor; a meta tensor's address is 0."""
-    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _fingerprints(tensors: dict[TensorEntry, torch.Tensor]) -> dict[str, int]:
