@@ -1,30 +1,43 @@
-"""Deadlines: each is told of when it is due, whatever else began or ended meanwhile."""
+"""Deadlines: each call is told when it is due, whatever else began or ended meanwhile."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from benchmarks.virtual_time import run
-from forge_rl.runtime.deadlines import Deadlines
+from forge_rl.runtime.link import Deadlines
+
+
+class Call:
+    def __init__(self, deadline_s: float, be_late: Callable[[], None]) -> None:
+        self.deadline_s = deadline_s
+        self.be_late = be_late
 
 
 def test_each_is_late_when_it_is_due_and_only_then():
     async def main() -> None:
         loop = asyncio.get_running_loop()
         late: list[tuple[str, float]] = []
-        deadlines = Deadlines[str](lambda item: late.append((item, loop.time() - began)))
+        deadlines: Any = Deadlines()
         began = loop.time()
-        for item in ("a", "ends", "b"):
-            deadlines.add(item, 2.0)
-        deadlines.add("short", 0.5)
-        deadlines.add("long", 8.0)
+
+        def add(name: str, seconds: float) -> Call:
+            call = Call(seconds, lambda: late.append((name, loop.time() - began)))
+            deadlines.add(call)
+            return call
+
+        a, ends, _ = (add(name, 2.0) for name in ("a", "ends", "b"))
+        add("short", 0.5)
+        add("long", 8.0)
         await asyncio.sleep(1)
-        deadlines.discard("ends", 2.0)
-        deadlines.add("c", 2.0)
+        deadlines.discard(ends)
+        add("c", 2.0)
         await asyncio.sleep(1.5)
         assert late == [("short", 0.5), ("a", 2), ("b", 2)]
-        deadlines.discard("a", 2.0)  # it is over, as all that is late
+        deadlines.discard(a)  # it is over, as all that is late
         await asyncio.sleep(1)
         assert late[3:] == [("c", 3)]
-        deadlines.add("d", 2.0)  # nothing else took as long by then
+        add("d", 2.0)  # nothing else took as long by then
         await asyncio.sleep(6)
         assert late[4:] == [("d", 5.5), ("long", 8)]
 
@@ -34,13 +47,14 @@ def test_each_is_late_when_it_is_due_and_only_then():
 def test_what_is_cleared_is_never_late():
     async def main() -> None:
         late: list[str] = []
-        deadlines = Deadlines(late.append)
-        deadlines.add("a", 1.0)
+        deadlines: Any = Deadlines()
+        a, b = (Call(1.0, lambda name=name: late.append(name)) for name in ("a", "b"))
+        deadlines.add(a)
         deadlines.clear()
-        deadlines.discard("a", 1.0)
+        deadlines.discard(a)
         await asyncio.sleep(2)
         assert late == []
-        deadlines.add("b", 1.0)
+        deadlines.add(b)
         await asyncio.sleep(2)
         assert late == ["b"]
 

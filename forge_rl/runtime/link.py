@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import cloudpickle  # type: ignore[import-untyped]
 
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
-from forge_rl.runtime.deadlines import Deadlines
 
 POLL_S = 5.0
 """Seconds that a poll stays open when there is nothing to tell."""
@@ -59,7 +58,7 @@ class Link:
         self._lost = lost
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
-        self._deadlines: Deadlines[_Call] = Deadlines(_Call.be_late)
+        self._deadlines = Deadlines()
         self._outbox: deque[Message] = deque()
         self._waiting = asyncio.Event()
         self._broken: tuple[int, bytes] | None = None
@@ -121,7 +120,7 @@ class Link:
         except Exception as error:
             raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
         self._calls[call.number] = call
-        self._deadlines.add(call, call.deadline_s)
+        self._deadlines.add(call)
         self._put((call.number, method, payload, call.streams))
 
     def _put(self, message: Message) -> None:
@@ -132,7 +131,7 @@ class Link:
 
     def _end(self, call: _Call) -> None:
         """Forget a call, and cancel it in the replica if it is still in flight."""
-        self._deadlines.discard(call, call.deadline_s)
+        self._deadlines.discard(call)
         if self._calls.pop(call.number, None) is not None:
             self._put((call.number, "", b"", False))
 
@@ -174,8 +173,8 @@ class Link:
                 if call is None:  # it was given up meanwhile
                     continue
                 if kind == _ITEM:
-                    self._deadlines.discard(call, call.deadline_s)
-                    self._deadlines.add(call, call.deadline_s)
+                    self._deadlines.discard(call)
+                    self._deadlines.add(call)
                 call.put((kind, payload))
 
 
@@ -219,6 +218,51 @@ class _Stream(_Call):
             self.reply = asyncio.get_running_loop().create_future()
             await self.reply
         return self._replies.popleft()
+
+
+class Deadlines:
+    """Tells calls that they are late: one timer for all with the same deadline, as thousands are in flight.
+
+    Of those, the first added is the first to be late.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[float, dict[_Call, float]] = {}
+        """For each deadline in seconds, the calls in order of addition, with the time on the loop's clock when due."""
+        self._timers: dict[float, asyncio.TimerHandle] = {}
+
+    def add(self, call: _Call) -> None:
+        """Watch a call, which has its deadline's seconds from now."""
+        loop, seconds = asyncio.get_running_loop(), call.deadline_s
+        due = loop.time() + seconds
+        if seconds not in self._due:
+            self._due[seconds] = {}
+            self._timers[seconds] = loop.call_at(due, self._look, seconds)
+        self._due[seconds][call] = due
+
+    def discard(self, call: _Call) -> None:
+        if call.deadline_s in self._due:
+            self._due[call.deadline_s].pop(call, None)
+
+    def clear(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._due.clear()
+
+    def _look(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        calls, late = self._due[seconds], []
+        for call, due in calls.items():
+            if due > loop.time():
+                self._timers[seconds] = loop.call_at(due, self._look, seconds)
+                break
+            late.append(call)
+        else:
+            del self._due[seconds], self._timers[seconds]
+        for call in late:
+            calls.pop(call)
+            call.be_late()
 
 
 class LinkEnd:

@@ -159,19 +159,16 @@ class EnvironmentActor(ServiceActor):
         self._envs: dict[int, Env] = {}
 
     async def reset(self, key: int, task: Task) -> Observation:
-        """Make an environment."""
         env = self._envs[key] = self._factory(task)
         return await env.reset()
 
     async def step(self, key: int, answer: str) -> Step:
-        """Step an environment; close it when it is done."""
         step = await self._envs[key].step(answer)
         if step.done:
             await self.close(key)
         return step
 
     async def close(self, key: int) -> None:
-        """Close an environment, if there is one."""
         close = getattr(self._envs.pop(key, None), "close", None)
         if close is not None and inspect.isawaitable(closed := close()):
             await closed

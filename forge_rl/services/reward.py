@@ -129,11 +129,9 @@ class RewardActor(ServiceActor):
 
     @concurrent_endpoint
     async def replace(self, function: RewardFunction) -> None:
-        """Score with this function from now on."""
         self._function = function
 
     async def score(self, task: Task, text: str) -> float:
-        """Score an answer; a score that is not a finite number is a bug of the function."""
         function = self._function
         assert function is not None, "replace comes first"
         call = getattr(function, "__call__", None)  # noqa: B004  of an object whose call is async

@@ -211,36 +211,24 @@ class Trainer:
         return Layout(ranks=self.config.ranks, row_tokens=self.config.row_tokens, pad_multiple=_pad_multiple())
 
     async def step(self, packed: Packed, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
-        """Take one optimizer step: forward, backward, clip, update. The version rises by one.
-
-        Args:
-            packed: made by `pack` with this trainer's layout; must hold trained tokens.
-            loss: sums per-token losses; they are divided by the global count of trained tokens.
-            temperature: the one that the episodes were sampled at.
+        """Take one optimizer step on what `pack` made with this trainer's layout; see `TrainEngine.train_step`.
 
         Returns:
             Metrics, merged over microbatches and ranks.
         """
+        ranks = self.config.ranks
         parts = await self._each(
-            "step",
-            lambda rank: (
-                packed.rows[rank :: self.config.ranks],
-                loss,
-                packed.trained_tokens,
-                temperature,
-                self._total_steps,
-            ),
+            "step", lambda rank: (packed.rows[rank::ranks], loss, packed.trained_tokens, temperature, self._total_steps)
         )
         self.version += 1
         self.busy_s += max(seconds for _, seconds in parts)
         return reduce(merge_all([metrics for metrics, _ in parts]))
 
     async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
-        """Score every trained target under the current weights.
+        """Score every trained target under the current weights; see `TrainEngine.logprobs`.
 
         Returns:
-            A tensor for each row of `packed`, [L] float32: position t scores the row's target t; 0 where its mask is
-            False. `unpack` sorts them by episode.
+            A tensor for each row of `packed`, `[L] float32`. `unpack` sorts them by episode.
         """
         ranks = self.config.ranks
         parts = await self._each("logprobs", lambda rank: (packed.rows[rank::ranks], temperature))
@@ -267,24 +255,14 @@ class Trainer:
         return self.version
 
     async def offload(self) -> int:
-        """Move weights, optimizer state and reference of all ranks from their GPUs to host memory.
+        """Move the state of all ranks from their GPUs to host memory; see `TrainEngine.offload`.
 
-        `step`, `logprobs`, `publish` and `save` bring them back by themselves.
-
-        Returns:
-            Bytes that left the GPUs; 0 if they had left already. On a CPU nothing moves, as that would free nothing.
+        On a CPU nothing moves, as that would free nothing.
         """
         return sum(await self._all("offload"))
 
     async def onload(self) -> int:
-        """Bring back what `offload` moved, bit by bit the same.
-
-        Returns:
-            Bytes that came back; 0 if nothing had left.
-
-        Raises:
-            ForgeError: a GPU has no room; it can be tried again.
-        """
+        """Bring back what `offload` moved; see `TrainEngine.onload`."""
         return sum(await self._all("onload"))
 
     async def wait_idle(self) -> int:
@@ -293,12 +271,7 @@ class Trainer:
         return self.version
 
     async def save(self, folder: Path, *, model: Path) -> None:
-        """Write a checkpoint: `folder/model` for Hugging Face, and `folder/training`. Both folders exist, empty.
-
-        Args:
-            folder: the checkpoint's.
-            model: the folder that the run started from; its config and tokenizer are copied.
-        """
+        """Write a checkpoint; see `TrainEngine.save`."""
         await self._all("save", folder, model)
 
     async def stop(self) -> None:
