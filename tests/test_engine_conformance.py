@@ -104,6 +104,8 @@ def test_a_decode_engine(check: str, run_on_engine: RunCheck) -> None:
 def test_a_train_engine(check: str, family: str, tied: bool, tmp_path: Path) -> None:
     make_model(tmp_path / "hf", family, tie_word_embeddings=tied)
     optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, decay="cosine")
-    settings = TrainSettings(folder=tmp_path / "hf", dtype="float32", row_tokens=256, optimizer=optimizer)
-    trainers = Trainers(lambda: make_train_engine(settings), folder=tmp_path / "hf", scratch=tmp_path / "saved")
+    settings = TrainSettings(dtype="float32", row_tokens=256, optimizer=optimizer)
+    trainers = Trainers(
+        lambda: make_train_engine(tmp_path / "hf", settings), folder=tmp_path / "hf", scratch=tmp_path / "saved"
+    )
     TRAIN[check](trainers)

@@ -39,8 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-    given = {"dtype": "float32", "row_tokens": 64, "optimizer": optimizer, "reference": True, **settings}
-    return TitanEngine(TrainSettings(folder=folder, **given))
+    given = {"dtype": "float32", "row_tokens": 64, "optimizer": optimizer, **settings}
+    return TitanEngine(folder, TrainSettings(**given), reference=True)
 
 
 def step(engine: TitanEngine, seed: int, ranks: int = 1) -> dict[str, Value]:

@@ -75,8 +75,8 @@ def titan_logits(folder: Path, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def engine_of(folder: Path, row_tokens: int = 128) -> TitanEngine:
-    settings = TrainSettings(folder=folder, dtype="float32", row_tokens=row_tokens, optimizer=OptimizerConfig())
-    return TitanEngine(settings)
+    settings = TrainSettings(dtype="float32", row_tokens=row_tokens, optimizer=OptimizerConfig())
+    return TitanEngine(folder, settings)
 
 
 @pytest.mark.parametrize("name", MODELS)

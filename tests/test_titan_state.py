@@ -39,7 +39,7 @@ TwoRanks = tuple[Path, list[dict[str, Any]], dict[str, torch.Tensor]]
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, decay="cosine")
     given = {"dtype": "float32", "row_tokens": 256, "optimizer": config, **settings}
-    return TitanEngine(TrainSettings(folder=folder, **given))
+    return TitanEngine(folder, TrainSettings(**given))
 
 
 def train(engine: TitanEngine, seeds: range, *, rank: int = 0, ranks: int = 1) -> None:

@@ -34,9 +34,9 @@ ODD: dict[str, object] = {
 """No dimension of it can be halved but the attention's."""
 
 
-def engine_of(folder: Path, **settings: Any) -> TitanEngine:
+def engine_of(folder: Path, *, reference: bool = False, **settings: Any) -> TitanEngine:
     given = {"dtype": "float32", "row_tokens": 64, "optimizer": OPTIMIZER, **settings}
-    return TitanEngine(TrainSettings(folder=folder, **given))
+    return TitanEngine(folder, TrainSettings(**given), reference=reference)
 
 
 def step(engine: TitanEngine, laid: Packed, *, loss: ClippedSurrogate = LOSS, temperature: float = 1.0) -> dict:

@@ -44,8 +44,13 @@ async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: i
     return await VLLMEngine.start(folder, settings, seed)
 
 
-def make_train_engine(settings: TrainSettings) -> TrainEngine:
+def make_train_engine(folder: Path, settings: TrainSettings, *, reference: bool = False) -> TrainEngine:
     """Make this rank's train engine; the process group must be initialised (`init_distributed`).
+
+    Args:
+        folder: Hugging Face model folder that the policy starts from.
+        settings: the engine's.
+        reference: keep a frozen copy of the starting weights, for a KL penalty.
 
     Raises:
         ModelError: the folder holds no model that can be trained.
@@ -53,4 +58,4 @@ def make_train_engine(settings: TrainSettings) -> TrainEngine:
     """
     from forge_rl.engines.titan.train import TitanEngine
 
-    return TitanEngine(settings)
+    return TitanEngine(folder, settings, reference=reference)

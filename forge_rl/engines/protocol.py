@@ -7,7 +7,7 @@ must pass `tests/engine_conformance.py`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -94,27 +94,25 @@ class DecodeEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Settings of one rank of a train engine."""
+    """Settings of a train engine."""
 
-    folder: Path
-    """Hugging Face model folder that the policy and the reference start from."""
-    dtype: Dtype
-    """Format of the forward and backward pass; weights and optimizer state are float32."""
-    row_tokens: int
-    """Longest row that will be trained."""
-    optimizer: OptimizerConfig
+    dtype: Dtype = "auto"
+    """Format of forward and backward; weights and optimizer state are float32. auto is bfloat16 on CUDA, float32 on
+    CPU."""
+    row_tokens: int = 1024
+    """Most tokens of a packed row, which is one microbatch; also the longest sequence that can be trained."""
     recompute: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
-    reference: bool = False
-    """Keep a frozen copy of the starting weights, for a KL penalty."""
+    """Recompute activations in the backward pass: less memory, a third more work."""
     frozen: tuple[str, ...] = ()
-    """Weights that are not trained: patterns of Hugging Face names."""
+    """Weights that are not trained: patterns of Hugging Face names, such as "model.embed_tokens.*"
+    "model.layers.[0-9].*". What is frozen is published once."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 class TrainEngine(Protocol):
     """One rank's share of the policy, its optimizer, and if asked for a frozen reference.
 
-        engine = make_train_engine(settings)  # in each rank's process, after init_distributed
+        engine = make_train_engine(folder, settings)  # in each rank's process, after init_distributed
         metrics = engine.train_step(rows, loss, trained_tokens=n, temperature=1.0, total_steps=100)
         reports = await transport.write(drafted, engine.local_shards(), rank=engine.rank)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Packed
-from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.platform import Dtype, cpu_cores, device_type
+from forge_rl.engines.platform import cpu_cores, device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
 from forge_rl.metrics import merge_all, reduce
@@ -38,27 +37,16 @@ class Trainer:
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(TrainSettings):
         """Settings of the trainer: its processes, its rows, its optimizer."""
 
         ranks: int = 1
         """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU."""
-        dtype: Dtype = "auto"
-        """Format of forward and backward; weights and optimizer state are float32. auto is bfloat16 on
-        CUDA, float32 on CPU."""
-        row_tokens: int = 1024
-        """Most tokens of a packed row, which is one microbatch; also the longest sequence that can be trained."""
-        recompute: bool = False
-        """Recompute activations in the backward pass: less memory, a third more work."""
-        frozen: tuple[str, ...] = ()
-        """Weights that are not trained: patterns of Hugging Face names, such as "model.embed_tokens.*"
-        "model.layers.[0-9].*". What is frozen is published once."""
         port: int = 0
         """Port at which the ranks meet; 0 finds a free one."""
         max_restarts: int = 3
         """Most restarts from the last checkpoint in one sitting of the run, each because a rank died or hung; after
         that, or at 0, such a death ends the run."""
-        optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
         def __post_init__(self) -> None:
             check_flags(
@@ -79,14 +67,16 @@ class Trainer:
         service: Service,
         faults: Faults,
         *,
-        settings: TrainSettings,
+        model: Path,
+        reference: bool,
         total_steps: int,
         start_deadline_s: float,
     ) -> None:
         self.config = config
         self._service = service
         self._faults = faults
-        self._settings = settings
+        self._model = model
+        self._reference = reference
         self._total_steps = total_steps
         self._start_deadline_s = start_deadline_s
         self._deadline_s = 3600.0
@@ -132,15 +122,8 @@ class Trainer:
             config,
             service,
             faults,
-            settings=TrainSettings(
-                folder=model,
-                dtype=config.dtype,
-                row_tokens=config.row_tokens,
-                optimizer=config.optimizer,
-                recompute=config.recompute,
-                reference=reference,
-                frozen=config.frozen,
-            ),
+            model=model,
+            reference=reference,
             total_steps=total_steps,
             start_deadline_s=deadline_s,
         )
@@ -292,7 +275,9 @@ class Trainer:
         threads = max(1, cpu_cores() // config.ranks)
         replica = service.spawn(
             TrainerActor,
-            self._settings,
+            self._model,
+            config,
+            self._reference,
             config.ranks,
             config.port,
             ranks=config.ranks,

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 class TrainerActor(ServiceActor):
     """Does what Trainer asks of all ranks, one thing at a time; see `Trainer` and `TrainEngine`."""
 
-    def __init__(self, settings: TrainSettings, ranks: int, port: int) -> None:
+    def __init__(self, model: Path, settings: TrainSettings, reference: bool, ranks: int, port: int) -> None:
+        self._model = model
+        self._reference = reference
         self._settings = settings
         self._ranks = ranks
         self._port = port
@@ -50,7 +52,7 @@ class TrainerActor(ServiceActor):
         """Load the policy; returns its version and its number of parameters."""
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
-            self._engine = make_train_engine(self._settings)
+            self._engine = make_train_engine(self._model, self._settings, reference=self._reference)
             if resume is not None:
                 self._engine.load_training_state(resume)
             return self._engine.version, self._engine.parameters

@@ -36,15 +36,16 @@ from forge_rl.weights.transports.protocol import LocalShard
 class TitanEngine:
     """A `TrainEngine` on torchtitan: one rank's shard (FSDP2) of the policy and its optimizer."""
 
-    def __init__(self, settings: TrainSettings) -> None:
+    def __init__(self, folder: Path, settings: TrainSettings, *, reference: bool = False) -> None:
         self.rank = dist.get_rank()
         self.version = 0
-        self.architecture = read_architecture(settings.folder)
+        self.architecture = read_architecture(folder)
         self.device = local_device(self.rank)
+        self._folder = folder
         self._settings = settings
         self.model = self._build()
         freeze(self.model, settings.frozen)
-        self._reference = self._build().requires_grad_(False) if settings.reference else None
+        self._reference = self._build().requires_grad_(False) if reference else None
         optimizer = settings.optimizer
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.model.parameters() if parameter.requires_grad],
@@ -195,7 +196,7 @@ class TitanEngine:
             FullAC.Config().build(dump_folder="").apply(model)
         with torch.no_grad():
             model.init_states()
-        load_weights(model, self._settings.folder, tied=self.architecture.tied)
+        load_weights(model, self._folder, tied=self.architecture.tied)
         return model.to(self.device)
 
     def _parallelize(self, model: Decoder, world: int, dtype: torch.dtype) -> None:
