@@ -28,7 +28,7 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.garbage import rare_collections
+from forge_rl.runtime.processes import rare_collections
 from forge_rl.services.environment import Environment
 from forge_rl.services.reward import Reward
 from forge_rl.types import Chunk, Message, Sampling, Task

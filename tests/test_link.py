@@ -17,7 +17,7 @@ import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
-from forge_rl.runtime import watchdog as watchdog_module
+from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.link import LinkEnd
 from forge_rl.runtime.replica import Replica
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 LONG_S = 120.0
 """A deadline that no test reaches: what fails must be noticed, not waited for."""
 
-TASKS_OF_OURS = ("Link.", "watch_for_hangs", "Service.")
+TASKS_OF_OURS = ("Link.", "Service.")
 
 
 @dataclass(frozen=True)
@@ -396,7 +396,7 @@ def test_several_ranks_are_linked_by_their_first(tmp_path: Path):
 
 def test_a_loop_that_does_not_answer_is_a_death_and_an_idle_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(link_module, "POLL_S", 0.5)
-    monkeypatch.setattr(watchdog_module, "_SILENT_POLLS", 8)
+    monkeypatch.setattr(replica_module, "_SILENT_POLLS", 8)
 
     async def main() -> None:
         async with fake_service(tmp_path, replicas=2) as (service, _):

@@ -12,7 +12,7 @@ import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
-from forge_rl.runtime import watchdog as watchdog_module
+from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.services.reward import Reward, RewardFunction
@@ -154,7 +154,7 @@ def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(
 
 def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(link_module, "POLL_S", 0.5)
-    monkeypatch.setattr(watchdog_module, "_SILENT_POLLS", 4)
+    monkeypatch.setattr(replica_module, "_SILENT_POLLS", 4)
 
     async def main() -> None:
         async with reward(tmp_path, fake_envs.obedient) as (service, faults):

@@ -128,7 +128,7 @@ class Counting:
 def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("forge_rl.services.trainer_actor.device_type", lambda: device)
     settings = TrainSettings(dtype="float32", row_tokens=1, optimizer=OptimizerConfig())
-    actor = TrainerActor(Path(), settings, False, 1, 0)
+    actor = TrainerActor(Path(), settings, False, 1)
     actor._engine = Counting(held=7)  # type: ignore[assignment]
 
     async def call(name: str) -> int:

@@ -78,10 +78,7 @@ class DecodeEngine(Protocol):
         computed from them with the old weights is computed again. A paused engine stays paused. When a load has begun
         and fails, the engine serves nothing until another one succeeds.
 
-        Args:
-            manifest: the version's.
-            buckets: the version's; one may be gone as soon as the next one is asked for.
-            reader: this engine's name, for errors.
+        A bucket may be gone as soon as the next one is asked for. Errors call this engine `reader`.
 
         Raises:
             WeightsError: a bucket is gone, or the version does not fit the model.

@@ -40,7 +40,7 @@ from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepa
 from forge_rl.run.services import running_services, stored_bytes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.garbage import rare_collections
+from forge_rl.runtime.processes import rare_collections
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import EnvFactory
 from forge_rl.services.reward import RewardFunction

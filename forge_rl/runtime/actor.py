@@ -25,22 +25,18 @@ class ServiceActor(Actor):
 
     @concurrent_endpoint
     async def process_id(self) -> int:
-        """Number of the process that the actor lives in."""
         return os.getpid()
 
     @concurrent_endpoint
     async def process_space(self) -> str:
-        """Name of the space in which that number means this process."""
         return process_space()
 
     @concurrent_endpoint
     async def link_post(self, messages: bytes) -> None:
-        """Start and cancel methods; see LinkEnd.post."""
         self._link_end.post(messages)
 
     @concurrent_endpoint
     async def link_collect(self, wait_s: float) -> bytes:
-        """Return replies; see LinkEnd.collect."""
         return await self._link_end.collect(wait_s)
 
     @functools.cached_property  # subclasses have constructors of their own

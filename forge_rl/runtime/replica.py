@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
 
+_STOPPED_POLLS = 3
+"""Number of looks in a row, over a second, that must see a process stopped."""
+_SILENT_POLLS = 60
+"""Number of looks, over 30 s, during which a link may leave its poll unanswered. Looks are counted, not seconds: when
+this process itself was stopped, nobody is late."""
+_MOST_PROCESSES = 64
+"""Number of a replica's processes that are looked at."""
+
+
 class State(enum.Enum):
     """Lifecycle of a replica; only a serving one is routed to."""
 
@@ -175,11 +184,7 @@ class Replica:
         """Iterate over an async generator of the actor, over the link; items before an error are yielded first.
 
         `aclose` it when you leave early: that ends the generator in the replica, which does not wait for its consumer.
-
-        Args:
-            method: name of the generator; of rank 0, if there are several.
-            args: its arguments.
-            deadline_s: for each item, counted from the one before it, or from when the first is asked for.
+        The deadline is for each item, counted from the one before it, or from when the first is asked for.
 
         Raises:
             ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
@@ -191,6 +196,17 @@ class Replica:
                     yield item
         finally:
             self._end(key)
+
+    def look_for_hang(self, *, descendants: bool) -> str:
+        """Look at its processes, and those that they started; return how it hangs, or "" if it does not."""
+        most = _MOST_PROCESSES if descendants else len(self.tree.roots)
+        self.stopped_polls = self.stopped_polls + 1 if self.tree.has_stopped(most=most) else 0
+        if self.stopped_polls >= _STOPPED_POLLS:
+            return "hung: its process was stopped"
+        self.link.silent_polls += self.link.open
+        if self.link.silent_polls > _SILENT_POLLS:
+            return "hung: its event loop does not answer (what blocks it for long must run in a thread)"
+        return ""
 
     def drain_busy_s(self) -> float:
         """Seconds in which a call was in flight since this was last called."""

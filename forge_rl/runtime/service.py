@@ -21,7 +21,6 @@ from forge_rl.runtime.processes import ProcessTree, describe_exit, process_space
 from forge_rl.runtime.replica import Replica, State
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
-from forge_rl.runtime.watchdog import watch_for_hangs
 
 __all__ = ["Replica", "Service", "ServiceActor"]
 
@@ -29,6 +28,8 @@ _KILL_S = 5.0
 """Seconds that processes may take to end once they are killed."""
 _ATTEMPTS = 3
 """Fewest replicas that a routed call is tried on: one that kills each replica it meets must end."""
+_POLL_S = 0.5
+"""Seconds between two looks for replicas that hang, which no end of a process tells of."""
 _MARK = "FORGE_RL_REPLICA"
 """Name of a variable in the environment of a replica's processes, and so of all that they start."""
 
@@ -166,18 +167,14 @@ class Service:
                 self._on_process_end(replica, rank, None)
                 return
         if self._watching is None:
-            hangs = watch_for_hangs(self.replicas, descendants=self._descendants, mark_failed=self.mark_failed)
-            self._watching = self._in_background(hangs, None, "nobody notices any more when it hangs")
+            self._watching = self._in_background(self._watch_for_hangs(), None, "nobody notices any more when it hangs")
         if replica.incarnation == 0 or self._respawn is None:
             self._start_serving(replica)
 
     async def start(self, count: int, start_one: Callable[[int], Coroutine[Any, Any, None]], restart: Restart) -> None:
         """Start `count` replicas side by side, and from then on bring back those that die; see `supervise`.
 
-        Args:
-            count: number of replicas.
-            start_one: spawns the replica of an index and makes it ready to serve. If it raises, the service is stopped.
-            restart: how often and when they are brought back.
+        If `start_one`, which is the `respawn` there, raises now, the service is stopped.
         """
         try:
             async with task_group() as group:
@@ -201,7 +198,7 @@ class Service:
             respawn: spawns a new incarnation for an index (`spawn` with `index`, and `watch`) and makes it ready to
                 serve. If it raises, that counts as a death.
             config: how often and when.
-            sleep: waits for so many seconds between restarts.
+            sleep: waits for so many seconds.
         """
         self._respawn, self._restart, self._sleep = respawn, config, sleep
 
@@ -355,6 +352,13 @@ class Service:
             self._recovering[replica.index] = self._in_background(
                 self._recover(replica.index, respawn), replica.index, "it cannot be restarted"
             )
+
+    async def _watch_for_hangs(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S)
+            for replica in list(self.replicas):
+                if replica.alive and (cause := replica.look_for_hang(descendants=self._descendants)):
+                    self.mark_failed(replica, cause)
 
     def _in_background(self, work: Coroutine[Any, Any, None], index: int | None, trouble: str) -> asyncio.Task[None]:
         """Start a task whose failure, which is a bug, is a fatal fault."""

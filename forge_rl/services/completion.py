@@ -25,13 +25,8 @@ OpenStream: TypeAlias = Callable[[tuple[int, ...], Sampling], AbstractAsyncConte
 class ResumableCompletion:
     """Decodes one completion. When an engine dies, another one is shown all tokens so far and decodes the rest.
 
-        completion = ResumableCompletion(prompt_ids, Sampling(max_tokens=64), tokenizer)
-        turn = await completion.run(open_stream)
-
-    Args:
-        prompt_ids: the whole prompt.
-        sampling: settings of the whole completion.
-        tokenizer: of the model.
+    completion = ResumableCompletion(prompt_ids, Sampling(max_tokens=64), tokenizer)
+    turn = await completion.run(open_stream)
     """
 
     def __init__(self, prompt_ids: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> None:
@@ -155,14 +150,9 @@ class ResumableCompletion:
 
 
 def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size: int, versions: Collection[int]) -> str:
-    """Check a chunk; returns why it is invalid, or "" if it is valid.
+    """Check what an engine sent; returns why it is invalid, or "" if it is valid.
 
-    Args:
-        chunk: the engine's output.
-        sampling: settings of the request.
-        drawn: tokens of the completion before this chunk.
-        vocab_size: V.
-        versions: versions that the engine may have served since the request began.
+    `drawn` tokens of the completion came before it; `versions` are those that the engine may serve since then.
     """
     if not isinstance(chunk, Chunk):
         return f"a chunk is of type {type(chunk).__name__}"

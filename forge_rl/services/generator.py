@@ -116,10 +116,6 @@ class Generator:
         """Spawn the engines. They serve nothing until the first load.
 
         Args:
-            config: settings of the engines.
-            cluster: where to spawn.
-            faults: where failures are noted.
-            model: folder of the model.
             seed: seed of the engines' own streams.
             deadline_s: longest time for an engine to start, also for one that replaces a dead one.
             first_gpu: number of the first engine's GPU.

@@ -108,12 +108,8 @@ class Trainer:
         """Spawn the ranks and load the policy.
 
         Args:
-            config: settings of the service.
-            cluster: where it runs.
-            faults: where its failures are noted.
             model: Hugging Face folder to start from; also the frozen reference, if there is one.
             resume: training state to continue from instead.
-            reference: keep a frozen reference.
             total_steps: steps of the run, for the course of the learning rate.
             deadline_s: longest time for the whole start.
         """
@@ -138,9 +134,8 @@ class Trainer:
     async def restart(self, resume: Path | None, *, cause: str = "it is restarted though it lives") -> None:
         """Replace all ranks by new processes, whatever state the old ones are in, and load the policy.
 
-        Call it when a rank died, hung, or did not answer in time. Calls in flight fail at once, and so do others until
-        this has ended. If a rank dies again meanwhile, it can be called again; each call counts. The weight store is
-        not told: see `WeightStore.rollback`.
+        Calls in flight fail at once, and so do others until this has ended. If a rank dies again meanwhile, it can be
+        called again; each call counts. The weight store is not told: see `WeightStore.rollback`.
 
         Args:
             resume: training state to continue from, whose version is then this trainer's; None starts from the model
@@ -220,12 +215,8 @@ class Trainer:
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
         """Write the current weights to the store as a new version.
 
-        Args:
-            store: where they are written.
-            dtype: "float32" or "bfloat16", the engines' own.
-
         Returns:
-            The version, once it is committed and readers can see it.
+            The version, once it is committed and readers can see it. `dtype` is "float32" or "bfloat16".
         """
         import torch
 
@@ -279,7 +270,6 @@ class Trainer:
             config,
             self._reference,
             config.ranks,
-            config.port,
             ranks=config.ranks,
             env={"OMP_NUM_THREADS": str(threads)},
             index=index,
@@ -287,7 +277,7 @@ class Trainer:
         if not self.restarts_left:
             replica.death.add_done_callback(self._on_last_death)
         await service.watch(replica, deadline_s=deadline_s)
-        address, port = await replica.call("meeting_point", deadline_s=deadline_s, rank=0)
+        address, port = await replica.call("meeting_point", config.port, deadline_s=deadline_s, rank=0)
         started = await self._call_ranks(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
         self.version, self.parameters = started[0]
         self._unavailable = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import time
 from collections.abc import Sequence
@@ -28,21 +29,18 @@ if TYPE_CHECKING:
 class TrainerActor(ServiceActor):
     """Does what Trainer asks of all ranks, one thing at a time; see `Trainer` and `TrainEngine`."""
 
-    def __init__(self, model: Path, settings: TrainSettings, reference: bool, ranks: int, port: int) -> None:
-        self._model = model
-        self._reference = reference
-        self._settings = settings
+    def __init__(self, model: Path, settings: TrainSettings, reference: bool, ranks: int) -> None:
+        self._make_engine = functools.partial(make_train_engine, model, settings, reference=reference)
         self._ranks = ranks
-        self._port = port
         self._engine: TrainEngine | None = None
         self._lock = asyncio.Lock()
 
     @concurrent_endpoint
-    async def meeting_point(self) -> tuple[str, int]:
+    async def meeting_point(self, port: int) -> tuple[str, int]:
         """Return address and port at which the ranks meet; asked of rank 0."""
         address = "127.0.0.1" if device_type() == "cpu" else socket.gethostbyname(socket.gethostname())
-        if self._port:
-            return address, self._port
+        if port:
+            return address, port
         with socket.socket() as probe:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
@@ -52,7 +50,7 @@ class TrainerActor(ServiceActor):
         """Load the policy; returns its version and its number of parameters."""
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
-            self._engine = make_train_engine(self._model, self._settings, reference=self._reference)
+            self._engine = self._make_engine()
             if resume is not None:
                 self._engine.load_training_state(resume)
             return self._engine.version, self._engine.parameters

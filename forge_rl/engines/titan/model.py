@@ -82,16 +82,9 @@ def read_architecture(folder: Path) -> Architecture:
             f"{path} asks for {', '.join(found)}, which the trainer does not support",
             hint="use an unquantised model of the plain Llama or Qwen3 architecture",
         )
-    needed = (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "vocab_size",
-        "rms_norm_eps",
-        "max_position_embeddings",
-    )
-    if lacking := [name for name in needed if name not in config]:
+    needed = "hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size rms_norm_eps "
+    needed += "max_position_embeddings"
+    if lacking := [name for name in needed.split() if name not in config]:
         raise ModelError(f"{path} lacks {', '.join(lacking)}", hint="download or export the model again")
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), None)
     if not isinstance(dtype, torch.dtype):
@@ -123,9 +116,7 @@ def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
     q and k use Hugging Face's rotate-half order in both families (torchtitan's own Llama uses adjacent pairs), so that
     weights/names.py only renames.
 
-    Args:
-        architecture: the dimensions.
-        max_positions: longest sequence that will be seen, for the RoPE cache.
+    `max_positions` is the longest sequence that will be seen, for the RoPE cache.
     """
     a = architecture
 
@@ -242,16 +233,18 @@ class HalfRoPE(CosSinRoPE):
         config = self.config
         frequencies = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
         if config.scaling == "llama":
-            frequencies = _scale_llama(
-                frequencies,
-                factor=config.scaling_factor,
-                low=config.low_freq_factor,
-                high=config.high_freq_factor,
-                original=config.original_max_position_embeddings,
-            )
+            frequencies = self._scale(frequencies)
         angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies)
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def _scale(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Scale as Llama 3.1 does: long wavelengths are stretched, short ones kept, those between interpolated."""
+        factor, low, high = self.config.scaling_factor, self.config.low_freq_factor, self.config.high_freq_factor
+        wavelengths = 2 * math.pi / frequencies
+        smooth = (self.config.original_max_position_embeddings / wavelengths - low) / (high - low)
+        smooth = smooth.clamp(0, 1)
+        return (1 - smooth) * frequencies / factor + smooth * frequencies
 
 
 def _llama_scaling(rope: Mapping[str, float | str]) -> dict[str, float | str]:
@@ -264,12 +257,3 @@ def _llama_scaling(rope: Mapping[str, float | str]) -> dict[str, float | str]:
         "high_freq_factor": float(rope["high_freq_factor"]),
         "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
     }
-
-
-def _scale_llama(frequencies: torch.Tensor, *, factor: float, low: float, high: float, original: int) -> torch.Tensor:
-    """Scale as Llama 3.1 does: long wavelengths are stretched, short ones kept, those between interpolated."""
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (original / wavelengths - low) / (high - low)
-    between = (1 - smooth) * frequencies / factor + smooth * frequencies
-    scaled = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
-    return torch.where((wavelengths <= original / low) & (wavelengths >= original / high), between, scaled)

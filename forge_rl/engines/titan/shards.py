@@ -25,7 +25,6 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
-    """List every tensor that is published, under Hugging Face names, the same on all ranks; a tied weight once."""
     return tuple(
         TensorSpec(name=part.name, shape=part.shape, changed=parameter.requires_grad)
         for name, parameter in named_weights(model)
@@ -34,10 +33,7 @@ def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
 
 
 def local_shards(model: nn.Module) -> Iterator[LocalShard]:
-    """Yield what this rank publishes, under Hugging Face names: views that, with those of all ranks, tile each weight.
-
-    Where several ranks hold the same slice of a weight, the first one on each replicated mesh axis publishes it.
-    """
+    """Yield this rank's shards; of ranks with the same slice, the first on each replicated mesh axis has it."""
     for name, parameter in named_weights(model):
         tensor_slice = slice_of(parameter)
         if tensor_slice.numel and _publishes(parameter):
@@ -47,11 +43,7 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude weights from training.
-
-    Args:
-        model: the policy, before its optimizer is made.
-        patterns: patterns of Hugging Face names, as `fnmatch` reads them.
+    """Exclude weights from training by patterns of Hugging Face names, as `fnmatch` reads them.
 
     Raises:
         ConfigError: a pattern matches nothing or some experts of a layer only, or no weight would be trained.

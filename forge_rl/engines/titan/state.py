@@ -71,11 +71,6 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _open(path: Path) -> safe_open:
-    """Map a safetensors file into memory.
-
-    Raises:
-        ModelError: it is missing or broken.
-    """
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -85,11 +80,7 @@ def _open(path: Path) -> safe_open:
 def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the model as a Hugging Face folder: every rank takes part, rank 0 writes.
 
-    Args:
-        model: the policy.
-        source: folder that the run started from; its config and tokenizer files are copied.
-        folder: folder to write to; exists.
-        dtype: format of the written tensors.
+    The config and tokenizer files come from `source`, which the run started from; `folder` exists.
     """
     from huggingface_hub import save_torch_state_dict
 

@@ -32,11 +32,7 @@ _OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights")
 
 
 def check_names(owner: Any, names: tuple[str, ...]) -> None:
-    """Refuse a vLLM in which a private name has gone.
-
-    Raises:
-        ForgeError: names it, and the version.
-    """
+    """Raise ForgeError, with vLLM's version, if a private name has gone."""
     try:
         operator.attrgetter(*names)(owner)
     except AttributeError as error:
@@ -141,11 +137,7 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:
-    """Give back the pages that lie wholly within contiguous tensors: they read as zeros and come back when written.
-
-    Raises:
-        OSError: the kernel refuses, such as for locked memory.
-    """
+    """Give back the pages that lie wholly within contiguous tensors: they read as zeros and come back when written."""
     libc = ctypes.CDLL(None, use_errno=True)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     for address, storage in storages.items():
