@@ -49,10 +49,10 @@ def check_flags(
         ConfigError: a field is not within its limit; names the flag, which is `flags` and the field.
     """
     for limits, within, words in (
-        (least, operator.ge, "{:g} or more"),
-        (above, operator.gt, "a value above {:g}"),
-        (most, operator.le, "{:g} or less"),
-        (below, operator.lt, "a value below {:g}"),
+        (least, operator.ge, "{} or more"),
+        (above, operator.gt, "a value above {}"),
+        (most, operator.le, "{} or less"),
+        (below, operator.lt, "a value below {}"),
     ):
         for name, limit in (limits or {}).items():
             if not within(value := getattr(config, name), limit):

@@ -153,15 +153,13 @@ class TrainEngine(Protocol):
     def offload(self) -> int:
         """Move weights, optimizer state and reference to host memory.
 
-        Returns:
-            Bytes that left the device; 0 if they had left already.
+        Returns the bytes that left the device; 0 if they had left already.
         """
 
     def onload(self) -> int:
         """Bring back what `offload` moved, bit by bit the same.
 
-        Returns:
-            Bytes that came back; 0 if nothing had left.
+        Returns the bytes that came back; 0 if nothing had left.
 
         Raises:
             ForgeError: the device has no room; it can be tried again.
@@ -176,9 +174,7 @@ class TrainEngine(Protocol):
     def save(self, folder: Path, model: Path) -> None:
         """Write `folder/model` for Hugging Face and `folder/training` to continue from; both exist, empty.
 
-        Args:
-            folder: the checkpoint's.
-            model: folder that the run started from; its config and tokenizer are copied.
+        Config and tokenizer are copied from `model`, the folder that the run started from.
 
         Raises:
             CheckpointError: a rank could not write.

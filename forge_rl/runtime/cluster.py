@@ -124,9 +124,7 @@ class Cluster:
 
     async def close(self) -> None:
         """End all meshes."""
-        async with asyncio.TaskGroup() as group:
-            for name in list(self._meshes):
-                group.create_task(self.stop(name))
+        await asyncio.gather(*map(self.stop, list(self._meshes)))
 
 
 def set_defaults() -> None:

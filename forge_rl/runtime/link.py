@@ -280,7 +280,7 @@ class LinkEnd:
             if method:
                 task = asyncio.get_running_loop().create_task(self._answer(number, method, payload, streams))
                 self._tasks[number] = task
-                task.add_done_callback(functools.partial(self._forget, number))
+                task.add_done_callback(functools.partial(self._tasks.pop, number))
             elif number in self._tasks:
                 self._tasks[number].cancel()
 
@@ -295,9 +295,6 @@ class LinkEnd:
         if not self._replies:
             self._ready.clear()
         return pickle.dumps(replies)
-
-    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
-        del self._tasks[number]
 
     def _put(self, number: int, kind: int, payload: bytes) -> None:
         self._replies.append((number, kind, payload))

@@ -277,9 +277,7 @@ class Service:
             task.cancel()
         if background:
             await asyncio.wait(background)
-        async with asyncio.TaskGroup() as group:
-            for replica in self.replicas:
-                group.create_task(self.clean_up(replica))
+        await asyncio.gather(*map(self.clean_up, self.replicas))
         self.replicas.clear()
 
     async def _recover(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:

@@ -66,17 +66,15 @@ class Trainer:
         config: Config,
         service: Service,
         faults: Faults,
+        spawn: Callable[[], Replica],
         *,
-        model: Path,
-        reference: bool,
         total_steps: int,
         start_deadline_s: float,
     ) -> None:
         self.config = config
         self._service = service
         self._faults = faults
-        self._model = model
-        self._reference = reference
+        self._spawn = spawn
         self._total_steps = total_steps
         self._start_deadline_s = start_deadline_s
         self._deadline_s = 3600.0
@@ -114,15 +112,13 @@ class Trainer:
             deadline_s: longest time for the whole start.
         """
         service = Service("trainer", cluster, faults)
-        trainer = cls(
-            config,
-            service,
-            faults,
-            model=model,
-            reference=reference,
-            total_steps=total_steps,
-            start_deadline_s=deadline_s,
-        )
+        env = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // config.ranks))}
+
+        def spawn() -> Replica:
+            args = model, config, reference, config.ranks
+            return service.spawn(TrainerActor, *args, ranks=config.ranks, env=env, index=0)
+
+        trainer = cls(config, service, faults, spawn, total_steps=total_steps, start_deadline_s=deadline_s)
         try:
             await trainer._open(resume)
         except BaseException:
@@ -161,7 +157,7 @@ class Trainer:
         self._unavailable = "it is being restarted"
         try:
             await self._service.clean_up(dead)
-            await self._open(resume, index=0)
+            await self._open(resume)
         except BaseException as error:
             self._unavailable = (
                 f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
@@ -260,24 +256,13 @@ class Trainer:
             f"{self.config.ranks} rank(s)  {self.config.dtype}"
         )
 
-    async def _open(self, resume: Path | None, *, index: int | None = None) -> None:
-        """Spawn the ranks, in place of replica `index` if given, and load the policy."""
-        config, service, deadline_s = self.config, self._service, self._start_deadline_s
-        threads = max(1, cpu_cores() // config.ranks)
-        replica = service.spawn(
-            TrainerActor,
-            self._model,
-            config,
-            self._reference,
-            config.ranks,
-            ranks=config.ranks,
-            env={"OMP_NUM_THREADS": str(threads)},
-            index=index,
-        )
+    async def _open(self, resume: Path | None) -> None:
+        """Spawn the ranks and load the policy."""
+        deadline_s, replica = self._start_deadline_s, self._spawn()
         if not self.restarts_left:
             replica.death.add_done_callback(self._on_last_death)
-        await service.watch(replica, deadline_s=deadline_s)
-        address, port = await replica.call("meeting_point", config.port, deadline_s=deadline_s, rank=0)
+        await self._service.watch(replica, deadline_s=deadline_s)
+        address, port = await replica.call("meeting_point", self.config.port, deadline_s=deadline_s, rank=0)
         started = await self._call_ranks(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
         self.version, self.parameters = started[0]
         self._unavailable = ""
