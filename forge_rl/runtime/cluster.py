@@ -31,8 +31,6 @@ _DEFAULTS = {
 }
 """Monarch's variables in the environment of every process, unless they are set."""
 
-_ORPHANED_AFTER = "60s"
-
 
 class Cluster:
     """Hosts of a run, as places for process meshes.
@@ -66,7 +64,7 @@ class Cluster:
         if self._hosts:
             import monarch.config
 
-            monarch.config.configure(mesh_orphan_timeout=_ORPHANED_AFTER)  # the hosts' own setting is not enough
+            monarch.config.configure(mesh_orphan_timeout="60s")  # the hosts' own setting is not enough
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -90,11 +88,9 @@ class Cluster:
 
         Args:
             name: unique among the living meshes.
-            ranks: number of processes.
             env: added to the environment of each.
             imports: modules that each imports first. Actors that share a process unpickle side by side, and would
                 otherwise find modules half imported.
-            host: name of the host.
 
         Raises:
             ConfigError: there is no such host.

@@ -109,10 +109,7 @@ class Service:
         Args:
             actor: a ServiceActor class, importable in the children.
             args: of its constructor, which should only keep them: Monarch calls it lazily.
-            ranks: number of processes.
-            env: added to their environment.
             imports: modules that they import first; see Cluster.spawn.
-            host: name of the host that they run on.
             index: its index, maybe that of a dead replica, which it replaces; the next one by default.
 
         Raises:

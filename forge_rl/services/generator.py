@@ -78,14 +78,7 @@ class Generator:
                 below={"temperature": 10, "memory_share": 1},
             )
 
-    def __init__(
-        self,
-        config: Config,
-        service: Service,
-        pool: EnginePool,
-        tokenizer: Tokenizer,
-        lend: Lend = contextlib.nullcontext,
-    ) -> None:
+    def __init__(self, config: Config, service: Service, pool: EnginePool, tokenizer: Tokenizer, lend: Lend) -> None:
         self.config = config
         self._service = service
         self._pool = pool
@@ -120,8 +113,6 @@ class Generator:
             deadline_s: longest time for an engine to start, also for one that replaces a dead one.
             first_gpu: number of the first engine's GPU.
             lend: gives the engines their devices for a chat, where something else may hold them.
-            actor: class of an engine's actor.
-            name: name of the service, in errors and logs.
         """
         service = Service(name, cluster, faults, exit_meanings={ENGINE_DIED: "its vLLM engine process died"})
 

@@ -47,7 +47,7 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int]:
-        """Load the policy; returns its version and its number of parameters."""
+        """Load the policy; return its version and number of parameters."""
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
             self._engine = self._make_engine()

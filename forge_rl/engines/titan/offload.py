@@ -59,11 +59,11 @@ class OffloadedState:
 
 def _copies(storage: torch.UntypedStorage) -> list[torch.Tensor]:
     """Copy a storage to host memory, in pieces; the bytes are there once _finish_copies has run."""
-    copies = []
-    for piece in _bytes_of(storage).split(_PIECE):
-        copy = torch.empty(len(piece), dtype=torch.uint8, device="cpu", pin_memory=storage.device.type == "cuda")
-        copies.append(copy.copy_(piece, non_blocking=True))
-    return copies
+    on_gpu = storage.device.type == "cuda"
+    return [
+        torch.empty(len(piece), dtype=torch.uint8, device="cpu", pin_memory=on_gpu).copy_(piece, non_blocking=True)
+        for piece in _bytes_of(storage).split(_PIECE)
+    ]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

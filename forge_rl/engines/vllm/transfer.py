@@ -131,7 +131,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         return (problem.message, problem.hint) if problem else None
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        pass
 
     def _load(self, version: int, bucket: TensorBucket) -> None:
         with bucket.open() as tensors:
