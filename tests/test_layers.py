@@ -4,6 +4,7 @@ Read from the imports in the source, those inside functions and under TYPE_CHECK
 """
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,6 +113,22 @@ def test_imports_point_only_to_the_left():
         found += violations(name, source, is_package=is_package)
     assert not found, "\n".join(found)
     assert checked > 50
+
+
+def test_no_two_modules_import_each_other_not_even_over_others():
+    sources = {name: (source, is_package) for name, source, is_package in modules()}
+    imports = {}
+    for name, (source, is_package) in sources.items():
+        found = {imported for _, imported in touched(source, name if is_package else name.rpartition(".")[0])}
+        # `from package import name` imports the module of that name, where there is one, else the package.
+        homes = {imported if imported in sources else imported.rpartition(".")[0] for imported in found}
+        imports[name] = (homes & sources.keys()) - {name}
+    order = graphlib.TopologicalSorter(imports)
+    try:
+        order.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
+    assert sum(map(len, imports.values())) > 300
 
 
 def test_every_package_has_its_stage():
