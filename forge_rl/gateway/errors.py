@@ -29,7 +29,7 @@ class ApiError(Exception):
     status: int
     """HTTP status."""
     message: str
-    """What is wrong, with a hint; shown to the client."""
+    """Message with what is wrong and a hint; shown to the client."""
     param: str | None = None
     """Parameter that is wrong, such as "messages.0.content"."""
     code: str | None = None
