@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -206,3 +208,21 @@ def test_an_action_runs_when_a_process_ends_and_at_once_if_it_has():
         assert os.read(told[0], 1) == b""
         os.close(told[0])
         process.wait()
+
+
+def test_an_action_runs_also_in_a_process_with_more_than_a_thousand_descriptors():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    process = subprocess.Popen(["sleep", "60"])
+    crowd = [os.dup(null) for _ in range(1100)]
+    try:
+        ended = threading.Event()
+        when_process_ends(process.pid, ended.set)
+        process.kill()
+        process.wait()
+        assert ended.wait(30)
+    finally:
+        for fd in (null, *crowd):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -168,7 +168,9 @@ def when_process_ends(pid: int, action: Callable[[], object]) -> None:
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
-            select.select([fd], [], [])
+            poll = select.poll()  # select.select refuses descriptors from 1024 up
+            poll.register(fd, select.POLLIN)
+            poll.poll()
             os.close(fd)
         action()
 
