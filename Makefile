@@ -44,8 +44,8 @@ fast: $(STAMP)  # test_store_schedules.py draws schedules for half a minute
 test: $(STAMP)  ## all tests but the long ones
 	$(PYTEST) $(ARGS)
 
-test-long: $(STAMP)  ## whole runs under every fault, wheels in fresh environments
-	$(PYTEST) -m long $(ARGS)
+test-long: $(STAMP)  ## whole runs under every fault, wheels in fresh environments; one at a time, as each fills the machine
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-_CLEAN_UP_S = 2.0
+_CLEAN_UP_S = 10.0
 """Seconds that a process which cleans up after killed ones may take."""
 _NEW_OBJECTS = 100_000
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h
