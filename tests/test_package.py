@@ -98,6 +98,7 @@ def test_a_wrong_command_is_one_clear_message(unpacked: Path, tmp_path: Path, ar
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of_its_own(wheel: Path, tmp_path: Path):
     def run(*command: str | Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
