@@ -38,8 +38,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 check: $(STAMP)  ## lint, types and the tests that start no services: what to run while writing
 	@$(MAKE) --no-print-directory --jobs 2 lint fast
 
-fast: $(STAMP)  # test_store_schedules.py draws schedules for half a minute
-	$(BIN)/python -m pytest -m "not processes and not long" --ignore tests/test_store_schedules.py $(ARGS)
+fast: $(STAMP)
+	$(PYTEST) -m "not processes and not long" $(ARGS)
 
 test: $(STAMP)  ## all tests but the long ones
 	$(PYTEST) $(ARGS)

@@ -2,9 +2,10 @@
 
 import os
 
+import pytest
 import torch
 
-from forge_rl.engines.vllm.internals import release
+pytestmark = pytest.mark.processes  # importing vLLM takes as long as starting some
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -15,6 +16,8 @@ def resident_bytes() -> int:
 
 
 def test_pages_are_given_back_and_come_back_as_zeros_until_they_are_written() -> None:
+    from forge_rl.engines.vllm.internals import release
+
     kept = torch.ones(1 << 20)
     tensors = [torch.ones(64 << 20, dtype=torch.uint8) for _ in range(2)]
     full = resident_bytes()
@@ -28,6 +31,8 @@ def test_pages_are_given_back_and_come_back_as_zeros_until_they_are_written() ->
 
 
 def test_what_shares_a_page_with_others_is_left() -> None:
+    from forge_rl.engines.vllm.internals import release
+
     tensor = torch.ones(PAGE // 2, dtype=torch.uint8)
     release([tensor])
     assert tensor.eq(1).all()

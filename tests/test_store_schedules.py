@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import TestCase
 
 import pytest
 import torch
@@ -284,7 +285,14 @@ class StoreSchedule(RuleBasedStateMachine):
         assert not left
 
 
-TestSchedule = pytest.mark.usefixtures("store_process")(StoreSchedule.TestCase)
-TestSchedule.settings = settings(
-    max_examples=60, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+def schedules(examples: int) -> type[TestCase]:
+    """A test of so many random schedules."""
+    case: type[TestCase] = type("Schedules", (StoreSchedule,), {}).TestCase
+    case.settings = settings(  # type: ignore[attr-defined]
+        max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    return pytest.mark.usefixtures("store_process")(case)
+
+
+TestSchedules = schedules(20)
+TestManySchedules = pytest.mark.long(schedules(200))
