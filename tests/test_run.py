@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from forge_rl import launch
 from tests.commands import ROOT, Command, forgotten, metrics, shared_memory, tiny_run
 
 pytestmark = pytest.mark.processes
@@ -62,32 +66,57 @@ def test_a_step_of_grpo_on_the_bundled_model_leaves_a_whole_run_folder(commands:
     assert model(**prompt).logits.isfinite().all()
 
 
-def test_ctrl_c_saves_and_the_same_command_continues_to_the_same_end(
+def test_ctrl_c_saves_and_the_same_command_continues_as_if_nothing_had_been(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
-    arguments = ("--checkpoint-every", "1000", "--eval-every", "0", "--seed", "3", "--schedule.max-lag", "0")
-    stopped = tiny_run(commands, tiny_model, tmp_path / "run", *arguments, "--steps", "400")
-    stopped.wait_for("step +3/400")
+    out = tmp_path / "run"
+    arguments = ("--checkpoint-every", "3", "--eval-every", "0", "--seed", "3", "--schedule.max-lag", "0")
+    stopped = tiny_run(commands, tiny_model, out, *arguments, "--steps", "400")
+    stopped.wait_for("step +5/400")
     stopped.process.send_signal(signal.SIGINT)
     assert stopped.end() == 130, stopped.output
-    assert "saved step" in stopped.output
     assert "Traceback" not in stopped.output
     assert stopped.strays() == []
-    done = int(metrics(tmp_path / "run")[-1]["step"])
-    assert 3 <= done < 400
+    before = metrics(out)
+    done = int(before[-1]["step"])
+    assert 5 <= done < 400
+    saved = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+    assert saved[-1] == f"step-{done:06d}"
+    assert "saved step" in stopped.output or done % 3 == 0
 
-    end = str(done + 3)
-    continued = tiny_run(commands, tiny_model, tmp_path / "run", *arguments, "--steps", end)
-    continued.wait_for("continued from")
+    # From an earlier checkpoint it trains the same steps again.
+    for name in saved:
+        if name > "step-000003":
+            shutil.rmtree(out / "checkpoints" / name)
+    continued = tiny_run(commands, tiny_model, out, *arguments, "--steps", str(done))
+    continued.wait_for("continued from .*step-000003")
     assert continued.end() == 0, continued.output
-    rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows if row["step"]] == list(range(1, done + 4))
-
-    whole = tiny_run(commands, tiny_model, tmp_path / "whole", *arguments, "--steps", end)
-    assert whole.end(240) == 0, whole.output
-    for ours, theirs in zip(rows[-3:], metrics(tmp_path / "whole")[-3:], strict=True):
+    after = metrics(out)
+    assert [row["step"] for row in after] == list(range(1, done + 1))
+    for ours, theirs in zip(after[3:], before[3:], strict=True):
+        assert ours["seconds/train"] != theirs["seconds/train"], "it was trained again"
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+class Ended(Exception):
+    """The exit status of a process that would have ended."""
+
+
+def run_here(recipe: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs a recipe's command in this process; returns its exit status."""
+
+    def end(status: int) -> NoReturn:
+        raise Ended(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    module = importlib.import_module(f"recipes.{recipe}")
+    try:
+        launch(module.Config, module.main, args=args)
+    except Ended as ended:
+        return int(ended.args[0])
+    except SystemExit as error:
+        return int(error.code or 0)
 
 
 @pytest.mark.parametrize(
@@ -101,20 +130,20 @@ def test_ctrl_c_saves_and_the_same_command_continues_to_the_same_end(
         (("--loss.kl-kind", "k3"), "--loss.kl-kind"),
     ],
 )
-def test_a_wrong_value_is_one_clear_message(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    if "--out" not in arguments:
-        arguments = (*arguments, "--out", str(tmp_path / "run"))
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.grpo", "--display", "plain", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert said in done.stderr
-    assert "hint:" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_wrong_value_is_one_clear_message(
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = () if "--out" in arguments else ("--out", str(tmp_path / "run"))
+    status = run_here("grpo", "--display", "plain", *arguments, *out, monkeypatch=monkeypatch)
+    printed = capsys.readouterr()
+    assert status == 1, printed.out + printed.err
+    assert said in printed.err
+    assert "hint:" in printed.err
+    assert "Traceback" not in printed.err
 
 
 def test_an_unknown_flag_is_an_error() -> None:
@@ -130,17 +159,12 @@ def test_an_unknown_flag_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("[!_]*.py")))
-def test_help_of_every_recipe_has_a_sentence_for_every_flag(recipe: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"recipes.{recipe}", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-    assert done.returncode == 0
-    flags = re.findall(r"^│ (--[\w.-]+)[^\n]*\n│ +(.*?)│$", done.stdout, flags=re.MULTILINE)
+def test_help_of_every_recipe_has_a_sentence_for_every_flag(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_here(recipe, "--help", monkeypatch=monkeypatch) == 0
+    flags = re.findall(r"^│ (--[\w.-]+)[^\n]*\n│ +(.*?)│$", capfd.readouterr().out, flags=re.MULTILINE)
     assert len(flags) > 40
     for flag, sentence in flags:
         words = re.sub(r"\(default:.*", "", sentence).split()
