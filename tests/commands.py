@@ -153,3 +153,8 @@ def held(paths: set[Path]) -> set[Path]:
             used |= {line.split(maxsplit=5)[-1] for line in (folder / "maps").read_text().splitlines()}
             used |= {os.readlink(path) for path in (folder / "fd").iterdir()}
     return {path for path in paths if any(name == str(path) or name.startswith(f"{path}/") for name in used)}
+
+
+def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process:
+    """The process of a replica that others of its mesh were started by."""
+    return min(processes_of(command, service, replica), key=lambda process: process.create_time())

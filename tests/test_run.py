@@ -16,7 +16,7 @@ from typing import NoReturn
 import pytest
 
 from forge_rl import launch
-from tests.commands import ROOT, Command, forgotten, metrics, shared_memory, tiny_run
+from tests.commands import ROOT, Command, actor_of, forgotten, metrics, shared_memory, tiny_run
 
 pytestmark = pytest.mark.processes
 
@@ -66,12 +66,13 @@ def test_a_step_of_grpo_on_the_bundled_model_leaves_a_whole_run_folder(commands:
     assert model(**prompt).logits.isfinite().all()
 
 
-def test_ctrl_c_saves_and_the_same_command_continues_as_if_nothing_had_been(
+def test_ctrl_c_saves_the_same_command_continues_and_a_death_that_may_not_be_mended_ends_it(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = ("--checkpoint-every", "3", "--eval-every", "0", "--seed", "3", "--schedule.max-lag", "0")
-    stopped = tiny_run(commands, tiny_model, out, *arguments, "--steps", "400")
+    arguments = ("--steps", "400", "--checkpoint-every", "3", "--eval-every", "0", "--seed", "3")
+    arguments += ("--schedule.max-lag", "0", "--generator.restart.max-restarts", "0")
+    stopped = tiny_run(commands, tiny_model, out, *arguments)
     stopped.wait_for("step +5/400")
     stopped.process.send_signal(signal.SIGINT)
     assert stopped.end() == 130, stopped.output
@@ -88,15 +89,23 @@ def test_ctrl_c_saves_and_the_same_command_continues_as_if_nothing_had_been(
     for name in saved:
         if name > "step-000003":
             shutil.rmtree(out / "checkpoints" / name)
-    continued = tiny_run(commands, tiny_model, out, *arguments, "--steps", str(done))
+    continued = tiny_run(commands, tiny_model, out, *arguments)
     continued.wait_for("continued from .*step-000003")
-    assert continued.end() == 0, continued.output
+    continued.wait_for(f"step +{done + 1}/400")
     after = metrics(out)
-    assert [row["step"] for row in after] == list(range(1, done + 1))
-    for ours, theirs in zip(after[3:], before[3:], strict=True):
+    assert [row["step"] for row in after[: done + 1]] == list(range(1, done + 2))
+    for ours, theirs in zip(after[3:done], before[3:], strict=True):
         assert ours["seconds/train"] != theirs["seconds/train"], "it was trained again"
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+    actor_of(continued, "generator").kill()
+    assert continued.end(60) == 1, continued.output
+    error = continued.output[continued.output.rindex("error:") :]
+    for said in ("generator", "SIGKILL", "phase"):
+        assert said in error
+    assert "Traceback" not in continued.output
+    assert continued.strays() == []
 
 
 class Ended(Exception):

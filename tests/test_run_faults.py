@@ -14,14 +14,9 @@ import psutil
 import pytest
 
 from forge_rl.weights.volume import reclaim
-from tests.commands import Command, forgotten, metrics, processes_of, shared_memory, tiny_run
+from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
 
 FOR_EVER = ("--steps", "100000", "--eval-every", "0")
-
-
-def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process:
-    """The process of a replica that others of its mesh were started by."""
-    return min(processes_of(command, service, replica), key=lambda process: process.create_time())
 
 
 def engine_of(command: Command, replica: int) -> psutil.Process:
@@ -80,12 +75,12 @@ def check_what_it_trained_on(out: Path) -> int:
     return len(rows)
 
 
-def test_engines_ranks_and_the_controller_die_and_the_run_comes_to_its_end(
+def test_an_engine_a_rank_and_the_controller_die_and_the_run_comes_to_its_end(
     commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
 ) -> None:
     before = shared_memory()
     out = tmp_path / "run"
-    arguments = (*COLOCATED, "--generator.replicas", "2", "--trainer.ranks", "2", "--loss.kl-coef", "0.1")
+    arguments = (*COLOCATED, "--trainer.ranks", "2", "--loss.kl-coef", "0.1")
     arguments += ("--checkpoint-every", "6", "--weights.shm", str(shm))
     command = tiny_run(commands, tiny_model, out, "--steps", "100000", *arguments)
     command.wait_for("step +2/")
@@ -159,23 +154,6 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
     assert json.loads((out / "summary.json").read_text())["faults"] == []
     assert again.strays() == []
     assert not forgotten(before)
-
-
-def test_what_is_not_to_be_restarted_ends_the_run_with_its_name_and_cause(
-    commands: list[Command], tiny_model: Path, tmp_path: Path
-) -> None:
-    service = "generator"
-    command = tiny_run(commands, tiny_model, tmp_path / "run", *FOR_EVER, "--generator.restart.max-restarts", "0")
-    command.wait_for("step +2/")
-    actor_of(command, service).kill()
-    status = command.end(60)
-    assert status == 1, command.output
-    error = command.output[command.output.rindex("error:") :]
-    assert service in error
-    assert "SIGKILL" in error
-    assert "phase" in error
-    assert "Traceback" not in command.output
-    assert command.strays() == []
 
 
 @pytest.mark.long

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from forge_rl.errors import AttestationError, WeightsError
-from forge_rl.weights.fingerprints import combine
 from forge_rl.weights.slices import TensorSlice, tiling_error
+
+if TYPE_CHECKING:
+    import torch  # takes seconds, and processes that only pass manifests on need none of it
 
 BUCKET_BYTES = 64 << 20
 """Size past which a bucket is full; a larger tensor has one of its own."""
@@ -96,6 +97,8 @@ class TensorEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        import torch
+
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -253,6 +256,8 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manif
     Raises:
         WeightsError: together the ranks did not write exactly what was to be written.
     """
+    from forge_rl.weights.fingerprints import combine
+
     by_name: dict[str, list[ShardReport]] = {}
     for report in (report for rank in ranks for report in rank):
         by_name.setdefault(report.name, []).append(report)
