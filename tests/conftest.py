@@ -75,6 +75,7 @@ _HAD_LOGS = pytest.StashKey[bool]()
 # What a test starts, by the fixtures that it asks for and the helpers that its module has: about how many seconds.
 STARTS = {
     "commands": 30,
+    "served": 20,
     "tiny_model": 10,
     "make_tiny_model": 10,
     "store_process": 5,

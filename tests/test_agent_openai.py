@@ -226,6 +226,7 @@ def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine
     asyncio.run(check())
 
 
+@pytest.mark.long  # in this process, line by line: test_interactive.py
 def test_the_recipe_trains_an_agent_that_knows_only_the_openai_package(
     commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None
 ):

@@ -1,9 +1,8 @@
-"""The gateway's program on a real engine: what is recorded is what the engine drew, and signals end it cleanly."""
+"""The gateway's program: signals end it cleanly. What it serves of a real engine: test_generator.py."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 import socket
@@ -14,67 +13,19 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
-from apps.gateway import Config, main, serving
-from forge_rl.data.tokenizer import Tokenizer
+from apps.gateway import Config, main
 from forge_rl.errors import ConfigError
 from forge_rl.services.generator import Generator
-from forge_rl.types import Episode, Sampling, Task
 from tests.conftest import ROOT
 
 ENGINE = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.25)
 HI: Any = {"role": "user", "content": "Hi"}
 
 
-def test_sessions_record_what_a_real_engine_draws(tiny_model: Path, tmp_path: Path, nothing_left: None) -> None:
-    async def check() -> None:
-        config = Config(model=str(tiny_model), port=0, generator=ENGINE, out=tmp_path)
-        async with serving(config) as (gateway, generator, _):
-            session = gateway.open(sampling=Sampling(max_tokens=12, seed=5))
-            async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
-                first = await client.chat.completions.create(model="tiny", messages=[HI], logprobs=True, top_logprobs=2)
-                entries = first.choices[0].logprobs
-                assert entries is not None
-                assert entries.content is not None
-                messages: list[Any] = [HI, first.choices[0].message, {"role": "user", "content": "And now?"}]
-                text = ""
-                async for chunk in await client.chat.completions.create(model="tiny", messages=messages, stream=True):
-                    text += chunk.choices[0].delta.content or ""
-                several = await client.chat.completions.create(model="tiny", messages=[HI], n=3)
-            turns = session.close()
-            # A client that goes away frees its place on the engine.
-            session = gateway.open(sampling=Sampling(max_tokens=200))
-            async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
-                stream = await client.chat.completions.create(model="tiny", messages=[HI], stream=True)
-                await anext(stream)
-                await stream.close()
-            async with asyncio.timeout(60):
-                while "in flight by replica: 0: 0" not in repr(generator):  # noqa: ASYNC110  nobody tells
-                    await asyncio.sleep(0.01)
-            assert session.close() == ()
-
-        tokenizer = Tokenizer(tiny_model)
-        assert turns[0].prompt_ids == tokenizer.render([HI])
-        assert [token.logprob for token in entries.content] == list(turns[0].logprobs)
-        assert all(-30 < logprob < 0 for turn in turns for logprob in turn.logprobs)
-        assert turns[1].prompt_ids == tokenizer.extend(turns[0].prompt_ids + turns[0].token_ids, [messages[2]])
-        assert turns[1].text == text
-        assert [turn.text for turn in turns[2:]] == [choice.message.content for choice in several.choices]
-        assert len({turn.token_ids for turn in turns if turn.prompt_ids == turns[0].prompt_ids}) == 4
-        assert {version for turn in turns for version in turn.versions} == {0}
-        task = Task(id="1", source="s", messages=(HI,))
-        segments = Episode(task=task, turns=turns[:2], reward=0.0).segments
-        assert len(segments) == 1
-        assert math.isfinite(sum(segments[0].logprobs))
-
-    asyncio.run(check())
-
-
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)],  # a run's Ctrl-C: test_run.py
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_server_with_a_request_in_flight(
     sent: signal.Signals, status: int, tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:

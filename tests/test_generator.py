@@ -1,24 +1,31 @@
-"""The generator on a real vLLM engine: weights from the store, attested, and logprobs that are transformers' own."""
+"""A real vLLM engine behind the gateway: sessions record what it draws; weights are attested, and computed with."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
+from apps.gateway import Config, serving
+from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import AttestationError, ConfigError, WeightsError
-from forge_rl.runtime.cluster import Cluster
+from forge_rl.gateway import Gateway
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.types import Sampling, Turn
+from forge_rl.types import Episode, Sampling, Task, Turn
 from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
+from tests.conftest import started_processes
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
 
@@ -45,21 +52,83 @@ def gap(model: torch.nn.Module, turn: Turn) -> float:
     return float((expected - torch.tensor(turn.logprobs)).abs().max())
 
 
-def test_an_engine_computes_with_the_weights_that_were_published_last(tiny_model: Path, tmp_path: Path) -> None:
-    asyncio.run(_check_engine(tiny_model, tmp_path))
+class Serving:
+    """A gateway with one engine, and the loop that they live in."""
+
+    def __init__(self, runner: asyncio.Runner, parts: tuple[Gateway, Generator, Faults]) -> None:
+        self._runner = runner
+        self.gateway, self.generator, self.faults = parts
+
+    def run(self, work: Awaitable[None]) -> None:
+        async def limited() -> None:
+            await asyncio.wait_for(work, 300)
+
+        self._runner.run(limited())
 
 
-async def _check_engine(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    cluster, faults = Cluster(tmp_path / "logs"), Faults()
-    faults.install()
-    config = Generator.Config(dtype="float32", max_model_tokens=128, max_new_tokens=8, kv_cache_gib=0.25)
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    before = started_processes()
+    engine = Generator.Config(dtype="float32", max_model_tokens=256, max_new_tokens=8, kv_cache_gib=0.25)
+    config = Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path_factory.mktemp("gateway"))
+    with asyncio.Runner() as runner:
+        context = serving(config)
+        yield Serving(runner, runner.run(context.__aenter__()))
+        runner.run(context.__aexit__(None, None, None))
+    assert started_processes() <= before, "processes are left"
+
+
+def test_sessions_record_what_a_real_engine_draws(served: Serving, tiny_model: Path) -> None:
+    served.run(_check_sessions(served.gateway, served.generator, tiny_model))
+
+
+async def _check_sessions(gateway: Gateway, generator: Generator, folder: Path) -> None:
+    hi: Any = {"role": "user", "content": "Hi"}
+    session = gateway.open(sampling=Sampling(max_tokens=12, seed=5))
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
+        first = await client.chat.completions.create(model="tiny", messages=[hi], logprobs=True, top_logprobs=2)
+        entries = first.choices[0].logprobs
+        assert entries is not None
+        assert entries.content is not None
+        messages: list[Any] = [hi, first.choices[0].message, {"role": "user", "content": "And now?"}]
+        text = ""
+        async for chunk in await client.chat.completions.create(model="tiny", messages=messages, stream=True):
+            text += chunk.choices[0].delta.content or ""
+        several = await client.chat.completions.create(model="tiny", messages=[hi], n=3)
+    turns = session.close()
+    # A client that goes away frees its place on the engine.
+    session = gateway.open(sampling=Sampling(max_tokens=200))
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
+        stream = await client.chat.completions.create(model="tiny", messages=[hi], stream=True)
+        await anext(stream)
+        await stream.close()
+    async with asyncio.timeout(60):
+        while "in flight by replica: 0: 0" not in repr(generator):  # noqa: ASYNC110  nobody tells
+            await asyncio.sleep(0.01)
+    assert session.close() == ()
+
+    tokenizer = Tokenizer(folder)
+    assert turns[0].prompt_ids == tokenizer.render([hi])
+    assert [token.logprob for token in entries.content] == list(turns[0].logprobs)
+    assert all(-30 < logprob < 0 for turn in turns for logprob in turn.logprobs)
+    assert turns[1].prompt_ids == tokenizer.extend(turns[0].prompt_ids + turns[0].token_ids, [messages[2]])
+    assert turns[1].text == text
+    assert [turn.text for turn in turns[2:]] == [choice.message.content for choice in several.choices]
+    assert len({turn.token_ids for turn in turns if turn.prompt_ids == turns[0].prompt_ids}) == 4
+    assert {version for turn in turns for version in turn.versions} == {0}
+    task = Task(id="1", source="s", messages=(hi,))
+    segments = Episode(task=task, turns=turns[:2], reward=0.0).segments
+    assert len(segments) == 1
+    assert math.isfinite(sum(segments[0].logprobs))
+
+
+def test_an_engine_computes_with_the_weights_that_were_published_last(served: Serving, tiny_model: Path) -> None:
+    served.run(_check_weights(served.generator, served.faults, tiny_model))
+
+
+async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> None:
+    store = await WeightStore.start(WeightStore.Config(), generator._service._cluster, faults, deadline_s=120)
     try:
-        store = await WeightStore.start(WeightStore.Config(), cluster, faults, deadline_s=120)
-        generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=240)
-        with pytest.raises(WeightsError, match="no weights"):
-            await generator.generate(PROMPT)
-
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for version in (3, 4):
             with torch.no_grad():
@@ -80,7 +149,7 @@ async def _check_engine(folder: Path, tmp_path: Path) -> None:
         assert again.token_ids == turns[0].token_ids, "a seed decides an answer"
         assert isinstance(await generator.chat("What is 2 + 3?"), str)
         with pytest.raises(ConfigError, match=r"--generator\.max-model-tokens"):
-            await generator.generate(PROMPT * 10)
+            await generator.generate(PROMPT * 20)
 
         manifest = await publish(store, model, 5)
         assert manifest.buckets[0].segment is not None
@@ -89,9 +158,5 @@ async def _check_engine(folder: Path, tmp_path: Path) -> None:
             await generator.load(store, 5)
         with pytest.raises(WeightsError, match="no weights: loading version 5 failed"):
             await generator.generate(PROMPT)
-
-        await generator.stop()
-        await store.stop()
     finally:
-        faults.closing = True
-        await cluster.close()
+        await store.stop()

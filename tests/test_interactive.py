@@ -1,12 +1,16 @@
-"""A run that is worked with line by line, as in IPython: each line is a task of its own in one event loop."""
+"""A run of an agent that is worked with line by line, as in IPython: each line is a task of its own in one loop."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+from openai import AsyncOpenAI
+
+from forge_rl import Task, start
+from forge_rl.gateway import Session
 from forge_rl.services.generator import Generator
-from recipes.grpo import Config, start, step
+from recipes.agent_openai import Config, solve, step
 from tests.commands import metrics
 from tests.tiny import share_of_vowels
 
@@ -24,8 +28,18 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
         display="none",
         generator=Generator.Config(max_model_tokens=512, kv_cache_gib=0.25),
     )
+    sources = config.data.build(config.tasks, seed=config.seed)
+
+    async def agent(task: Task, session: Session) -> str:
+        async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
+            return await solve(client, task.messages[-1]["content"])
+
     with asyncio.Runner() as line:
-        run = line.run(start(config).open())
+        run = line.run(
+            start(
+                config, loss=config.loss, sources=sources, reward=config.verifier, agent=agent, gateway=config.gateway
+            ).open()
+        )
         try:
             line.run(run.reward.replace(share_of_vowels))
             run.mixture["leg_counting"] = 0
@@ -36,8 +50,13 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
             assert {group.task.source for group in run.last_batch.groups} == {"chain_sum"}
             assert isinstance(line.run(run.generator.chat("What is 2 + 3?", max_tokens=4)), str)
             line.run(step(run))
+            assert run.last_batch is not None
+            assert {len(episode.turns) for episode in run.last_batch.episodes} <= {1, 2}
         finally:
             line.run(run.close())
         line.run(run.close())  # again: nothing happens
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert rows[0]["logprob_gap"] < 1e-3
     assert not (tmp_path / "run" / "summary.json").exists(), "the same settings continue it"
