@@ -142,7 +142,9 @@ def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def run_ranks(function: Callable[..., object], ranks: int, *args: object) -> list[Any]:
     """Run `function(rank, *args)` in so many processes that share a process group; what each returns, by rank."""
-    context = multiprocessing.get_context("spawn")
+    # The server imports once what takes ten seconds in each process, and no thread of torch has run there.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forge_rl.engines.titan.train", "tests.fakes"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
