@@ -46,6 +46,7 @@ async def open_trainer(folder: Path, *frozen: str) -> AsyncIterator[tuple[Traine
             resume=None,
             reference=False,
             total_steps=2,
+            skipped=folder / "skipped",
             deadline_s=120,
         )
         stack.push_async_callback(trainer.stop)
