@@ -15,6 +15,7 @@ from forge_rl.algorithms import ClippedSurrogate, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.run.config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
@@ -185,6 +186,21 @@ def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypat
 
     assert asyncio.run(call("offload")) == moved
     assert asyncio.run(call("onload")) == moved
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"minibatches": 4}, "2 groups cannot be cut into 4 minibatches"),
+        (
+            {"minibatches": 2, "epochs": 2, "optimizer": OptimizerConfig(warmup_updates=13)},
+            "the warm-up of 13 updates is longer than the run of 12",
+        ),
+    ],
+)
+def test_updates_that_a_run_does_not_have_are_refused_before_it_starts(settings: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        RunConfig(steps=3, groups_per_batch=2, trainer=Trainer.Config(**settings))
 
 
 def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):
