@@ -107,7 +107,7 @@ class Chunk:
 class Segment:
     """One training sequence: a longest run of turns in which each prompt extends what came before.
 
-    All fields have length T. Entry t describes token t itself (not t+1); logprobs and versions are 0 and -1 where
+    All fields have length T. Entry t describes token t itself (not t+1); logprobs are 0, versions and turns -1 where
     trained is False.
     """
 
@@ -115,6 +115,8 @@ class Segment:
     trained: tuple[bool, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    turns: tuple[int, ...]
+    """Index of the token's turn within its episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,15 +139,15 @@ class Episode:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Turns joined by longest exact token prefix; a rewritten history starts a new segment of the same reward."""
-        joined: list[list[Turn]] = []
+        joined: list[list[tuple[int, Turn]]] = []
         contexts: list[tuple[int, ...]] = []
-        for turn in self.turns:
+        for index, turn in enumerate(self.turns):
             fitting = [at for at, context in enumerate(contexts) if turn.prompt_ids[: len(context)] == context]
             at = max(fitting, key=lambda at: len(contexts[at]), default=len(joined))
             if at == len(joined):
                 joined.append([])
                 contexts.append(())
-            joined[at].append(turn)
+            joined[at].append((index, turn))
             contexts[at] = turn.prompt_ids + turn.token_ids
         return tuple(_segment(turns) for turns in joined)
 
@@ -160,18 +162,26 @@ class Episode:
         return self.turns[-1].text if self.turns else ""
 
 
-def _segment(turns: list[Turn]) -> Segment:
+def _segment(turns: list[tuple[int, Turn]]) -> Segment:
     ids: list[int] = []
     trained: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    for turn in turns:
+    indices: list[int] = []
+    for index, turn in turns:
         shown = turn.prompt_ids[len(ids) :]
         ids += [*shown, *turn.token_ids]
         trained += [False] * len(shown) + [True] * len(turn.token_ids)
         logprobs += [0.0] * len(shown) + list(turn.logprobs)
         versions += [-1] * len(shown) + list(turn.versions)
-    return Segment(token_ids=tuple(ids), trained=tuple(trained), logprobs=tuple(logprobs), versions=tuple(versions))
+        indices += [-1] * len(shown) + [index] * len(turn.token_ids)
+    return Segment(
+        token_ids=tuple(ids),
+        trained=tuple(trained),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        turns=tuple(indices),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,14 +198,6 @@ class Group:
     def rewards(self) -> tuple[float, ...]:
         return tuple(episode.reward for episode in self.episodes)
 
-    @property
-    def is_uniform(self) -> bool:
-        """True if all rewards are equal: no episode is better than another, so there is nothing to learn.
-
-        Compares max with min: the standard deviation of equal floats need not be 0.
-        """
-        return max(self.rewards) == min(self.rewards)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -207,7 +209,7 @@ class Batch:
 
     groups: tuple[Group, ...]
     version: int
-    """Version of the trainer's weights when the batch was delivered; a token's lag is this minus its own."""
+    """Latest published version when the batch was delivered; a token's lag is this minus its own."""
 
     @property
     def episodes(self) -> tuple[Episode, ...]:

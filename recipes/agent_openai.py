@@ -50,11 +50,12 @@ class Config(RunConfig):
 
 
 async def step(run: Run[Config]) -> None:
-    """One optimizer step: let the agent work, train, publish."""
+    """One step: let the agent work, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
-        packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
+        advantages = group_advantages(batch.rewards)  # [P, G]
+        packed = pack(batch, advantages, run.trainer.layout, drop_uniform=not run.config.loss.needs_reference)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

@@ -34,7 +34,7 @@ def start(config: Config) -> Starting[Config]:
 
 
 async def step(run: Run[Config]) -> None:
-    """One optimizer step: roll out, train, publish."""
+    """One step: roll out, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.data.packing import Row
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.protocol import DecodeEngine, TrainEngine
@@ -27,7 +26,7 @@ from forge_rl.weights import segment
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import LoadReport, Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.slices import TensorSlice, tiling_error
-from tests.fakes import packed, random_batch
+from tests.fakes import packed, random_batch, train_batch
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
 LONG_PROMPT = PROMPT * 12
@@ -452,7 +451,7 @@ class Trainers:
 
 def step(engine: TrainEngine, seed: int) -> None:
     laid = packed(random_batch(seed, vocab=43), row_tokens=256)
-    engine.train_step(laid.rows, ClippedSurrogate(), trained_tokens=laid.trained_tokens, temperature=1.0, total_steps=6)
+    train_batch(engine, laid)
 
 
 def published(engine: TrainEngine) -> dict[tuple[str, TensorSlice], torch.Tensor]:
@@ -460,18 +459,18 @@ def published(engine: TrainEngine) -> dict[tuple[str, TensorSlice], torch.Tensor
 
 
 def same(one: TrainEngine, other: TrainEngine) -> bool:
-    """Return True if both have the same weights, bit for bit, and the same version."""
+    """Return True if both have the same weights, bit for bit, after as many updates."""
     mine, theirs = published(one), published(other)
     assert mine.keys() == theirs.keys()
-    return one.version == other.version and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    return one.updates == other.updates and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-def a_step_changes_weights_and_version(trainers: Trainers) -> None:
+def an_update_changes_every_weight(trainers: Trainers) -> None:
     engine = trainers.make()
     before = published(engine)
-    assert engine.version == 0
+    assert engine.updates == 0
     step(engine, 0)
-    assert engine.version == 1
+    assert engine.updates == 1
     assert not any(torch.equal(values, before[key]) for key, values in published(engine).items())
 
 
@@ -492,6 +491,8 @@ def logprobs_score_the_next_token(trainers: Trainers) -> None:
         versions=zeros - 1,
         episodes=zeros - 1,
         segments=zeros - 1,
+        turns=zeros - 1,
+        lengths=zeros + 1,
     )
     (found,) = trainers.make().logprobs([row], temperature=0.7)
     with torch.no_grad():
@@ -533,22 +534,22 @@ def a_run_continues_bit_by_bit(trainers: Trainers) -> None:
         step(through, seed)
     for part in ("model", "training"):
         (trainers.scratch / part).mkdir(parents=True)
-    through.save(trainers.scratch, trainers.folder)
+    through.save(trainers.scratch, trainers.folder, version=7)
     resumed = trainers.make()
-    resumed.load_training_state(trainers.scratch / "training")
-    assert resumed.version == 2
+    assert resumed.load_training_state(trainers.scratch / "training") == 7
+    assert resumed.updates == 2
     assert same(resumed, through)
     for seed in range(2, 4):
         step(through, seed)
         step(resumed, seed)
-    assert resumed.version == 4
+    assert resumed.updates == 4
     assert same(resumed, through)
 
 
 TRAIN: dict[str, Callable[[Trainers], None]] = {
     check.__name__: check
     for check in (
-        a_step_changes_weights_and_version,
+        an_update_changes_every_weight,
         logprobs_score_the_next_token,
         shards_tile_every_tensor,
         state_that_leaves_comes_back_bit_by_bit,

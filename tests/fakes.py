@@ -7,13 +7,17 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from forge_rl.algorithms import ClippedSurrogate, Loss
 from forge_rl.data.packing import Layout, Packed, Row, pack
+from forge_rl.engines.protocol import TrainEngine
+from forge_rl.metrics import Value, merge_all
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 from forge_rl.weights.manifest import Bucket, Manifest, TensorEntry
 
@@ -84,10 +88,34 @@ def random_batch(seed: int, *, vocab: int, groups: int = 2, group_size: int = 3,
     return batch_of(*made)
 
 
-def packed(batch: Batch, *, ranks: int = 1, row_tokens: int = 64, share_prefixes: bool = True) -> Packed:
+def packed(batch: Batch, *, row_tokens: int = 64, drop_uniform: bool = True, **layout: Any) -> Packed:
     """Packed with centered rewards as advantages."""
     advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
-    return pack(batch, advantages, Layout(ranks=ranks, row_tokens=row_tokens, share_prefixes=share_prefixes))
+    return pack(batch, advantages, Layout(row_tokens=row_tokens, **layout), drop_uniform=drop_uniform)
+
+
+def train_batch(
+    engine: TrainEngine,
+    laid: Packed,
+    loss: Loss | None = None,
+    *,
+    epochs: int = 1,
+    temperature: float = 1.0,
+    total_updates: int = 6,
+    version: int | None = 0,
+) -> dict[str, Value]:
+    """Train on this rank's part of a batch, all of whose gradients must be finite; metrics of all updates, merged."""
+    ranks = torch.distributed.get_world_size()
+    found = engine.train_batch(
+        [replace(minibatch, rows=minibatch.rows[engine.rank :: ranks]) for minibatch in laid.minibatches],
+        loss or ClippedSurrogate(),
+        epochs=epochs,
+        temperature=temperature,
+        total_updates=total_updates,
+        version=version,
+    )
+    assert None not in found
+    return merge_all(metrics for metrics in found if metrics is not None)
 
 
 SMALL: dict[str, object] = {
@@ -122,7 +150,7 @@ def make_model(folder: Path, family: str = "llama", **config: object) -> torch.n
 
 def empty_row() -> Row:
     """Rows of a rank where there are fewer trees than ranks: one token of padding."""
-    fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1}
+    fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1}
     whole = vars(packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0])
     return Row(**{name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()})
 

@@ -44,7 +44,6 @@ def test_a_batch_is_measured_over_its_episodes_and_its_tokens():
         "reward/min": 0.0,
         "reward/sums": 0.5,
         "reward/legs": 0.5,
-        "groups/uniform": 0.5,
         "tokens/completion_mean": 2.0,
         "tokens/completion_max": 3.0,
         "episodes/truncated": 0.25,

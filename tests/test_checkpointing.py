@@ -20,8 +20,7 @@ class Parts:
     """Stands for every service and for the rollouts; notes in `done` what it is told."""
 
     def __init__(self, *deaths: BaseException) -> None:
-        self.version = self.batches = 0
-        self.published: int | None = 0
+        self.version = self.updates = self.batches = 0
         self.parameters = 1
         self.dtype = "float32"
         self.deaths = list(deaths)
@@ -34,22 +33,20 @@ class Parts:
         self.batches = state["batches"]
 
     async def save(self, folder: Path, *, model: Path) -> None:
-        (folder / "training" / "step").write_text(str(self.version))
+        (folder / "training" / "updates").write_text(str(self.updates))
 
     async def free_devices(self) -> None:
         self.done.append("devices cleared")
 
     async def restart(self, resume: Path | None) -> None:
-        self.version = int((resume / "step").read_text()) if resume else 0
+        self.updates = int((resume / "updates").read_text()) if resume else 0
+        self.version = self.updates // 2
         self.done.append(f"restart at {self.version}")
         if self.deaths:
             raise self.deaths.pop(0)
 
     async def rollback(self, version: int) -> None:
-        self.published = version if version < 2 else None
-
-    async def latest(self) -> int | None:
-        return self.published
+        self.done.append(f"forget all after {version}")
 
     async def publish(self, store: object, *, dtype: str) -> int:
         self.done.append(f"publish {self.version}")
@@ -60,7 +57,8 @@ class Parts:
         return version
 
     def step(self, checkpointer: Checkpointer) -> None:
-        """One step; afterwards the rollouts are ahead again."""
+        """One step of two updates and one publish; afterwards the rollouts are ahead again."""
+        self.updates += 2
         self.version += 1
         self.batches = self.version
         checkpointer.end_step()
@@ -84,13 +82,13 @@ def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_i
         assert (saved.step, first.saved) == (2, 2)
         state = saved.controller_state()
         assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
-        assert state == {"step": 2, "rollouts": {"batches": 2}, "scores": {"0": 0.25}}
+        assert state == {"step": 2, "updates": 4, "rollouts": {"batches": 2}, "scores": {"0": 0.25}}
 
         again = Parts()
-        again.version = 2  # it loaded the training state
+        again.version, again.updates = 2, 4  # it loaded the training state
         second = checkpointer_of(again, tmp_path)
         await second.resume(saved)
-        assert (again.batches, second.scores, second.saved) == (2, {0: 0.25}, 2)
+        assert (again.batches, second.scores, second.saved, second.step) == (2, {0: 0.25}, 2, 2)
 
     asyncio.run(check())
 
@@ -105,20 +103,26 @@ def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_
         parts.step(checkpointer)
         checkpointer.scores |= {0: 0.1, 2: 0.2, 3: 0.3}
         assert await checkpointer.rollback() == 2
-        assert parts.done == [*["devices cleared", "restart at 2"] * 3, "publish 2", "load 2"]
+        assert parts.done == [
+            *["devices cleared", "restart at 2"] * 3,
+            "forget all after 1",
+            "publish 2",
+            "load 2",
+        ]
+        assert not checkpointer.trained
         assert (parts.batches, checkpointer.scores, checkpointer.saved) == (2, {0: 0.1, 2: 0.2}, 2)
 
     asyncio.run(check())
 
 
-def test_without_a_checkpoint_a_rollback_goes_to_the_start_whose_weights_are_kept(tmp_path: Path) -> None:
+def test_without_a_checkpoint_a_rollback_goes_to_the_start(tmp_path: Path) -> None:
     async def check() -> None:
         parts = Parts()
         checkpointer = checkpointer_of(parts, tmp_path)
         parts.step(checkpointer)
         assert await checkpointer.rollback() == 0
-        assert parts.done == ["devices cleared", "restart at 0", "load 0"]
-        assert (parts.batches, checkpointer.saved) == (0, None)
+        assert parts.done == ["devices cleared", "restart at 0", "forget all after -1", "publish 0", "load 0"]
+        assert (parts.batches, checkpointer.saved, checkpointer.step) == (0, None, 0)
 
     asyncio.run(check())
 
@@ -137,10 +141,11 @@ def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError
 
 
 @pytest.mark.parametrize(
-    ("version", "broken", "said"), [(2, {}, "holds the training state of step 2"), (1, {"scores": None}, "lacks")]
+    ("updates", "broken", "said"),
+    [(4, {}, "holds a training state of 4 updates, and .* of 2"), (2, {"scores": None}, "lacks")],
 )
 def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
-    version: int, broken: dict[str, object], said: str, tmp_path: Path
+    updates: int, broken: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     async def check() -> None:
         parts = Parts()
@@ -149,7 +154,7 @@ def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
         saved = await checkpointer.save()
         path = saved.folder / "controller.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | broken))
-        parts.version = version
+        parts.updates = updates
         with pytest.raises(CheckpointError, match=said):
             await checkpointer.resume(saved)
 

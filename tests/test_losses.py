@@ -2,12 +2,37 @@
 
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
-from forge_rl.algorithms import ClippedSurrogate, kl_estimate, kl_penalty
+from forge_rl.algorithms import Aggregation, ClippedSurrogate, LossInputs, kl_estimate, kl_penalty
 from forge_rl.errors import ConfigError
+
+
+def evaluate(
+    loss: ClippedSurrogate,
+    logprobs: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    reference: torch.Tensor | None = None,
+    **others: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss on a row whose tokens all have weight 1, unless others say otherwise."""
+    ids = torch.zeros(mask.shape, dtype=torch.int32)
+    given = {"weights": torch.ones(mask.shape), "versions": ids, "episodes": ids, "turns": ids, "segments": ids}
+    return loss(
+        LossInputs(
+            logprobs=logprobs,
+            behaviour=behaviour,
+            advantages=advantages,
+            mask=mask,
+            reference=reference,
+            **{**given, **others},
+        )
+    )
 
 
 def example(tokens: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,29 +70,115 @@ def test_hand_worked_tokens_on_both_sides_of_the_clip():
     ratio = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5])
     advantages = torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0])
     logprobs = ratio.log().requires_grad_()
-    loss, sums = ClippedSurrogate()(logprobs, torch.zeros(5), advantages, torch.ones(5, dtype=torch.bool))
+    loss, sums = evaluate(ClippedSurrogate(), logprobs, torch.zeros(5), advantages, torch.ones(5, dtype=torch.bool))
     # -2, -1.28 (clipped high), +1.5, -0.5, +0.8 (clipped low)
     assert loss.item() == pytest.approx(-2 - 1.28 + 1.5 - 0.5 + 0.8)
     # gradient -r * A where the clip is not in force
     torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([-2.0, 0.0, 1.5, -0.5, 0.0]))
-    assert sums["tokens"].item() == 5
     assert sums["clipped"].item() == 2
     assert sums["ratio"].item() == pytest.approx(5.0)
     assert sums["surrogate"].item() == pytest.approx(loss.item())
 
 
+@pytest.mark.parametrize("log_ratio", [10.0, 100.0])
+def test_a_bad_answer_that_became_far_likelier_has_no_gradient(log_ratio: float):
+    logprobs = torch.tensor([0.0, 0.0, 0.0], requires_grad=True)
+    behaviour = torch.tensor([-log_ratio, -math.log(2.5), -log_ratio])
+    loss, sums = evaluate(
+        ClippedSurrogate(), logprobs, behaviour, torch.tensor([-2.0, -2.0, 0.0]), torch.ones(3, dtype=torch.bool)
+    )
+    # 3 * 2 where the ratio is above 3; 2.5 * 2 below; nothing without an advantage
+    assert loss.item() == pytest.approx(6 + 5)
+    torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([0.0, 5.0, 0.0]))
+    assert (sums["clipped"].item(), sums["dual_clipped"].item()) == (1, 1)
+
+
+def test_without_the_dual_clip_the_gradient_is_the_ratio():
+    logprobs = torch.tensor([0.0], requires_grad=True)
+    loss, _ = evaluate(
+        ClippedSurrogate(dual_clip=math.inf),
+        logprobs,
+        torch.tensor([-10.0]),
+        torch.tensor([-1.0]),
+        torch.tensor([True]),
+    )
+    assert gradient(loss, logprobs).item() == pytest.approx(math.exp(10), rel=1e-5)
+
+
+def test_decoupled_clips_against_the_proximal_policy_and_weighs_by_its_ratio_to_the_behaviour():
+    # ratios to the proximal policy: 1, 1.5, 1.5; of it to the engine's: 2, 0.5, 9 (capped at 5)
+    proximal = torch.tensor([-1.0, -2.0, -1.5])
+    logprobs = (proximal + torch.tensor([1.0, 1.5, 1.5]).log()).requires_grad_()
+    behaviour = proximal - torch.tensor([2.0, 0.5, 9.0]).log()
+    loss, sums = evaluate(
+        ClippedSurrogate(decoupled=True),
+        logprobs,
+        behaviour,
+        torch.tensor([1.0, 1.0, -1.0]),
+        torch.ones(3, dtype=torch.bool),
+        proximal=proximal,
+    )
+    assert loss.item() == pytest.approx(2 * -1 + 0.5 * -1.28 + 5 * 1.5)
+    torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([-2.0, 0.0, 7.5]))
+    assert sums["behaviour_weight"].item() == pytest.approx(2 + 0.5 + 5)
+    assert ClippedSurrogate(decoupled=True).needs_proximal
+    assert not ClippedSurrogate().needs_proximal
+
+
+def test_the_loss_of_a_token_counts_by_its_weight():
+    logprobs, behaviour, advantages, mask, reference = example()
+    weights = torch.rand(len(mask), generator=torch.Generator().manual_seed(5))
+    config = ClippedSurrogate(kl_coef=0.1)
+    loss, sums = evaluate(config, logprobs, behaviour, advantages, mask, reference, weights=weights)
+    expected = sum(
+        weights[t]
+        * evaluate(config, *(x[t : t + 1] for x in (logprobs, behaviour, advantages, mask, reference)))[0].detach()
+        for t in range(len(mask))
+    )
+    torch.testing.assert_close(loss.detach(), expected)
+    assert sums == evaluate(config, logprobs, behaviour, advantages, mask, reference)[1], "metrics are not weighted"
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (Aggregation(), (1 + 2 + 3 + 6) / 4),
+        (Aggregation(kind="sequence_mean"), ((1 + 2 + 3) / 3 + 6) / 2),
+        (Aggregation(kind="constant", tokens=5), (1 + 2 + 3 + 6) / (2 * 5)),
+    ],
+)
+def test_aggregations_of_two_hand_worked_sequences(aggregation: Aggregation, expected: float):
+    losses, lengths = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([3, 3, 3, 1], dtype=torch.int32)
+    total = (losses * aggregation.weights(lengths)).sum() / aggregation.divisor(tokens=4, sequences=2)
+    assert total.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"kind": "sum"}, "--loss.aggregation.kind"),
+        ({"kind": "constant"}, "--loss.aggregation.tokens"),
+        ({"tokens": 7}, "--loss.aggregation.kind constant"),
+    ],
+)
+def test_an_aggregation_that_says_too_little_or_too_much_is_refused(given: dict[str, Any], flag: str):
+    with pytest.raises(ConfigError) as caught:
+        Aggregation(**given)
+    assert flag in caught.value.hint
+
+
 def test_on_policy_the_gradient_is_that_of_reinforce():
     logprobs, _, advantages, mask, _ = example()
-    loss, _ = ClippedSurrogate()(logprobs, logprobs.detach(), advantages, mask)
+    loss, _ = evaluate(ClippedSurrogate(), logprobs, logprobs.detach(), advantages, mask)
     torch.testing.assert_close(gradient(loss, logprobs), -advantages * mask)
 
 
 def test_value_and_gradient_match_trl_with_global_token_normalisation():
     logprobs, behaviour, advantages, mask, reference = example()
-    loss, sums = ClippedSurrogate(clip_low=0.15, clip_high=0.25)(logprobs, behaviour, advantages, mask)
+    loss, sums = evaluate(ClippedSurrogate(clip_low=0.15, clip_high=0.25), logprobs, behaviour, advantages, mask)
     per_token = trl_loss(logprobs, behaviour, advantages, mask, reference, eps_low=0.15, eps_high=0.25)
     expected = per_token.sum() / mask.sum()
-    assert 0 < sums["clipped"] < sums["tokens"]
+    assert 0 < sums["clipped"] < mask.sum()
     torch.testing.assert_close(loss / mask.sum(), expected)
     torch.testing.assert_close(gradient(loss / mask.sum(), logprobs), gradient(expected, logprobs))
 
@@ -75,7 +186,7 @@ def test_value_and_gradient_match_trl_with_global_token_normalisation():
 def test_k3_penalty_matches_trl_with_bias_correction():
     logprobs, behaviour, advantages, mask, reference = example()
     config = ClippedSurrogate(clip_low=0.2, clip_high=0.2, kl_coef=0.1, kl_kind="k3")
-    loss, _ = config(logprobs, behaviour, advantages, mask, reference)
+    loss, _ = evaluate(config, logprobs, behaviour, advantages, mask, reference)
     per_token = trl_loss(logprobs, behaviour, advantages, mask, reference, eps_low=0.2, eps_high=0.2)
     per_token_kl = torch.exp(reference - logprobs) - (reference - logprobs) - 1
     expected = (per_token + 0.1 * mask * per_token_kl * torch.exp(logprobs - behaviour)).sum()
@@ -85,8 +196,8 @@ def test_k3_penalty_matches_trl_with_bias_correction():
 
 def test_k2_penalty_adds_the_log_ratio_to_the_gradient():
     logprobs, behaviour, advantages, mask, reference = example()
-    plain, _ = ClippedSurrogate()(logprobs, behaviour, advantages, mask)
-    loss, sums = ClippedSurrogate(kl_coef=0.1)(logprobs, behaviour, advantages, mask, reference)
+    plain, _ = evaluate(ClippedSurrogate(), logprobs, behaviour, advantages, mask)
+    loss, sums = evaluate(ClippedSurrogate(kl_coef=0.1), logprobs, behaviour, advantages, mask, reference)
     added = gradient(loss, logprobs) - gradient(plain, logprobs)
     torch.testing.assert_close(added, 0.1 * mask * (logprobs.detach() - reference))
     assert sums["kl"] > 0
@@ -95,8 +206,8 @@ def test_k2_penalty_adds_the_log_ratio_to_the_gradient():
 
 def test_a_reference_without_a_coefficient_is_only_measured():
     logprobs, behaviour, advantages, mask, reference = example()
-    plain, _ = ClippedSurrogate()(logprobs, behaviour, advantages, mask)
-    measured, sums = ClippedSurrogate()(logprobs, behaviour, advantages, mask, reference)
+    plain, _ = evaluate(ClippedSurrogate(), logprobs, behaviour, advantages, mask)
+    measured, sums = evaluate(ClippedSurrogate(), logprobs, behaviour, advantages, mask, reference)
     assert measured.item() == plain.item()
     difference = (logprobs.detach() - reference)[mask]
     expected = (torch.exp(-difference) + difference - 1).sum()
@@ -109,13 +220,13 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(kl_kind, cuts):
     logprobs, behaviour, advantages, mask, reference = example()
     config = ClippedSurrogate(kl_coef=0.05, kl_kind=kl_kind)
     tokens = mask.sum()
-    whole, sums = config(logprobs, behaviour, advantages, mask, reference)
+    whole, sums = evaluate(config, logprobs, behaviour, advantages, mask, reference)
     expected = gradient(whole / tokens, logprobs)
 
     parts = zip(*(x.split(cuts) for x in (logprobs, behaviour, advantages, mask, reference)), strict=True)
     counted = torch.zeros(())
     for part in parts:
-        loss, part_sums = config(*part)
+        loss, part_sums = evaluate(config, *part)
         (loss / tokens).backward()
         counted += part_sums["clipped"]
     torch.testing.assert_close(logprobs.grad, expected)
@@ -127,11 +238,11 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(kl_kind, cuts):
 def test_masked_garbage_reaches_neither_loss_nor_gradient(garbage, kl_kind):
     logprobs, behaviour, advantages, mask, reference = example()
     config = ClippedSurrogate(kl_coef=0.1, kl_kind=kl_kind)
-    clean, clean_sums = config(logprobs, behaviour, advantages, mask, reference)
+    clean, clean_sums = evaluate(config, logprobs, behaviour, advantages, mask, reference)
     clean_gradient = gradient(clean, logprobs)
     dirty = [torch.where(mask, x.detach(), garbage) for x in (logprobs, behaviour, advantages, reference)]
     dirty[0].requires_grad_()
-    loss, sums = config(dirty[0], dirty[1], dirty[2], mask, dirty[3])
+    loss, sums = evaluate(config, dirty[0], dirty[1], dirty[2], mask, dirty[3])
     assert loss.item() == clean.item()
     assert torch.equal(gradient(loss, dirty[0]), clean_gradient)
     assert sums == clean_sums
@@ -140,10 +251,12 @@ def test_masked_garbage_reaches_neither_loss_nor_gradient(garbage, kl_kind):
 def test_nothing_trained_gives_zero_loss_and_zero_gradient():
     logprobs = torch.full((2, 3), -1.0, requires_grad=True)
     zeros = torch.zeros(2, 3)
-    loss, sums = ClippedSurrogate(kl_coef=0.1)(logprobs, zeros, zeros, torch.zeros(2, 3, dtype=torch.bool), zeros)
+    loss, sums = evaluate(
+        ClippedSurrogate(kl_coef=0.1), logprobs, zeros, zeros, torch.zeros(2, 3, dtype=torch.bool), zeros
+    )
     assert loss.item() == 0
     assert torch.equal(gradient(loss, logprobs), zeros)
-    assert sums["tokens"] == sums["ratio"] == 0
+    assert sums["clipped"] == sums["ratio"] == 0
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -152,16 +265,21 @@ def test_nothing_trained_gives_zero_loss_and_zero_gradient():
 def test_ratios_that_would_overflow_stay_finite(advantage, kl_kind, logprob, behaviour):
     logprobs = torch.tensor([logprob], requires_grad=True)
     mask = torch.tensor([True])
-    loss, _ = ClippedSurrogate(kl_coef=0.1, kl_kind=kl_kind)(
-        logprobs, torch.tensor([behaviour]), torch.tensor([advantage]), mask, torch.tensor([behaviour])
+    loss, _ = evaluate(
+        ClippedSurrogate(kl_coef=0.1, kl_kind=kl_kind),
+        logprobs,
+        torch.tensor([behaviour]),
+        torch.tensor([advantage]),
+        mask,
+        torch.tensor([behaviour]),
     )
     assert math.isfinite(loss.item())
     assert math.isfinite(gradient(loss, logprobs).item())
 
 
 def test_metrics_carry_no_gradient():
-    _, sums = ClippedSurrogate(kl_coef=0.1)(*example())
-    assert set(sums) == {"tokens", "surrogate", "ratio", "clipped", "kl"}
+    _, sums = evaluate(ClippedSurrogate(kl_coef=0.1), *example())
+    assert set(sums) == {"surrogate", "ratio", "clipped", "dual_clipped", "kl"}
     assert all(not value.requires_grad and value.dtype == torch.float32 and value.ndim == 0 for value in sums.values())
 
 
@@ -185,6 +303,8 @@ def test_a_penalty_needs_a_reference(kl_coef, needed):
         ("kl_coef", -1.0),
         ("kl_coef", float("inf")),
         ("kl_kind", "k1"),
+        ("dual_clip", 1.0),
+        ("behaviour_cap", 0.0),
     ],
 )
 def test_a_bad_field_is_refused_with_its_flag_and_value(field, value):
@@ -197,7 +317,7 @@ def test_a_bad_field_is_refused_with_its_flag_and_value(field, value):
 def test_a_penalty_without_a_reference_is_refused():
     logprobs, behaviour, advantages, mask, _ = example()
     with pytest.raises(ConfigError, match=r"--loss\.kl-coef 0"):
-        ClippedSurrogate(kl_coef=0.1)(logprobs, behaviour, advantages, mask)
+        evaluate(ClippedSurrogate(kl_coef=0.1), logprobs, behaviour, advantages, mask)
 
 
 def test_kl_estimates_of_a_hand_worked_token():

@@ -18,7 +18,7 @@ from forge_rl.engines.titan.shards import named_weights, values_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Value
-from tests.fakes import make_model, packed, random_batch, run_ranks
+from tests.fakes import make_model, packed, random_batch, run_ranks, train_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -45,9 +45,7 @@ def engine_of(folder: Path, **settings: Any) -> TitanEngine:
 
 def step(engine: TitanEngine, seed: int, ranks: int = 1) -> dict[str, Value]:
     laid = packed(random_batch(seed, vocab=43, groups=3), ranks=ranks, row_tokens=32)
-    return engine.train_step(
-        laid.rows[engine.rank :: ranks], LOSS, trained_tokens=laid.trained_tokens, temperature=1.0, total_steps=4
-    )
+    return train_batch(engine, laid, LOSS, total_updates=4)
 
 
 def logprobs(engine: TitanEngine) -> torch.Tensor:
@@ -178,10 +176,10 @@ def test_a_checkpoint_is_written_and_read_while_the_state_is_offloaded(tmp_path:
     for part in ("model", "training"):
         (tmp_path / "checkpoint" / part).mkdir(parents=True)
     engine.offload()
-    engine.save(tmp_path / "checkpoint", tmp_path / "hf")
+    engine.save(tmp_path / "checkpoint", tmp_path / "hf", version=1)
     other.offload()
     other.load_training_state(tmp_path / "checkpoint" / "training")
-    assert other.version == 1
+    assert other.updates == 1
     assert not differing(held(engine), before)
     assert not differing(held(other), before)
     step(other, 1)

@@ -16,7 +16,7 @@ def test_a_constant_rate_stays():
 
 
 def test_the_warm_up_rises_to_the_peak_and_its_first_step_is_not_lost():
-    assert course(6, warmup_steps=4) == [2, 4, 6, 8, 8, 8]
+    assert course(6, warmup_updates=4) == [2, 4, 6, 8, 8, 8]
 
 
 def test_linear_decay_falls_by_equal_steps():
@@ -24,7 +24,7 @@ def test_linear_decay_falls_by_equal_steps():
 
 
 def test_linear_decay_begins_after_the_warm_up():
-    assert course(6, decay="linear", warmup_steps=2) == [4, 8, 8, 6, 4, 2]
+    assert course(6, decay="linear", warmup_updates=2) == [4, 8, 8, 6, 4, 2]
 
 
 def test_cosine_decay_is_half_way_at_half_time():
@@ -40,7 +40,7 @@ def test_the_rate_is_zero_when_the_run_is_over_and_stays_so(decay: str):
 
 
 def test_a_warm_up_longer_than_the_run_never_reaches_the_peak():
-    assert course(2, warmup_steps=4, decay="linear") == [2, 4]
+    assert course(2, warmup_updates=4, decay="linear") == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_warm_up_longer_than_the_run_never_reaches_the_peak():
         ("weight_decay", -0.1),
         ("beta1", 1.0),
         ("beta2", -0.1),
-        ("warmup_steps", -1),
+        ("warmup_updates", -1),
         ("max_grad_norm", 0.0),
     ],
 )

@@ -73,6 +73,8 @@ def test_every_field_of_a_hand_worked_row():
     assert row.versions.tolist() == [-1, -1, 4, 4, 4, 5, 5, -1]
     assert row.episodes.tolist() == [-1, -1, 0, 0, 0, 1, 1, -1]
     assert row.segments.tolist() == [-1, -1, 0, 0, 0, 0, 0, -1]
+    assert row.turns.tolist() == [-1, -1, 0, 0, 0, 0, 0, -1]
+    assert row.lengths.tolist() == [1, 1, 3, 3, 3, 2, 2, 1]
     assert (result.trained_tokens, result.sequence_tokens, result.packed_tokens) == (5, 9, 8)
     assert (result.unscored_tokens, result.version) == (0, 5)
 
@@ -81,7 +83,7 @@ def test_the_dtypes_of_a_row():
     (row,) = packed(batch_of(simple([[20], [30]], [10, 11]))).rows
     for name in ("token_ids", "positions", "targets"):
         assert getattr(row, name).dtype == torch.int64
-    for name in ("trees", "branches", "episodes", "versions", "segments"):
+    for name in ("trees", "branches", "episodes", "versions", "segments", "turns", "lengths"):
         assert getattr(row, name).dtype == torch.int32
     for name in ("behaviour", "advantages"):
         assert getattr(row, name).dtype == torch.float32
@@ -170,9 +172,47 @@ def test_uniform_groups_are_left_out_and_the_others_keep_their_index():
     uniform = [(0.1, [turn(prompt, [20])]), (0.1, [turn(prompt, [21])])]
     batch = batch_of(uniform, simple([[22], [23]], prompt))
     result = packed(batch, drop_uniform=True)
-    assert result.trained_tokens == 2
+    assert (result.trained_tokens, result.uniform_share) == (2, 0.5)
+    (minibatch,) = result.minibatches
+    assert (minibatch.tokens, minibatch.sequences) == (4, 4), "the mean is over all"
     assert set(unpack(result, [row.targets for row in result.rows])) == {2, 3}
     assert packed(batch).trained_tokens == 4
+
+
+def test_a_group_is_uniform_by_its_advantages_not_by_its_rewards():
+    constant = [(0.1, [turn([10, 11], [20])]), (0.1, [turn([10, 11], [21])])]  # as in distillation
+    batch = batch_of(constant, simple([[22], [23]], [10, 11]))
+    advantages = torch.tensor([[-0.5, 0.25], [0.0, 0.0]])
+    result = pack(batch, advantages, Layout())
+    (row,) = result.rows
+    assert row.episodes[row.mask].tolist() == [0, 1]
+    assert row.advantages[row.mask].tolist() == [-0.5, 0.25]
+    assert result.uniform_share == 0.5
+
+
+def test_minibatches_are_of_whole_groups_and_count_those_left_out():
+    groups = [simple([[20 + p] * (p + 1), [30]], [10, 11, p]) for p in range(5)]
+    groups[2] = [(1.0, turns) for _, turns in groups[2]]
+    result = packed(batch_of(*groups), Layout(minibatches=3, ranks=2), drop_uniform=True)
+    assert [minibatch.tokens for minibatch in result.minibatches] == [2 + 5, 3 + 6, 4]
+    assert [minibatch.sequences for minibatch in result.minibatches] == [4, 4, 2]
+    found = [{e // 2 for row in part.rows for e in row.episodes[row.mask].tolist()} for part in result.minibatches]
+    assert found == [{0, 3}, {1, 4}, set()]
+    assert result.trained_tokens == 2 + 5 + 3 + 6
+    assert [len(minibatch.rows) for minibatch in result.minibatches] == [2, 2, 0]
+    with pytest.raises(ConfigError, match="5 groups cannot be cut into 6 minibatches"):
+        packed(batch_of(*groups), Layout(minibatches=6))
+
+
+def test_the_length_of_an_episode_counts_all_its_segments_and_turns_keep_their_index():
+    rewritten = [turn([10, 11], [20, 21]), turn([12, 13], [22]), turn([10, 11, 20, 21, 14], [23, 24, 25])]
+    result = packed(batch_of([(0.0, rewritten), (1.0, [turn([10, 11], [30])])]))
+    found = {
+        (row.episodes[t].item(), row.segments[t].item(), row.turns[t].item(), row.lengths[t].item())
+        for row in result.rows
+        for t in row.mask.nonzero().flatten().tolist()
+    }
+    assert found == {(0, 0, 0, 6), (0, 0, 2, 6), (0, 1, 1, 6), (1, 0, 0, 1)}
 
 
 def test_nothing_to_learn_gives_no_rows():
@@ -302,6 +342,8 @@ def batches(draw: st.DrawFn) -> Batch:
     return batch_of(*groups)
 
 
+_BLANK = {"behaviour": 0, "advantages": 0, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1}
+
 layouts = st.builds(
     Layout,
     ranks=st.integers(1, 4),
@@ -319,7 +361,7 @@ def test_each_trained_token_is_a_target_once_and_sees_exactly_what_came_before_i
     size = advantages.shape[1]
     expected: Counter[tuple[object, ...]] = Counter()
     for e, episode in enumerate(batch.episodes):
-        if drop_uniform and batch.groups[e // size].is_uniform:
+        if drop_uniform and not advantages[e // size].any():
             continue
         for s, segment in enumerate(episode.segments):
             for t, trained in enumerate(segment.trained):
@@ -355,7 +397,7 @@ def test_rows_keep_to_their_layout_and_padding_is_inert(batch, layout):
         assert not visible[~padding][:, padding].any()
         assert not visible[padding][:, ~padding].any()
         assert not row.mask[padding].any()
-        for name, blank in {"behaviour": 0, "advantages": 0, "versions": -1, "episodes": -1, "segments": -1}.items():
+        for name, blank in _BLANK.items():
             assert (getattr(row, name)[~row.mask] == blank).all()
 
 

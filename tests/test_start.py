@@ -24,7 +24,7 @@ class Handle:
     choice = "nowhere"
     alive = True
     busy_s = 0.0
-    version = parameters = 0
+    version = updates = parameters = 0
     dtype = "float32"
     sampling = Sampling(max_tokens=4)
 
@@ -46,7 +46,7 @@ class Handle:
         return version
 
     async def wait_idle(self) -> int:
-        return self.version
+        return self.updates
 
     async def stop(self) -> None:
         self.stopped.append(self.name)
@@ -107,7 +107,7 @@ def test_a_run_that_reached_its_steps_leaves_a_summary(
     async def check() -> None:
         async with start(config_of(tmp_path)) as run:
             run.scores.update({0: 0.25, 10: 0.5})
-            monkeypatch.setattr(run.trainer, "version", 10)
+            monkeypatch.setattr(run._checkpointer, "step", 10)
 
     asyncio.run(check())
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.shards import freeze, local_shards, named_weights, specs
@@ -21,7 +20,7 @@ from forge_rl.weights.manifest import Manifest, complete, draft
 from forge_rl.weights.reading import read_slices
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
-from tests.fakes import hf_weights, make_model, packed, random_batch, run_ranks
+from tests.fakes import hf_weights, make_model, packed, random_batch, run_ranks, train_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -42,16 +41,9 @@ def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     return TitanEngine(folder, TrainSettings(**given))
 
 
-def train(engine: TitanEngine, seeds: range, *, rank: int = 0, ranks: int = 1) -> None:
+def train(engine: TitanEngine, seeds: range, *, ranks: int = 1) -> None:
     for seed in seeds:
-        laid = packed(random_batch(seed, vocab=43), ranks=ranks)
-        engine.train_step(
-            laid.rows[rank::ranks],
-            ClippedSurrogate(),
-            trained_tokens=laid.trained_tokens,
-            temperature=1.0,
-            total_steps=6,
-        )
+        train_batch(engine, packed(random_batch(seed, vocab=43), ranks=ranks))
 
 
 def save(engine: TitanEngine, folder: Path, model: Path) -> None:
@@ -59,7 +51,7 @@ def save(engine: TitanEngine, folder: Path, model: Path) -> None:
         for part in ("model", "training"):
             (folder / part).mkdir(parents=True)
     torch.distributed.barrier()
-    engine.save(folder, model)
+    engine.save(folder, model, version=7)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -178,7 +170,7 @@ def read_whole(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 def publish(engine: TitanEngine, folder: Path, base: Manifest | None = None) -> Manifest:
     """Publish by one rank."""
-    drafted = draft(engine.specs(), version=engine.version, dtype=torch.bfloat16, base=base)
+    drafted = draft(engine.specs(), version=engine.updates, dtype=torch.bfloat16, base=base)
     drafted = reserve(drafted, folder)
     return complete(drafted, [asyncio.run(transport().write(drafted, engine.local_shards(), rank=0))])
 
@@ -188,7 +180,7 @@ def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("untied", "tied"):
         engine = engine_of(base / "hf" / name)
-        train(engine, range(2), rank=rank, ranks=2)
+        train(engine, range(2), ranks=2)
         drafted = [draft(engine.specs(), version=2, dtype=torch.bfloat16)]
         if rank == 0:
             (base / "segments" / name).mkdir(parents=True)
@@ -197,12 +189,12 @@ def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
         reports = asyncio.run(transport().write(drafted[0], engine.local_shards(), rank=rank))
         published = hf_weights(engine.model)
         save(engine, base / "saved" / name, base / "hf" / name)
-        train(engine, range(2, 3), rank=rank, ranks=2)
+        train(engine, range(2, 3), ranks=2)
         results[name] = (reports, drafted[0], published, hf_weights(engine.model))
     engine = engine_of(base / "hf" / "untied")
     engine.load_training_state(base / "saved" / "by_one" / "training")
-    train(engine, range(1, 2), rank=rank, ranks=2)
-    results["continued"] = (engine.version, hf_weights(engine.model))
+    train(engine, range(1, 2), ranks=2)
+    results["continued"] = (engine.updates, hf_weights(engine.model))
     try:
         engine.load_training_state(base / "saved" / "by_one" / "broken")
     except CheckpointError as error:
@@ -246,7 +238,7 @@ def test_what_two_ranks_saved_one_rank_continues(name: str, two_ranks: TwoRanks)
     base, ranks, _ = two_ranks
     engine = engine_of(base / "hf" / name)
     engine.load_training_state(base / "saved" / name / "training")
-    assert engine.version == 2
+    assert engine.updates == 2
     assert same(hf_weights(engine.model), ranks[0][name][2])
     train(engine, range(2, 3))
     found, expected = hf_weights(engine.model), ranks[0][name][3]
@@ -289,7 +281,7 @@ def test_a_training_state_that_cannot_be_written_is_an_error(tmp_path: Path):
     make_model(tmp_path / "hf")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file/training cannot be written: .*Not a directory") as caught:
-        engine_of(tmp_path / "hf").save(tmp_path / "file", tmp_path / "hf")
+        engine_of(tmp_path / "hf").save(tmp_path / "file", tmp_path / "hf", version=0)
     assert "--out" in caught.value.hint
 
 

@@ -2,29 +2,29 @@
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
 from forge_rl.data.packing import Packed
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError
 from forge_rl.metrics import Max, Mean, merge_all, reduce
 from forge_rl.types import Batch
-from tests.fakes import empty_row, hf_weights, make_model, packed, random_batch, run_ranks
+from tests.fakes import empty_row, hf_weights, make_model, packed, random_batch, run_ranks, train_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.1, warmup_steps=2, decay="linear")
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.1, warmup_updates=2, decay="linear")
 LOSS = ClippedSurrogate()
-TOTAL_STEPS = 5
+TOTAL_UPDATES = 5
 ODD: dict[str, object] = {
     "hidden_size": 25,
     "intermediate_size": 41,
@@ -39,10 +39,8 @@ def engine_of(folder: Path, *, reference: bool = False, **settings: Any) -> Tita
     return TitanEngine(folder, TrainSettings(**given), reference=reference)
 
 
-def step(engine: TitanEngine, laid: Packed, *, loss: ClippedSurrogate = LOSS, temperature: float = 1.0) -> dict:
-    return engine.train_step(
-        laid.rows, loss, trained_tokens=laid.trained_tokens, temperature=temperature, total_steps=TOTAL_STEPS
-    )
+def step(engine: TitanEngine, laid: Packed, *, loss: Loss = LOSS, **settings: Any) -> dict:
+    return train_batch(engine, laid, loss, total_updates=TOTAL_UPDATES, **settings)
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -72,22 +70,30 @@ class Plain:
         logits = model(ids[None]).logits[0, :-1] / temperature
         return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
-    def step(self, batch: Batch, lr: float, temperature: float) -> tuple[float, float]:
+    def step(self, batch: Batch, lr: float, temperature: float = 1.0, kind: str = "token_mean") -> tuple[float, float]:
         """Loss and gradient norm before clipping."""
-        losses, tokens = [], 0
+        sums, counts = [], []
         advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
         for episode, advantage in zip(batch.episodes, advantages.flatten(), strict=True):
+            losses, tokens = [], 0
             for segment in episode.segments:
                 ids = torch.tensor(segment.token_ids)
                 trained = torch.tensor(segment.trained[1:])
                 logprobs = self.logprobs(self.model, ids, temperature)[trained]
                 ratio = (logprobs - torch.tensor(segment.logprobs[1:])[trained]).exp()
-                losses.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum())
+                worst = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                losses.append(-(torch.max(worst, 3 * advantage) if advantage < 0 else worst).sum())
                 if self.kl_coef:
                     gap = logprobs - self.logprobs(self.reference, ids, temperature)[trained]
                     losses.append(self.kl_coef * (gap**2 / 2).sum())
                 tokens += int(trained.sum())
-        loss = torch.stack(losses).sum() / tokens
+            sums.append(torch.stack(losses).sum())
+            counts.append(tokens)
+        loss = {
+            "token_mean": sum(sums) / sum(counts),
+            "sequence_mean": sum(part / count for part, count in zip(sums, counts, strict=True)) / len(sums),
+            "constant": sum(sums) / (10 * len(sums)),
+        }[kind]
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
@@ -120,7 +126,7 @@ def test_steps_are_those_of_plain_pytorch(family: str, tied: bool, temperature: 
         assert metrics["grad_norm"] == pytest.approx(expected_norm, rel=1e-4)
         assert metrics["grad_norm"] > 0.1, "the clip is not tested"
         assert 0 < metrics["loss/clipped"] < 1
-    assert engine.version == 3
+    assert engine.updates == 3
     assert moved(engine, before) > 1e-3
     # AdamW divides by the root of its second moment, which magnifies rounding where a gradient is near 0.
     assert furthest(hf_weights(engine.model), plain.weights()) < 1e-5
@@ -143,25 +149,114 @@ def test_metrics_of_a_step_are_those_of_its_tokens(tmp_path: Path):
     assert isinstance(metrics["grad_norm"], Max)
 
 
-def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_older_ones(tmp_path: Path):
+def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_others(tmp_path: Path):
     make_model(tmp_path)
     engine = engine_of(tmp_path)
-    laid = packed(random_batch(0, vocab=43))
-    engine.version = 3
-    rows = [
+    (laid,) = packed(random_batch(0, vocab=43)).minibatches
+    rows = tuple(
         replace(row, versions=torch.where(row.mask, 2 + torch.arange(len(row), dtype=torch.int32) % 2, -1))
         for row in laid.rows
-    ]
+    )
     before = engine.logprobs(rows, temperature=1.0)
-    found = reduce(step(engine, replace(laid, rows=rows)))
+    minibatch = replace(laid, rows=rows)
+
+    def updates(version: int | None) -> list[dict[str, float]]:
+        found = engine.train_batch(
+            [minibatch] * 2, LOSS, epochs=1, temperature=1.0, total_updates=TOTAL_UPDATES, version=version
+        )
+        return [reduce(metrics) for metrics in found if metrics is not None]
+
+    first, second = updates(3)
     gaps = torch.cat([(score - row.behaviour)[row.mask] for row, score in zip(rows, before, strict=True)]).abs()
     versions = torch.cat([row.versions[row.mask] for row in rows])
     for name, version in (("logprob_gap", 3), ("logprob_drift", 2)):
         expected = gaps[versions == version]
-        assert found[name] == pytest.approx(float(expected.mean()), rel=1e-5)
-        assert found[f"{name}/max"] == pytest.approx(float(expected.max()), rel=1e-5)
-    engine.version = 9
-    assert "logprob_gap" not in reduce(step(engine, replace(laid, rows=rows)))
+        assert first[name] == pytest.approx(float(expected.mean()), rel=1e-5)
+        assert first[f"{name}/max"] == pytest.approx(float(expected.max()), rel=1e-5)
+    # After an update the weights are no published version any more.
+    assert all("logprob_drift" in each and "logprob_gap" not in each for each in (second, *updates(None)))
+
+
+def mixed_batch(seed: int) -> Batch:
+    """Four groups, of which two have equal rewards, but not at the start."""
+    batch = random_batch(seed, vocab=43, groups=4)
+    groups = [
+        replace(group, episodes=tuple(replace(episode, reward=0.1) for episode in group.episodes))
+        if p in (1, 2)
+        else group
+        for p, group in enumerate(batch.groups)
+    ]
+    return replace(batch, groups=tuple(groups))
+
+
+AGGREGATIONS = [Aggregation(), Aggregation(kind="sequence_mean"), Aggregation(kind="constant", tokens=10)]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda aggregation: aggregation.kind)
+def test_the_scale_counts_groups_that_are_left_out_whatever_the_rows(aggregation: Aggregation, tmp_path: Path):
+    plain = Plain(make_model(tmp_path))
+    loss, norm = plain.step(mixed_batch(0), 1e-3, kind=aggregation.kind)
+    for laid in (packed(mixed_batch(0), row_tokens=32), packed(mixed_batch(0), row_tokens=256, drop_uniform=False)):
+        found = reduce(step(engine_of(tmp_path), laid, loss=ClippedSurrogate(aggregation=aggregation)))
+        assert found["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda aggregation: aggregation.kind)
+def test_minibatches_and_epochs_are_updates_of_plain_pytorch(aggregation: Aggregation, tmp_path: Path):
+    plain = Plain(make_model(tmp_path))
+    engine = engine_of(tmp_path)
+    batch = mixed_batch(1)
+    laid = packed(batch, row_tokens=32, minibatches=2)
+    parts = [replace(batch, groups=batch.groups[m::2]) for m in range(2)]
+    # Warm-up over 2 updates to 1e-3, then linear over the 3 that are left.
+    expected = [
+        plain.step(part, lr, kind=aggregation.kind)
+        for part, lr in zip(parts * 2, [0.5e-3, 1e-3, 1e-3, 1e-3 * 2 / 3], strict=True)
+    ]
+    found = reduce(step(engine, laid, loss=ClippedSurrogate(aggregation=aggregation), epochs=2))
+    assert engine.updates == 4
+    assert found["loss"] == pytest.approx(sum(loss for loss, _ in expected) / 4, rel=1e-4, abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(max(norm for _, norm in expected), rel=1e-4)
+    assert furthest(hf_weights(engine.model), plain.weights()) < 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(ClippedSurrogate):
+    """Keeps what it was given."""
+
+    needs_proximal = True
+    seen: list[LossInputs] = field(default_factory=list)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.seen.append(inputs)
+        return super().__call__(inputs)
+
+
+def test_a_loss_sees_the_row_and_the_policy_from_before_the_first_update(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path)
+    laid = packed(random_batch(0, vocab=43, groups=4), minibatches=2, row_tokens=32)
+    before = engine.logprobs(laid.rows, temperature=0.7)
+    loss = Recording(aggregation=Aggregation(kind="sequence_mean"))
+    step(engine, laid, loss=loss, epochs=2, temperature=0.7)
+    assert len(loss.seen) == 2 * len(laid.rows)
+    for index, inputs in enumerate(loss.seen):
+        row = laid.rows[index % len(laid.rows)]
+        for name in ("behaviour", "advantages", "mask", "versions", "episodes", "turns", "segments"):
+            assert torch.equal(getattr(inputs, name), getattr(row, name)), name
+        assert torch.equal(inputs.weights, 1 / row.lengths)
+        assert inputs.reference is None
+        assert inputs.proximal is not None
+        torch.testing.assert_close(inputs.proximal, before[index % len(laid.rows)])
+        moved_by = (inputs.logprobs.detach() - inputs.proximal).abs().max()
+        assert moved_by < 1e-5 if index < len(laid.minibatches[0].rows) else moved_by > 1e-4
+
+
+def test_a_loss_that_needs_a_reference_where_there_is_none_is_refused(tmp_path: Path):
+    make_model(tmp_path)
+    with pytest.raises(ConfigError, match="the loss needs a frozen reference"):
+        step(engine_of(tmp_path), packed(random_batch(0, vocab=43)), loss=ClippedSurrogate(kl_coef=0.1))
 
 
 def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
@@ -252,32 +347,38 @@ def test_freezing_weights_changes_nothing_for_the_others(recompute: bool, tmp_pa
     assert furthest(hf_weights(engine.model), hf_weights(masked.model)) < 1e-7
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A loss whose gradient is not finite."""
+@dataclass(frozen=True, kw_only=True)
+class Broken(ClippedSurrogate):
+    """A loss whose gradient is not finite where there is a token of this episode."""
 
+    episode: int
     value: float
 
-    def __call__(self, logprobs: torch.Tensor, *_: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return (logprobs * self.value).sum(), {}
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, sums = super().__call__(inputs)
+        return loss * (self.value if (inputs.episodes == self.episode).any() else 1), sums
 
 
-@pytest.mark.parametrize(("value", "said"), [(float("nan"), "nan"), (float("inf"), "nan|inf")])
-def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(value: float, said: str, tmp_path: Path):
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_leaves_no_trace(value: float, tmp_path: Path):
     make_model(tmp_path)
     engine, other = engine_of(tmp_path), engine_of(tmp_path)
-    first, second = (packed(random_batch(seed, vocab=43)) for seed in (0, 1))
-    step(engine, first)
-    before = hf_weights(engine.model)
-    with pytest.raises(ForgeError, match=f"gradient norm of step 2 is ({said})") as caught:
-        step(engine, second, loss=Broken(value))  # type: ignore[arg-type]
-    assert "--trainer.optimizer.lr" in caught.value.hint
-    assert furthest(hf_weights(engine.model), before) == 0
-    assert engine.version == 1
-    step(engine, second)
-    for laid in (first, second):
-        step(other, laid)
-    assert furthest(hf_weights(engine.model), hf_weights(other.model)) == 0, "something of the bad gradient stayed"
+    first = packed(random_batch(0, vocab=43))
+    second = packed(random_batch(1, vocab=43, groups=4), minibatches=2)  # episodes 0 to 2 are in the first part
+    for each in (engine, other):
+        step(each, first)
+    found = engine.train_batch(
+        second.minibatches,
+        Broken(episode=0, value=value),
+        epochs=1,
+        temperature=1.0,
+        total_updates=TOTAL_UPDATES,
+        version=0,
+    )
+    expected = step(other, replace(second, minibatches=second.minibatches[1:]))
+    assert found == [None, expected], "the next one is on the published weights still"
+    assert engine.updates == other.updates == 2
+    assert furthest(hf_weights(engine.model), hf_weights(other.model)) == 0
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True)])
@@ -309,24 +410,30 @@ def batches() -> list[Batch]:
     return [random_batch(seed, vocab=43, groups=3) for seed in range(3)]
 
 
-def train_as_rank(rank: int, folders: dict[str, Path]) -> dict[str, tuple[list[dict], dict[str, torch.Tensor]]]:
-    """Three steps on each model, the last with nothing for rank 1; metrics and whole weights."""
+SEQUENCES = ClippedSurrogate(aggregation=Aggregation(kind="sequence_mean"), decoupled=True)
+
+
+def train_as_rank(
+    rank: int, folders: dict[str, Path]
+) -> dict[str, tuple[list[dict], dict[str, torch.Tensor], tuple[object, float]]]:
+    """Three steps on each model, the last with nothing for rank 1; metrics and whole weights; and a broken update."""
     results = {}
     for name, folder in folders.items():
         engine = engine_of(folder, recompute=name == "llama tied", frozen=FROZEN_OF.get(name, ()))
         metrics = []
-        for batch in batches()[:2]:
-            laid = packed(batch, ranks=2, row_tokens=32)
+        for batch, loss, epochs, minibatches in zip(batches(), (LOSS, SEQUENCES), (1, 2), (1, 2), strict=False):
+            laid = packed(batch, ranks=2, row_tokens=32, minibatches=minibatches)
             assert len(laid.rows) > 2
-            metrics.append(_rank_step(engine, laid, laid.rows[rank::2]))
-        laid = packed(batches()[2], row_tokens=256)
-        metrics.append(_rank_step(engine, laid, [laid.rows[0], empty_row()][rank : rank + 1]))
-        results[name] = (metrics, hf_weights(engine.model))
+            metrics.append(step(engine, laid, loss=loss, epochs=epochs))
+        (laid,) = packed(batches()[2], row_tokens=256).minibatches
+        last = packed(batches()[2], row_tokens=256)
+        metrics.append(step(engine, replace(last, minibatches=(replace(laid, rows=(laid.rows[0], empty_row())),))))
+        weights = hf_weights(engine.model)
+        own = replace(laid, rows=[laid.rows[0], empty_row()][rank : rank + 1])
+        broken = Broken(episode=0, value=float("nan"))  # on rank 0 alone
+        skipped = engine.train_batch([own], broken, epochs=1, temperature=1.0, total_updates=9, version=None)
+        results[name] = (metrics, weights, (skipped, moved(engine, weights)))
     return results
-
-
-def _rank_step(engine: TitanEngine, laid: Packed, rows: Any) -> dict:
-    return engine.train_step(rows, LOSS, trained_tokens=laid.trained_tokens, temperature=1.0, total_steps=TOTAL_STEPS)
 
 
 def test_two_ranks_train_as_one(tmp_path: Path):
@@ -341,7 +448,9 @@ def test_two_ranks_train_as_one(tmp_path: Path):
         engine = engine_of(folder, row_tokens=256, frozen=FROZEN_OF.get(name, ()))
         before = hf_weights(engine.model)
         for index, batch in enumerate(batches()):
-            alone = reduce(step(engine, packed(batch, row_tokens=256)))
+            many = index == 1
+            laid = packed(batch, row_tokens=256, minibatches=1 + many)
+            alone = reduce(step(engine, laid, loss=SEQUENCES if many else LOSS, epochs=1 + many))
             parts = [rank[name][0][index] for rank in ranks]
             assert parts[0]["grad_norm"] == parts[1]["grad_norm"]
             together = reduce(merge_all(parts))
@@ -351,3 +460,4 @@ def test_two_ranks_train_as_one(tmp_path: Path):
         assert moved(engine, before) > 1e-3
         for rank in ranks:
             assert furthest(hf_weights(engine.model), rank[name][1]) < 1e-5, name
+            assert rank[name][2] == ([None], 0.0), "all ranks skip what is not finite on one"

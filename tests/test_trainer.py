@@ -4,17 +4,18 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.algorithms import ClippedSurrogate, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.run.config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
@@ -30,10 +31,11 @@ RANKS = 2
 
 
 @contextlib.asynccontextmanager
-async def open_trainer(folder: Path, *frozen: str) -> AsyncIterator[tuple[Trainer, WeightStore]]:
+async def open_trainer(folder: Path, *frozen: str, **settings: int) -> AsyncIterator[tuple[Trainer, WeightStore]]:
     """A trainer of two ranks on a random model, and a store whose segments lie in the folder."""
     (folder / "shm").mkdir()
-    config = Trainer.Config(ranks=RANKS, row_tokens=256, frozen=frozen, optimizer=OptimizerConfig(lr=1e-2))
+    optimizer = OptimizerConfig(lr=1e-2, decay="linear")
+    config = Trainer.Config(ranks=RANKS, row_tokens=256, frozen=frozen, optimizer=optimizer, **settings)
     async with cluster(folder) as (made, faults), contextlib.AsyncExitStack() as stack:
         kept = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
         store = await WeightStore.start(kept, made, faults, deadline_s=60)
@@ -46,6 +48,7 @@ async def open_trainer(folder: Path, *frozen: str) -> AsyncIterator[tuple[Traine
             resume=None,
             reference=False,
             total_steps=2,
+            skipped=folder / "skipped",
             deadline_s=120,
         )
         stack.push_async_callback(trainer.stop)
@@ -89,20 +92,66 @@ def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_on_a_cpu_nothing_leaves_and_the_trainer_goes_on(tmp_path: Path):
+@dataclass(frozen=True, kw_only=True)
+class Broken(ClippedSurrogate):
+    """A loss whose gradient is not finite on rank 1, in the groups of the first minibatch of two of two each."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, sums = super().__call__(inputs)
+        first = (inputs.episodes[inputs.mask] // 3 % 2 == 0).any() and torch.distributed.get_rank() == 1
+        return loss * (float("nan") if first else 1), sums
+
+
+def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
     make_model(tmp_path / "hf")
+    batch = random_batch(0, vocab=43, groups=4)
+    uniform = replace(
+        batch,
+        groups=tuple(replace(g, episodes=tuple(replace(e, reward=0.1) for e in g.episodes)) for g in batch.groups),
+    )
 
     async def run() -> None:
-        async with open_trainer(tmp_path) as (trainer, store):
-            assert await trainer.offload() == 0
-            await trainer.publish(store, dtype="float32")
-            _, before = await read(store)
-            assert await trainer.offload() == 0
-            await trainer.step(packed(random_batch(0, vocab=43), ranks=RANKS, row_tokens=256), ClippedSurrogate())
+        async with open_trainer(tmp_path, minibatches=2, epochs=2) as (trainer, store):
+            laid, nothing = (packed(each, **vars(trainer.layout)) for each in (batch, uniform))
+            assert await trainer.publish(store, dtype="float32") == 0
+            assert await trainer.offload() == 0, "on a CPU nothing leaves"
+            stats = await trainer.step(laid, ClippedSurrogate())
             assert await trainer.onload() == 0
+            assert (trainer.updates, trainer.version, stats["updates"], stats["updates/skipped"]) == (4, 0, 4, 0)
+            assert stats["lr"] == pytest.approx(1e-2), "the largest of updates 0 to 3 of 8"
+            assert "logprob_gap" in stats
+            stats = await trainer.step(nothing, ClippedSurrogate())
+            assert stats == {"updates": 4, "updates/skipped": 0}
+            for part in ("model", "training"):
+                (tmp_path / "saved" / part).mkdir(parents=True)
+            await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
+            stats = await trainer.step(laid, ClippedSurrogate())
+            assert (trainer.updates, trainer.version) == (8, 0)
+            assert stats["lr"] == pytest.approx(1e-2 * 4 / 8), "that of update 4"
+            assert "logprob_gap" not in stats, "the weights are no version's"
+            assert [await trainer.publish(store, dtype="float32") for _ in range(2)] == [1, 2]
+
+            await trainer.restart(tmp_path / "saved" / "training")
+            assert (trainer.updates, trainer.version) == (4, 1), "its weights were never published"
+            await store.rollback(trainer.version - 1)
             assert await trainer.publish(store, dtype="float32") == 1
-            _, after = await read(store)
-            assert any(not torch.equal(after[name], before[name]) for name in before)
+
+            stats = await trainer.step(laid, Broken())
+            assert (trainer.updates, stats["updates"], stats["updates/skipped"]) == (6, 6, 2)
+            assert stats["loss"] == pytest.approx(stats["loss"]), "that of the others"
+            files = sorted((tmp_path / "skipped").iterdir())
+            assert [path.name for path in files] == ["update-000005-1.pt", "update-000006-1.pt"]
+            saved = torch.load(files[0])
+            first = laid.minibatches[0]
+            assert (saved["tokens"], saved["temperature"], len(saved["rows"])) == (first.tokens, 1.0, len(first.rows))
+            for found, row in zip(saved["rows"], first.rows, strict=True):
+                assert all(torch.equal(value, getattr(row, name)) for name, value in found.items())
+            only_bad = replace(laid, minibatches=(first,))
+            assert (await trainer.step(only_bad, Broken()))["updates/skipped"] == 2
+            with pytest.raises(ForgeError, match="4 updates in a row had a gradient that is not finite") as caught:
+                await trainer.step(only_bad, Broken())
+            assert str(tmp_path / "skipped" / "update-000007-4.pt") in caught.value.hint
+            assert "--trainer.max-skipped-updates" in caught.value.hint
 
     asyncio.run(run())
 
@@ -137,6 +186,21 @@ def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypat
 
     assert asyncio.run(call("offload")) == moved
     assert asyncio.run(call("onload")) == moved
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"minibatches": 4}, "2 groups cannot be cut into 4 minibatches"),
+        (
+            {"minibatches": 2, "epochs": 2, "optimizer": OptimizerConfig(warmup_updates=13)},
+            "the warm-up of 13 updates is longer than the run of 12",
+        ),
+    ],
+)
+def test_updates_that_a_run_does_not_have_are_refused_before_it_starts(settings: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        RunConfig(steps=3, groups_per_batch=2, trainer=Trainer.Config(**settings))
 
 
 def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Turns become segments by exact token prefix; groups know when they are uniform; batches give their rewards."""
+"""Turns become segments by exact token prefix; batches give their rewards."""
 
 import pytest
 import torch
@@ -50,6 +50,7 @@ def test_a_rewritten_history_starts_a_new_segment():
     segments = episode(first, rewritten, extended).segments
     assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 8, 5, 9, 6)]
     assert segments[1].trained == (False, False, False, True, False, True)
+    assert segments[1].turns == (-1, -1, -1, 1, -1, 2)
 
 
 def test_a_turn_joins_the_segment_with_the_longest_prefix_of_its_prompt():
@@ -78,15 +79,6 @@ def test_response_tokens_counts_the_completions_of_all_turns():
 def test_a_turn_refuses_misaligned_logprobs():
     with pytest.raises(AssertionError, match="differ in length"):
         Turn(prompt_ids=(1,), token_ids=(2, 3), logprobs=(-0.1,), versions=(0, 0), text="")
-
-
-@pytest.mark.parametrize("size", [1, 3, 10])
-def test_equal_rewards_of_a_tenth_are_uniform_although_they_round_off_their_mean(size):
-    assert group(*[0.1] * size).is_uniform
-
-
-def test_rewards_that_differ_are_not_uniform():
-    assert not group(0.1, 0.1, 0.2).is_uniform
 
 
 def test_batch_rewards_have_one_row_for_each_group():

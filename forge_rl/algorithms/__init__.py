@@ -1,13 +1,16 @@
 """Pure tensor functions of the methods: advantages, losses, logprobs and KL estimators."""
 
 from forge_rl.algorithms.advantages import group_advantages
+from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import kl_estimate, kl_penalty
 from forge_rl.algorithms.logprobs import logprob_gap, token_logprobs
-from forge_rl.algorithms.losses import ClippedSurrogate, Loss
+from forge_rl.algorithms.losses import ClippedSurrogate, Loss, LossInputs
 
 __all__ = [
+    "Aggregation",
     "ClippedSurrogate",
     "Loss",
+    "LossInputs",
     "group_advantages",
     "kl_estimate",
     "kl_penalty",

@@ -1,55 +1,83 @@
-"""Losses over trained tokens: sums, which the caller divides by the token count of the whole batch."""
+"""Losses over the trained tokens of a packed row: weighted sums, which the caller divides by one number a minibatch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 import torch
 
+from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimate, kl_penalty
 from forge_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossInputs:
+    """One packed row as a loss sees it.
+
+    All tensors are [L] and aligned: entry t of each is about the same token, the target of position t. Values where
+    mask is False are arbitrary, even NaN.
+    """
+
+    logprobs: torch.Tensor
+    """float32, the policy's, with gradient."""
+    behaviour: torch.Tensor
+    """float32, the engine's when it sampled the token."""
+    advantages: torch.Tensor
+    """float32, of the token's episode."""
+    weights: torch.Tensor
+    """float32, by which the token's loss counts in the sum: see `Aggregation.weights`."""
+    mask: torch.Tensor
+    """bool, True where the token is trained."""
+    versions: torch.Tensor
+    """int32, version of the weights that produced the token."""
+    episodes: torch.Tensor
+    """int32, index into batch.episodes of the token's episode."""
+    turns: torch.Tensor
+    """int32, index of the token's turn within its episode."""
+    segments: torch.Tensor
+    """int32, index of the token's segment within its episode. The tokens of a segment all lie in the same row."""
+    reference: torch.Tensor | None = None
+    """float32, the frozen reference's logprobs; None unless the loss needs them."""
+    proximal: torch.Tensor | None = None
+    """float32, logprobs of the policy as it was before the batch's first update; None unless the loss needs them."""
 
 
 class Loss(Protocol):
     """Sums a loss over one row's tokens. Must pickle: it is sent to the trainer's ranks.
 
     class Reinforce:
-        needs_reference = False
+        needs_reference = needs_proximal = False
+        aggregation = Aggregation()
 
-        def __call__(self, logprobs, behaviour, advantages, mask, reference=None):
-            loss = -torch.where(mask, logprobs * advantages, 0.0).sum()
-            return loss, {"tokens": mask.sum().float()}
+        def __call__(self, inputs):
+            loss = -inputs.weights * inputs.logprobs * inputs.advantages
+            return torch.where(inputs.mask, loss, 0.0).sum(), {}
     """
 
     @property
     def needs_reference(self) -> bool:
-        """True if the trainer must hold a frozen reference; groups with equal rewards then have a gradient too."""
+        """True if the trainer must hold a frozen reference; groups whose advantages are 0 then have a gradient too."""
         ...
 
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        behaviour: torch.Tensor,
-        advantages: torch.Tensor,
-        mask: torch.Tensor,
-        reference: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Sum the loss over the tokens where mask is True.
+    @property
+    def needs_proximal(self) -> bool:
+        """True if the loss wants the logprobs from before the batch's first update: one more forward pass a batch."""
+        ...
 
-        All tensors are [N] or [R, L] and aligned: entry t of each is about the same token, the target of position t.
+    @property
+    def aggregation(self) -> Aggregation:
+        """Says how the losses of tokens become one number."""
+        ...
 
-        Args:
-            logprobs: float32, the policy's, with gradient.
-            behaviour: float32, the engine's when it sampled the token.
-            advantages: float32, of the token's episode.
-            mask: bool, True where the token is trained. Values elsewhere are arbitrary, even NaN.
-            reference: float32, the frozen reference's, or None when there is no reference.
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Sum the loss, times its weight, over the tokens where mask is True.
 
         Returns:
-            The summed loss, a float32 scalar with gradient, and sums for metrics, detached float32 scalars. The caller
-            divides both by the trained tokens of the whole batch, over all rows and ranks, so that neither the split
-            into microbatches nor the number of ranks changes the gradient.
+            The sum, a float32 scalar with gradient, and unweighted sums for metrics, detached float32 scalars. The
+            caller divides the first by the aggregation's divisor, over all rows and ranks, so that neither the split
+            into microbatches nor the number of ranks changes the gradient; and the others by the number of tokens.
         """
         ...
 
@@ -62,18 +90,28 @@ class ClippedSurrogate:
 
     The loss of a token is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * penalty, where
     r = exp(logprobs - behaviour) is taken over the engine's own logprobs: PPO (arXiv 1707.06347) equation 7, with the
-    group's advantages of GRPO (arXiv 2402.03300) equation 3, and clip-higher and token-level normalisation of DAPO
-    (arXiv 2503.14476) equations 10 and 12. The logarithm of r is clamped to +-20, so that no ratio overflows.
+    group's advantages of GRPO (arXiv 2402.03300) equation 3, and clip-higher of DAPO (arXiv 2503.14476) equation 10.
+    Where A is negative, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO"). The logarithm of
+    r is clamped to +-20, so that no ratio overflows.
     """
 
     clip_low: float = 0.2
     """A ratio below 1 - clip_low earns no more gradient when the advantage is negative."""
     clip_high: float = 0.28
     """A ratio above 1 + clip_high earns no more gradient when the advantage is positive."""
+    dual_clip: float = 3.0
+    """A ratio above this earns no more gradient when the advantage is negative, where it would grow without bound; inf
+    turns that off."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the reference; 0 needs no reference."""
     kl_kind: Literal["k2", "k3"] = "k2"
     """Form of the KL penalty: k2, or k3 times the importance ratio."""
+    decoupled: bool = False
+    """Clip the ratio to the policy as it was before the batch's first update, and weigh each token by the ratio of that
+    policy to the engine's: decoupled PPO, as in AReaL (arXiv 2505.24298), for several updates on old tokens."""
+    behaviour_cap: float = 5.0
+    """Largest such weight, where decoupled."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1:
@@ -81,6 +119,10 @@ class ClippedSurrogate:
         for name, value in (("clip_high", self.clip_high), ("kl_coef", self.kl_coef)):
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} is {value}", hint=f"set --loss.{name.replace('_', '-')} to 0 or more")
+        if not self.dual_clip > 1:
+            raise ConfigError(f"dual_clip is {self.dual_clip}", hint="set --loss.dual-clip above 1, or to inf")
+        if not self.behaviour_cap > 0:
+            raise ConfigError(f"behaviour_cap is {self.behaviour_cap}", hint="set --loss.behaviour-cap above 0")
         if self.kl_kind not in ("k2", "k3"):
             raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint="set --loss.kl-kind to k2 or k3")
         if self.kl_kind != "k2" and not self.kl_coef:
@@ -93,43 +135,63 @@ class ClippedSurrogate:
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        behaviour: torch.Tensor,
-        advantages: torch.Tensor,
-        mask: torch.Tensor,
-        reference: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See Loss.__call__. The sums are "tokens", "surrogate" (the loss without its KL penalty), "ratio", "clipped"
-        (tokens whose gradient the clip removed) and, when there is a reference, "kl" (k3's estimate).
+    @property
+    def needs_proximal(self) -> bool:
+        return self.decoupled
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", "clipped" (tokens
+        whose gradient a clip removed), "dual_clipped" (those of them that the dual clip did), where decoupled
+        "behaviour_weight", and with a reference "kl" (k3's estimate).
 
         Raises:
             ConfigError: kl_coef is above 0 and there is no reference.
         """
-        if self.needs_reference and reference is None:
+        if self.needs_reference and inputs.reference is None:
             raise ConfigError(
                 f"kl_coef is {self.kl_coef} and there is no reference",
                 hint="give the trainer a frozen reference, or set --loss.kl-coef 0",
             )
-        for other in (behaviour, advantages, mask, logprobs if reference is None else reference):
-            assert other.shape == logprobs.shape, f"shapes differ: {list(other.shape)}, {list(logprobs.shape)}"
-        # where comes before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
-        logprobs, behaviour, advantages = (torch.where(mask, x, 0.0) for x in (logprobs, behaviour, advantages))
-        ratio = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        for each in fields(inputs):
+            other = getattr(inputs, each.name)
+            assert other is None or other.shape == inputs.mask.shape, f"{each.name} has shape {list(other.shape)}"
+        mask = inputs.mask
+
+        def masked(values: torch.Tensor) -> torch.Tensor:
+            # where comes before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
+            return torch.where(mask, values, 0.0)
+
+        logprobs, behaviour, advantages = map(masked, (inputs.logprobs, inputs.behaviour, inputs.advantages))
+        weights, old = masked(inputs.weights), behaviour
+        sums: dict[str, torch.Tensor] = {}
+        if self.decoupled:
+            assert inputs.proximal is not None, "needs_proximal asks for it"
+            old = masked(inputs.proximal)
+            behaviour_weight = _ratio(old, behaviour).clamp(max=self.behaviour_cap)
+            weights = weights * behaviour_weight
+            sums["behaviour_weight"] = masked(behaviour_weight).sum()
+        ratio = _ratio(logprobs, old)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         surrogate = -torch.minimum(ratio * advantages, clipped * advantages)
-        loss = surrogate.sum()
+        dual = (advantages < 0) & (ratio > self.dual_clip)
+        surrogate = torch.where(dual, -self.dual_clip * advantages, surrogate)
         lost = ((advantages > 0) & (ratio > 1 + self.clip_high)) | ((advantages < 0) & (ratio < 1 - self.clip_low))
-        sums = {
-            "tokens": mask.sum(),
-            "surrogate": loss,
-            "ratio": torch.where(mask, ratio, 0.0).sum(),
-            "clipped": lost.sum(),
+        loss = (weights * surrogate).sum()
+        sums |= {
+            "surrogate": surrogate.sum(),
+            "ratio": masked(ratio).sum(),
+            "clipped": (lost | dual).sum(),
+            "dual_clipped": dual.sum(),
         }
-        if reference is not None:
-            reference = torch.where(mask, reference, 0.0)
+        if inputs.reference is not None:
+            reference = masked(inputs.reference)
             sums["kl"] = kl_estimate(logprobs.detach(), reference, "k3").sum()
             if self.needs_reference:
-                loss = loss + self.kl_coef * kl_penalty(logprobs, reference, ratio, self.kl_kind).sum()
+                penalty = kl_penalty(logprobs, reference, _ratio(logprobs, behaviour), self.kl_kind)
+                loss = loss + self.kl_coef * (masked(inputs.weights) * penalty).sum()
         return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}
+
+
+def _ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return exp(logprobs - others), without overflow."""
+    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

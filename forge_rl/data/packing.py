@@ -6,7 +6,8 @@ A row holds whole trees. The attention mask (`attends`) lets a branch see its pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,11 +27,13 @@ class Layout:
     """Maximum tokens of a row, padding included."""
     pad_multiple: int = 1
     """A row's length is rounded up to a multiple of this: 128 where FlexAttention's blocks need it."""
+    minibatches: int = 1
+    """Number of parts that a batch is cut into, each for an update of its own. A group is in one part."""
     share_prefixes: bool = True
     """Store and compute a common prefix once. Off, each segment is a tree of its own with one branch."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "row_tokens", "pad_multiple"):
+        for name in ("ranks", "row_tokens", "pad_multiple", "minibatches"):
             if getattr(self, name) < 1:
                 flag = "--trainer." + name.replace("_", "-")
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
@@ -43,7 +46,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One packed row. All fields are [L]; entry t of the last seven describes targets[t], that is, token t+1."""
+    """One packed row. All fields are [L]; entry t of the last nine describes targets[t], that is, token t+1."""
 
     token_ids: torch.Tensor
     """int64; 0 in padding."""
@@ -67,25 +70,48 @@ class Row:
     """int32, index into batch.episodes of the target's episode; -1 where not mask."""
     segments: torch.Tensor
     """int32, index of the target's segment within its episode; -1 where not mask."""
+    turns: torch.Tensor
+    """int32, index of the target's turn within its episode; -1 where not mask."""
+    lengths: torch.Tensor
+    """int32, number of trained tokens of the target's episode, over all rows; 1 where not mask."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """A batch, packed. It has no rows when no token is left to train; the trainer then has nothing to step on."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Minibatch:
+    """Rows that one update is taken on. It has none where all advantages are 0; there is no update then."""
 
     rows: tuple[Row, ...]
     """A multiple of Layout.ranks. Rank r trains rows[r::ranks]; rows that run side by side are about equally long."""
+    tokens: int
+    """Number of trained tokens, those of groups that were left out included."""
+    sequences: int
+    """Number of episodes, those of groups that were left out included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A batch, packed."""
+
+    minibatches: tuple[Minibatch, ...]
+    """Parts for an update each, as many as the layout says."""
     trained_tokens: int
-    """Number of targets with mask True, over all rows and ranks; the summed loss is divided by it."""
+    """Number of targets with mask True, over all rows and ranks."""
     sequence_tokens: int
     """Input tokens of all packed segments, before sharing and padding."""
     unscored_tokens: int
     """Completion tokens that are masked because the engine gave no finite logprob for them."""
+    uniform_share: float
+    """Share of groups whose advantages are all 0."""
     version: int
     """Version of the batch: a target's lag is this minus its own version."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Rows of all minibatches."""
+        return tuple(row for minibatch in self.minibatches for row in minibatch.rows)
 
     @property
     def packed_tokens(self) -> int:
@@ -122,11 +148,12 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
 
     Args:
         advantages: [P, G] float32, one for each episode; its segments share it.
-        drop_uniform: leave out groups with equal rewards: their advantages are 0, so the surrogate has no gradient.
-            Keep them when another term (a KL penalty) should still reach them.
+        drop_uniform: leave out groups whose advantages are all 0: the surrogate has no gradient there. They count in
+            the loss's mean all the same. Keep them when another term (a KL penalty) should still reach them.
 
     Raises:
-        ConfigError: a segment does not fit in a row, or advantages do not match the batch.
+        ConfigError: a segment does not fit in a row, there are fewer groups than minibatches, or advantages do not
+            match the batch.
     """
     shape = [len(batch.groups), len(batch.groups[0].episodes) if batch.groups else 0]
     if batch.groups and list(advantages.shape) != shape:
@@ -134,21 +161,31 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
             f"advantages have shape {list(advantages.shape)} and the batch is of shape [P, G] = {shape}",
             hint="compute them from batch.rewards, with group_advantages",
         )
-    trees: list[Tree] = []
-    unscored = 0
+    if batch.groups and len(batch.groups) < layout.minibatches:
+        raise ConfigError(
+            f"{len(batch.groups)} groups cannot be cut into {layout.minibatches} minibatches",
+            hint="lower --trainer.minibatches, or raise --groups-per-batch",
+        )
+    # Neighbours go to different minibatches, as sources take turns in a batch.
+    parts = [_Part() for _ in range(layout.minibatches)]
+    uniform = unscored = 0
     for p, group in enumerate(batch.groups):
-        if drop_uniform and group.is_uniform:
-            continue
-        branches = []
+        part, branches = parts[p % layout.minibatches], []
         for g, episode in enumerate(group.episodes):
-            for s, segment in enumerate(episode.segments):
-                branch = make_branch(segment, p * shape[1] + g, s, float(advantages[p, g]))
-                unscored += sum(segment.trained) - int(branch.mask.sum())
-                if branch.mask.any():
-                    branches.append(branch)
-        trees += build_trees(branches, first_key=len(trees), share_prefixes=layout.share_prefixes)
+            own = [
+                make_branch(segment, p * shape[1] + g, s, float(advantages[p, g]))
+                for s, segment in enumerate(episode.segments)
+            ]
+            trained = sum(int(branch.mask.sum()) for branch in own)
+            unscored += sum(sum(segment.trained) for segment in episode.segments) - trained
+            part.lengths[p * shape[1] + g] = trained
+            branches += [branch for branch in own if branch.mask.any()]
+        is_uniform = not bool(advantages[p].any())
+        uniform += is_uniform
+        if not (drop_uniform and is_uniform):
+            part.trees += build_trees(branches, first_key=len(part.trees), share_prefixes=layout.share_prefixes)
 
-    packed = [branch for tree in trees for branch in tree.branches]
+    packed = [branch for part in parts for tree in part.trees for branch in tree.branches]
     needed = max((branch.inputs for branch in packed), default=0)
     if needed > layout.row_tokens:
         raise ConfigError(
@@ -156,26 +193,43 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
             hint=f"set --trainer.row-tokens to at least {round_up(needed, layout.pad_multiple)}, "
             "or let episodes be shorter",
         )
-    rows = assign_rows(trees, row_tokens=layout.row_tokens, ranks=layout.ranks)
     return Packed(
-        rows=tuple(_row(row, layout.pad_multiple) for row in rows),
+        minibatches=tuple(part.minibatch(layout) for part in parts),
         trained_tokens=sum(int(branch.mask.sum()) for branch in packed),
         sequence_tokens=sum(branch.inputs for branch in packed),
         unscored_tokens=unscored,
+        uniform_share=uniform / max(1, len(batch.groups)),
         version=batch.version,
     )
 
 
+@dataclass
+class _Part:
+    """Groups of one minibatch."""
+
+    trees: list[Tree] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Number of trained tokens of each episode, those of groups that are left out included."""
+
+    def minibatch(self, layout: Layout) -> Minibatch:
+        rows = assign_rows(self.trees, row_tokens=layout.row_tokens, ranks=layout.ranks)
+        return Minibatch(
+            rows=tuple(_row(row, layout.pad_multiple, self.lengths) for row in rows),
+            tokens=sum(self.lengths.values()),
+            sequences=len(self.lengths),
+        )
+
+
 _PADDING = (
     dict.fromkeys(("token_ids", "positions", "targets"), np.int64(0))
-    | dict.fromkeys(("trees", "versions", "episodes", "segments"), np.int32(-1))
+    | dict.fromkeys(("trees", "versions", "episodes", "segments", "turns"), np.int32(-1))
     | dict.fromkeys(("behaviour", "advantages"), np.float32(0))
-    | {"branches": np.int32(0), "mask": np.bool_(False)}
+    | {"branches": np.int32(0), "lengths": np.int32(1), "mask": np.bool_(False)}
 )
 """Padding value and dtype of each field of a row."""
 
 
-def _row(trees: list[Tree], pad_multiple: int) -> Row:
+def _row(trees: list[Tree], pad_multiple: int, lengths: Mapping[int, int]) -> Row:
     length = round_up(max(1, row_size(trees)), pad_multiple)
     row = {name: np.full(length, padding) for name, padding in _PADDING.items()}
     at = 0
@@ -198,6 +252,8 @@ def _row(trees: list[Tree], pad_multiple: int) -> Row:
             row["mask"][here] = trained
             row["behaviour"][here] = branch.behaviour[following]
             row["versions"][here] = branch.versions[following]
+            row["turns"][here] = branch.turns[following]
+            row["lengths"][here][trained] = lengths[branch.episode]
             row["advantages"][here][trained] = branch.advantage
             row["episodes"][here][trained] = branch.episode
             row["segments"][here][trained] = branch.segment

@@ -22,6 +22,7 @@ class Branch:
     mask: npt.NDArray[np.bool_]
     behaviour: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+    turns: npt.NDArray[np.int32]
     episode: int
     segment: int
     advantage: float
@@ -80,6 +81,7 @@ def make_branch(segment: Segment, episode: int, index: int, advantage: float) ->
         mask=mask[:end],
         behaviour=np.where(mask, behaviour, np.float32(0))[:end],
         versions=np.where(mask, np.array(segment.versions, dtype=np.int32), np.int32(-1))[:end],
+        turns=np.where(mask, np.array(segment.turns, dtype=np.int32), np.int32(-1))[:end],
         episode=episode,
         segment=index,
         advantage=advantage,

@@ -21,10 +21,10 @@ class OptimizerConfig:
     """AdamW's decay of the first moment."""
     beta2: float = 0.95
     """AdamW's decay of the second moment."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to its peak."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly to its peak; a step takes one or more."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, down to 0 where the last step ends."""
+    """Course of the learning rate after the warm-up, down to 0 where the last update ends."""
     max_grad_norm: float = 1.0
     """Largest global norm of the gradient; a larger one is scaled down to it."""
 
@@ -32,16 +32,16 @@ class OptimizerConfig:
         check_flags(
             self,
             "--trainer.optimizer.",
-            least={"weight_decay": 0, "beta1": 0, "beta2": 0, "warmup_steps": 0},
+            least={"weight_decay": 0, "beta1": 0, "beta2": 0, "warmup_updates": 0},
             above={"lr": 0, "max_grad_norm": 0},
             below={"beta1": 1, "beta2": 1},
         )
 
-    def lr_at(self, step: int, total_steps: int) -> float:
-        """Return the learning rate of a step, counted from 0, in a run of total_steps."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
+    def lr_at(self, update: int, total_updates: int) -> float:
+        """Return the learning rate of an update, counted from 0, in a run of total_updates."""
+        if update < self.warmup_updates:
+            return self.lr * (update + 1) / self.warmup_updates
         if self.decay == "constant":
             return self.lr
-        left = max(0.0, 1 - (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        left = max(0.0, 1 - (update - self.warmup_updates) / max(1, total_updates - self.warmup_updates))
         return self.lr * (left if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from forge_rl.algorithms.losses import Loss
-from forge_rl.data.packing import Row
+from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import Dtype
 from forge_rl.metrics import Value
@@ -110,37 +110,42 @@ class TrainEngine(Protocol):
     """One rank's share of the policy, its optimizer, and if asked for a frozen reference.
 
         engine = make_train_engine(folder, settings)  # in each rank's process, after init_distributed
-        metrics = engine.train_step(rows, loss, trained_tokens=n, temperature=1.0, total_steps=100)
+        metrics = engine.train_batch(minibatches, loss, epochs=1, temperature=1.0, total_updates=100, version=3)
         reports = await transport.write(drafted, engine.local_shards(), rank=engine.rank)
 
     Every rank calls the same methods in the same order. What needs the state brings it back from host memory first.
     """
 
     rank: int
-    version: int
+    updates: int
     """Optimizer steps behind the weights."""
 
     @property
     def parameters(self) -> int:
         """Number of the policy's parameters, over all ranks."""
 
-    def train_step(
-        self, rows: Sequence[Row], loss: Loss, *, trained_tokens: int, temperature: float, total_steps: int
-    ) -> dict[str, Value]:
-        """Take one optimizer step: forward, backward, clip, update. The version rises by one.
+    def train_batch(
+        self,
+        minibatches: Sequence[Minibatch],
+        loss: Loss,
+        *,
+        epochs: int,
+        temperature: float,
+        total_updates: int,
+        version: int | None,
+    ) -> list[dict[str, Value] | None]:
+        """Take an update on each minibatch, as often as there are epochs: forward, backward, clip, optimizer step.
 
         Args:
-            rows: this rank's rows, each one microbatch; as many on every rank.
+            minibatches: with this rank's rows, each one microbatch; as many on every rank, and at least one.
             loss: sums per-token losses.
-            trained_tokens: number over all rows of all ranks; the loss is the sum divided by it.
             temperature: the one that the episodes were sampled at.
-            total_steps: steps of the whole run, for the course of the learning rate.
+            total_updates: updates of the whole run, for the course of the learning rate.
+            version: published version that these weights are; None where they were updated since.
 
         Returns:
-            Mergeable metrics of this rank.
-
-        Raises:
-            ForgeError: the gradient is not finite; weights and optimizer are left as they were.
+            Mergeable metrics of this rank for each update, in order. None for one whose gradient was not finite: it
+            left weights and optimizer as they were, on all ranks, and does not count in `updates`.
         """
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
@@ -171,17 +176,18 @@ class TrainEngine(Protocol):
     def local_shards(self) -> Iterator[LocalShard]:
         """This rank's part of what is published: views that, with those of all ranks, tile each weight once."""
 
-    def save(self, folder: Path, model: Path) -> None:
+    def save(self, folder: Path, model: Path, *, version: int) -> None:
         """Write `folder/model` for Hugging Face and `folder/training` to continue from; both exist, empty.
 
-        Config and tokenizer are copied from `model`, the folder that the run started from.
+        Config and tokenizer are copied from `model`, the folder that the run started from; `version` is kept beside
+        the weights.
 
         Raises:
             CheckpointError: a rank could not write.
         """
 
-    def load_training_state(self, folder: Path) -> None:
-        """Continue from what `save` wrote into its folder `training`.
+    def load_training_state(self, folder: Path) -> int:
+        """Continue from what `save` wrote into its folder `training`; returns the version that it was given.
 
         Raises:
             CheckpointError: it is incomplete, corrupt, or of another model.

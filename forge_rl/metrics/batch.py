@@ -19,7 +19,6 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
         "reward/mean": sum(rewards) / len(rewards),
         "reward/max": max(rewards),
         "reward/min": min(rewards),
-        "groups/uniform": sum(group.is_uniform for group in batch.groups) / len(batch.groups),
         "tokens/completion_mean": sum(lengths) / len(lengths),
         "tokens/completion_max": float(max(lengths)),
         "episodes/truncated": sum(episode.outcome == "truncated" for episode in episodes) / len(episodes),

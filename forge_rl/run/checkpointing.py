@@ -27,21 +27,33 @@ class Checkpointer:
         self._model = model
         self._began = time.monotonic()
         self._seconds_before = 0.0
+        self.step = 0
+        """Number of finished steps, which are batches that were trained on."""
         self.scores: dict[int, float] = {}
         """Held-out score by step."""
         self.saved: int | None = None
         """Step of the newest checkpoint; None where there is none."""
         self._first = rollouts.state()
-        self.end_step()
+        self._note()
 
     @property
     def seconds(self) -> float:
         """Wall time of the run, that before it was continued included."""
         return self._seconds_before + time.monotonic() - self._began
 
+    @property
+    def trained(self) -> bool:
+        """True if the trainer took updates since the last step ended."""
+        return self._services.trainer.updates != self._ended[0]
+
     def end_step(self) -> None:
+        """Counts a step that is finished."""
+        self.step += 1
+        self._note()
+
+    def _note(self) -> None:
         """Notes where the rollouts stand: soon they are ahead, and a checkpoint needs both of the same step."""
-        self._ended = self._services.trainer.version, self._rollouts.state()
+        self._ended = self._services.trainer.updates, self._rollouts.state()
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint of an earlier process, which the trainer has loaded.
@@ -52,8 +64,8 @@ class Checkpointer:
         rollouts, self.scores, self._seconds_before = self._read(checkpoint)
         await self._rollouts.restore(rollouts)
         self._first = self._rollouts.state()
-        self.saved = checkpoint.step
-        self.end_step()
+        self.step = self.saved = checkpoint.step
+        self._note()
 
     async def save(self) -> Checkpoint:
         """Writes a checkpoint of the last finished step.
@@ -61,12 +73,12 @@ class Checkpointer:
         Raises:
             CheckpointError: no space, or the folder cannot be written.
         """
-        trainer = self._services.trainer
-        if trainer.version != self._ended[0]:
-            self.end_step()
-        step, rollouts = self._ended
+        trainer, step = self._services.trainer, self.step
+        if self.trained:
+            self._note()
+        updates, rollouts = self._ended
         scores = {str(at): score for at, score in self.scores.items()}
-        state = {"step": step, "rollouts": rollouts, "scores": scores, "seconds": self.seconds}
+        state = {"step": step, "updates": updates, "rollouts": rollouts, "scores": scores, "seconds": self.seconds}
         async with self._checkpoints.writing(step, state, bytes_needed=trainer.parameters * 16) as folder:
             await trainer.save(folder, model=self._model)
         self.saved = step
@@ -93,28 +105,31 @@ class Checkpointer:
                 if error.service != "trainer":
                     raise
             else:
-                return self._services.trainer.version
+                return self.step
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
-        """Brings everything but the trainer to the step that the trainer is at."""
+        """Brings everything but the trainer to the step of the checkpoint."""
         trainer, generator, weights = self._services.trainer, self._services.generator, self._services.weights
-        step = trainer.version
         await self._rollouts.restore(self._read(checkpoint)[0] if checkpoint else self._first)
-        await weights.rollback(step)
-        if await weights.latest() != step:  # else it is kept, and holds the same weights
-            await trainer.publish(weights, dtype=generator.dtype)
-        await generator.load(weights, step)
-        self.scores = {at: score for at, score in self.scores.items() if at <= step}
+        await weights.rollback(trainer.version - 1)
+        version = await trainer.publish(weights, dtype=generator.dtype)
+        await generator.load(weights, version)
         self.saved = checkpoint.step if checkpoint else None
-        self.end_step()
+        self.step = self.saved or 0
+        self.scores = {at: score for at, score in self.scores.items() if at <= self.step}
+        self._note()
 
     def _read(self, checkpoint: Checkpoint) -> tuple[dict[str, object], dict[int, float], float]:
         """Reads the rollouts' state, the scores, and the seconds of the run until then."""
-        state, step = checkpoint.controller_state(), self._services.trainer.version
+        state, updates = checkpoint.controller_state(), self._services.trainer.updates
         rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
         hint = f"delete {checkpoint.folder} to continue from the checkpoint before it"
         if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
             raise CheckpointError(f"{checkpoint.folder}/controller.json lacks what a run continues from", hint=hint)
-        if step != checkpoint.step:
-            raise CheckpointError(f"{checkpoint.folder} holds the training state of step {step}", hint=hint)
+        if updates != state.get("updates"):
+            raise CheckpointError(
+                f"{checkpoint.folder} holds a training state of {updates} updates, and the state of a run of "
+                f"{state.get('updates')}",
+                hint=hint,
+            )
         return rollouts, {int(at): float(score) for at, score in scores.items()}, float(seconds)

@@ -29,7 +29,7 @@ class RunConfig:
     model: str = "smollm2-135m"
     """Hugging Face id, local folder, or the name of the bundled model."""
     steps: int = 10
-    """Optimizer steps."""
+    """Batches to train on; each takes one optimizer step, unless --trainer.minibatches or --trainer.epochs say more."""
     groups_per_batch: int = 8
     """P: tasks drawn for one batch."""
     group_size: int = 8
@@ -77,10 +77,16 @@ class RunConfig:
                 "colocated",
                 hint="choose --placement separate, or --schedule.kind pipelined",
             )
-        if self.trainer.optimizer.warmup_steps > self.steps:
+        updates = self.steps * self.trainer.updates_per_batch
+        if self.trainer.optimizer.warmup_updates > updates:
             raise ConfigError(
-                f"the warm-up of {self.trainer.optimizer.warmup_steps} steps is longer than the run of {self.steps}",
-                hint="lower --trainer.optimizer.warmup-steps",
+                f"the warm-up of {self.trainer.optimizer.warmup_updates} updates is longer than the run of {updates}",
+                hint="lower --trainer.optimizer.warmup-updates",
+            )
+        if self.trainer.minibatches > self.groups_per_batch:
+            raise ConfigError(
+                f"{self.groups_per_batch} groups cannot be cut into {self.trainer.minibatches} minibatches",
+                hint="lower --trainer.minibatches, or raise --groups-per-batch",
             )
         if self.generator.max_model_tokens > self.trainer.row_tokens:
             raise ConfigError(

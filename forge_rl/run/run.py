@@ -67,13 +67,12 @@ class Run(Generic[C]):
         self._log = monitor.log
         self.close = close
         """Ends a run that was opened with `open`: stops the services, writes what is held back."""
-        self._logged = self.step
         self._end_step()  # the start is no part of the first step
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done."""
-        return self.trainer.version
+        """Number of steps done: of batches that were trained on, by one update or several."""
+        return self._checkpointer.step
 
     @property
     def scores(self) -> dict[int, float]:
@@ -118,10 +117,18 @@ class Run(Generic[C]):
                 "tokens/packed": float(packed.packed_tokens),
                 "tokens/sequences": float(packed.sequence_tokens),
                 "tokens/unscored": float(packed.unscored_tokens),
+                "groups/uniform": packed.uniform_share,
             }
             self._clock.tokens("train", packed.sequence_tokens)
         values |= self.rollouts.metrics() | self._devices.pop_metrics() | self._monitor.pop_depths() | self._end_step()
+        self._checkpointer.end_step()
         bound, gap = _GAP_BOUND[self.generator.dtype], stats.get("logprob_gap", 0.0)
+        if stats.get("updates/skipped"):
+            self._log.event(
+                f"step {self.step}: {stats['updates/skipped']:g} updates were skipped, as their gradient is not "
+                f"finite; what was in them is saved in {self.folder / 'skipped'}",
+                "warning",
+            )
         if gap > bound:
             self._log.event(
                 f"step {self.step}: trainer's and engines' logprobs differ by {gap:.2g} on average, "
@@ -129,8 +136,6 @@ class Run(Generic[C]):
                 "warning",
             )
         self._log.log(self.step, values, batch)
-        self._logged = self.step
-        self._checkpointer.end_step()
         return values
 
     @contextlib.asynccontextmanager
@@ -185,12 +190,12 @@ class Run(Generic[C]):
         """Saves what was trained since the last checkpoint, where the run writes any."""
         if self.config.checkpoint_every == 0 or not self.trainer.alive:
             return
-        step = await self.trainer.wait_idle()
-        if step > self._logged:  # it was stopped in the optimizer step, which ended
+        await self.trainer.wait_idle()
+        if self._checkpointer.trained:  # it was stopped in a step, whose updates ended
             self.log({}, self.rollouts.last)
-        if step not in (0, self._checkpointer.saved):
+        if self.step not in (0, self._checkpointer.saved):
             await self._checkpointer.save()
-            self._log.event(f"saved step {step}; the same command continues from there")
+            self._log.event(f"saved step {self.step}; the same command continues from there")
 
     def __repr__(self) -> str:
         parts = (self.trainer, self.generator, self.reward, self.environment)
@@ -216,5 +221,4 @@ class Run(Generic[C]):
         with self.phase("recover"):
             step = await self._checkpointer.rollback()
             self._log.rollback(step)
-            self._logged = step
             self._log.event(f"the trainer was restarted; the run goes on from step {step}", "warning")

@@ -54,6 +54,7 @@ async def running_services(
     faults: Faults,
     display: Display,
     *,
+    folder: Path,
     model: Path,
     resume: Path | None,
     reference: bool,
@@ -65,6 +66,7 @@ async def running_services(
 
     Args:
         cluster: closed after the services.
+        folder: of the run.
         model: Hugging Face folder.
         resume: training state to continue from, if any.
         reference: True if the trainer must keep a frozen reference.
@@ -103,6 +105,7 @@ async def running_services(
                     resume=resume,
                     reference=reference,
                     total_steps=config.steps,
+                    skipped=folder / "skipped",
                     deadline_s=deadline_s,
                 ),
             )

@@ -152,6 +152,7 @@ class Starting(Generic[C]):
                         Cluster((folder / "logs").resolve()),
                         faults,
                         display,
+                        folder=folder,
                         model=model,
                         resume=checkpoint.training.resolve() if checkpoint else None,
                         reference=self.loss.needs_reference,

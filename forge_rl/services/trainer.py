@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_rl.algorithms.losses import Loss
-from forge_rl.data.packing import Layout, Packed
+from forge_rl.data.packing import Layout, Minibatch, Packed
 from forge_rl.engines.platform import cpu_cores, device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
@@ -42,6 +42,12 @@ class Trainer:
 
         ranks: int = 1
         """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU."""
+        minibatches: int = 1
+        """Parts that a batch is cut into, each for an update of its own."""
+        epochs: int = 1
+        """Times that a batch's minibatches are trained on before the next batch."""
+        max_skipped_updates: int = 3
+        """Updates in a row whose gradient is not finite that end the run; fewer are skipped, and saved to look at."""
         port: int = 0
         """Port at which the ranks meet; 0 finds a free one."""
         max_restarts: int = 3
@@ -52,7 +58,8 @@ class Trainer:
             check_flags(
                 self,
                 "--trainer.",
-                least={"ranks": 1, "port": 0, "max_restarts": 0, "row_tokens": 1},
+                least={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
+                | {"port": 0, "max_restarts": 0, "row_tokens": 1},
                 below={"port": 65536},
             )
             if self.row_tokens % (multiple := _pad_multiple()):
@@ -60,6 +67,11 @@ class Trainer:
                     f"a row of {self.row_tokens} tokens cannot be packed",
                     hint=f"set --trainer.row-tokens to a multiple of {multiple}",
                 )
+
+        @property
+        def updates_per_batch(self) -> int:
+            """Number of optimizer steps that a batch takes."""
+            return self.minibatches * self.epochs
 
     def __init__(
         self,
@@ -69,13 +81,16 @@ class Trainer:
         spawn: Callable[[], Replica],
         *,
         total_steps: int,
+        skipped: Path,
         start_deadline_s: float,
     ) -> None:
         self.config = config
         self._service = service
         self._faults = faults
         self._spawn = spawn
-        self._total_steps = total_steps
+        self._total_updates = total_steps * config.updates_per_batch
+        self._skipped = skipped
+        self._skipped_in_a_row = 0
         self._start_deadline_s = start_deadline_s
         self._deadline_s = 3600.0
         self._unavailable = "it has not started"
@@ -84,7 +99,11 @@ class Trainer:
         self.restarts = 0
         """Number of restarts so far."""
         self.version = 0
+        """Latest published version; before the first publish, the version that it will be."""
+        self.updates = 0
         """Optimizer steps behind the weights."""
+        self._published: int | None = None
+        """Updates behind the latest published version; None before the first publish."""
         self.parameters = 0
         """Number of the policy's parameters."""
         self.busy_s = 0.0
@@ -101,6 +120,7 @@ class Trainer:
         resume: Path | None,
         reference: bool,
         total_steps: int,
+        skipped: Path,
         deadline_s: float,
     ) -> Trainer:
         """Spawn the ranks and load the policy.
@@ -108,7 +128,8 @@ class Trainer:
         Args:
             model: Hugging Face folder to start from; also the frozen reference, if there is one.
             resume: training state to continue from instead.
-            total_steps: steps of the run, for the course of the learning rate.
+            total_steps: batches of the run, for the course of the learning rate.
+            skipped: folder for what was in updates that were skipped; made when there is one.
             deadline_s: longest time for the whole start.
         """
         service = Service("trainer", cluster, faults)
@@ -118,7 +139,9 @@ class Trainer:
             args = model, config, reference, config.ranks
             return service.spawn(TrainerActor, *args, ranks=config.ranks, env=env, index=0)
 
-        trainer = cls(config, service, faults, spawn, total_steps=total_steps, start_deadline_s=deadline_s)
+        trainer = cls(
+            config, service, faults, spawn, total_steps=total_steps, skipped=skipped, start_deadline_s=deadline_s
+        )
         try:
             await trainer._open(resume)
         except BaseException:
@@ -134,8 +157,8 @@ class Trainer:
         called again; each call counts. The weight store is not told: see `WeightStore.rollback`.
 
         Args:
-            resume: training state to continue from, whose version is then this trainer's; None starts from the model
-                again, at version 0.
+            resume: training state to continue from, whose version and updates are then this trainer's; None starts
+                from the model again, at version 0.
             cause: cause of the fault that is noted if no rank has died yet.
 
         Raises:
@@ -182,21 +205,65 @@ class Trainer:
     @property
     def layout(self) -> Layout:
         """Layout that `pack` must give a batch for this trainer."""
-        return Layout(ranks=self.config.ranks, row_tokens=self.config.row_tokens, pad_multiple=_pad_multiple())
+        return Layout(
+            ranks=self.config.ranks,
+            row_tokens=self.config.row_tokens,
+            pad_multiple=_pad_multiple(),
+            minibatches=self.config.minibatches,
+        )
 
     async def step(self, packed: Packed, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
-        """Take one optimizer step on what `pack` made with this trainer's layout; see `TrainEngine.train_step`.
+        """Train on what `pack` made with this trainer's layout; see `TrainEngine.train_batch`.
+
+        Each minibatch gives an update an epoch, and none where it has no rows because all its advantages are 0. An
+        update whose gradient is not finite is skipped, and its rows are saved into the folder `skipped`.
 
         Returns:
-            Metrics, merged over microbatches and ranks.
+            Metrics, merged over microbatches, ranks and updates: `updates` behind the weights, `updates/skipped` of
+            this batch, and those of the loss and the optimizer if there was an update.
+
+        Raises:
+            ForgeError: max_skipped_updates in a row were skipped.
         """
-        ranks = self.config.ranks
-        parts = await self._each(
-            "step", lambda rank: (packed.rows[rank::ranks], loss, packed.trained_tokens, temperature, self._total_steps)
-        )
-        self.version += 1
+        minibatches = [minibatch for minibatch in packed.minibatches if minibatch.rows]
+        if not minibatches:
+            return {"updates": float(self.updates), "updates/skipped": 0.0}
+        config = self.config
+        version = self.version if self.updates == self._published else None
+
+        def args_of(rank: int) -> Sequence[object]:
+            own = [replace(minibatch, rows=minibatch.rows[rank :: config.ranks]) for minibatch in minibatches]
+            return own, loss, config.epochs, temperature, self._total_updates, version
+
+        parts = await self._each("step", args_of)
         self.busy_s += max(seconds for _, seconds in parts)
-        return reduce(merge_all([metrics for metrics, _ in parts]))
+        skipped = []
+        for index, finite in enumerate(metrics is not None for metrics in parts[0][0]):
+            if finite:
+                self.updates += 1
+                self._skipped_in_a_row = 0
+            else:
+                self._skipped_in_a_row += 1
+                minibatch = minibatches[index % len(minibatches)]
+                skipped.append(await asyncio.to_thread(self._save_skipped, minibatch, temperature))
+        if self._skipped_in_a_row >= config.max_skipped_updates:
+            raise ForgeError(
+                f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite",
+                hint=f"look at what was in the last one, torch.load('{skipped[-1]}'); lower --trainer.optimizer.lr, or "
+                "raise --trainer.max-skipped-updates",
+            )
+        merged = reduce(merge_all(metrics for found, _ in parts for metrics in found if metrics is not None))
+        return merged | {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
+
+    def _save_skipped(self, minibatch: Minibatch, temperature: float) -> Path:
+        """Save what was in a skipped update, as a dict of plain values and tensors that `torch.load` reads."""
+        import torch
+
+        path = self._skipped / f"update-{self.updates + 1:06d}-{self._skipped_in_a_row}.pt"
+        rows = [vars(row) for row in minibatch.rows]
+        self._skipped.mkdir(exist_ok=True)
+        torch.save(vars(minibatch) | {"rows": rows, "temperature": temperature}, path)
+        return path
 
     async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
         """Score every trained target under the current weights; see `TrainEngine.logprobs`.
@@ -218,11 +285,13 @@ class Trainer:
 
         if self._specs is None:
             self._specs = await self._replica.call("specs", deadline_s=self._deadline_s, rank=0)
-        async with store.publishing(self.version, self._specs, getattr(torch, dtype)) as publication:
+        version = self.version if self._published is None else self.version + 1
+        async with store.publishing(version, self._specs, getattr(torch, dtype)) as publication:
             parts = await self._all("publish", store.transport(), publication.draft)
             self.busy_s += max(seconds for _, seconds in parts)
             await publication.commit([reports for reports, _ in parts])
-        return self.version
+        self.version, self._published = version, self.updates
+        return version
 
     async def offload(self) -> int:
         """Move the state of all ranks from their GPUs to host memory; see `TrainEngine.offload`.
@@ -236,13 +305,17 @@ class Trainer:
         return sum(await self._all("onload"))
 
     async def wait_idle(self) -> int:
-        """Wait until the ranks are idle, and adopt their version, after a step whose end was not waited for."""
-        self.version = (await self._all("wait_idle"))[0]
-        return self.version
+        """Wait until the ranks are idle, and adopt their updates, after a step whose end was not waited for."""
+        self.updates = (await self._all("wait_idle"))[0]
+        return self.updates
 
     async def save(self, folder: Path, *, model: Path) -> None:
-        """Write a checkpoint; see `TrainEngine.save`."""
-        await self._all("save", folder, model)
+        """Write a checkpoint; see `TrainEngine.save`.
+
+        Its version is the published one, or, where the weights were updated since, the one they will be published as.
+        """
+        updated = self._published not in (None, self.updates)
+        await self._all("save", folder, model, self.version + updated)
 
     async def stop(self) -> None:
         """End the ranks."""
@@ -252,7 +325,7 @@ class Trainer:
 
     def __repr__(self) -> str:
         return (
-            f"Trainer  version {self.version}  {self.parameters / 1e6:.0f} M parameters  "
+            f"Trainer  version {self.version}  {self.updates} updates  {self.parameters / 1e6:.0f} M parameters  "
             f"{self.config.ranks} rank(s)  {self.config.dtype}"
         )
 
@@ -264,7 +337,8 @@ class Trainer:
         await self._service.watch(replica, deadline_s=deadline_s)
         address, port = await replica.call("meeting_point", self.config.port, deadline_s=deadline_s, rank=0)
         started = await self._call_ranks(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
-        self.version, self.parameters = started[0]
+        self.version, self.updates, self.parameters = started[0]
+        self._published, self._skipped_in_a_row = None, 0
         self._unavailable = ""
 
     @property

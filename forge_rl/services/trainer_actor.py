@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.losses import Loss
-from forge_rl.data.packing import Row
+from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import device_type, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
@@ -46,24 +46,34 @@ class TrainerActor(ServiceActor):
             return address, probe.getsockname()[1]
 
     @concurrent_endpoint
-    async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int]:
-        """Load the policy; return its version and number of parameters."""
+    async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int, int]:
+        """Load the policy; return its version, number of updates, and number of parameters."""
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
             self._engine = self._make_engine()
-            if resume is not None:
-                self._engine.load_training_state(resume)
-            return self._engine.version, self._engine.parameters
+            version = self._engine.load_training_state(resume) if resume is not None else 0
+            return version, self._engine.updates, self._engine.parameters
 
     @concurrent_endpoint
     async def step(
-        self, rows: Sequence[Row], loss: Loss, trained_tokens: int, temperature: float, total_steps: int
-    ) -> tuple[dict[str, Value], float]:
-        """Take one optimizer step; returns metrics of this rank, and the seconds that it took."""
+        self,
+        minibatches: Sequence[Minibatch],
+        loss: Loss,
+        epochs: int,
+        temperature: float,
+        total_updates: int,
+        version: int | None,
+    ) -> tuple[list[dict[str, Value] | None], float]:
+        """Take the updates of a batch; returns metrics of this rank for each, and the seconds that all took."""
         async with self._lock:
             began = time.monotonic()
-            metrics = self.engine.train_step(
-                rows, loss, trained_tokens=trained_tokens, temperature=temperature, total_steps=total_steps
+            metrics = self.engine.train_batch(
+                minibatches,
+                loss,
+                epochs=epochs,
+                temperature=temperature,
+                total_updates=total_updates,
+                version=version,
             )
             return metrics, time.monotonic() - began
 
@@ -96,14 +106,14 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def wait_idle(self) -> int:
-        """Return the version, once what runs has ended."""
+        """Return the number of updates, once what runs has ended."""
         async with self._lock:
-            return self.engine.version
+            return self.engine.updates
 
     @concurrent_endpoint
-    async def save(self, folder: Path, model: Path) -> None:
+    async def save(self, folder: Path, model: Path, version: int) -> None:
         async with self._lock:
-            self.engine.save(folder, model)
+            self.engine.save(folder, model, version=version)
 
     @property
     def engine(self) -> TrainEngine:

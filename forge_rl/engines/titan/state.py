@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -106,8 +107,10 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
     dist.barrier()
 
 
-def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int, folder: Path) -> None:
-    """Write float32 weights and optimizer state, each rank its shards; any number of ranks can read them.
+def save_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int], folder: Path
+) -> None:
+    """Write float32 weights, optimizer state and counts, each rank its shards; any number of ranks can read them.
 
     Frozen weights are written without optimizer state.
 
@@ -115,7 +118,7 @@ def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, vers
         CheckpointError: a rank could not write.
     """
     try:
-        dcp.save(_training_state(model, optimizer, version), checkpoint_id=folder)
+        dcp.save(_training_state(model, optimizer, counts), checkpoint_id=folder)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"the training state in {folder} cannot be written: {_cause(error)}",
@@ -123,16 +126,18 @@ def save_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, vers
         ) from error
 
 
-def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+def load_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, counts: Iterable[str], folder: Path
+) -> dict[str, int]:
     """Read what save_training_state wrote, into the model and the optimizer.
 
     Returns:
-        The version of the weights.
+        The counts of these names.
 
     Raises:
         CheckpointError: it is incomplete, corrupt, or of another model.
     """
-    state = _training_state(model, optimizer, 0)
+    state = _training_state(model, optimizer, dict.fromkeys(counts, 0))
     try:
         _check_frozen(set(FileSystemReader(folder).read_metadata().state_dict_metadata), set(state), folder)
         dcp.load(state, checkpoint_id=folder)
@@ -146,7 +151,7 @@ def load_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, fold
     for parameter in model.parameters():
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].copy_(state["steps"])
-    return int(state["version"])
+    return {name: int(state[name]) for name in counts}
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
@@ -171,9 +176,11 @@ def _cause(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> dict[str, torch.Tensor]:
+def _training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
     """Return flat views of all state by name; AdamW makes its own only at the first step, so it is made here."""
-    state: dict[str, torch.Tensor] = {"version": torch.tensor(version)}
+    state: dict[str, torch.Tensor] = {name: torch.tensor(count) for name, count in counts.items()}
     steps = torch.tensor(0.0)
     for name, parameter in named_weights(model):
         state[f"model.{name}"] = parameter.detach()

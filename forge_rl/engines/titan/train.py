@@ -1,4 +1,4 @@
-"""One rank of the trainer: forward, backward and optimizer step over packed rows."""
+"""One rank of the trainer: forward, backward and optimizer steps over packed rows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3.parallelize import parallelize_llama
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
-from forge_rl.algorithms import Loss, logprob_gap, token_logprobs
-from forge_rl.data.packing import Row
+from forge_rl.algorithms import Loss, LossInputs, logprob_gap, token_logprobs
+from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.platform import device_type, local_device, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.model import attention_mask, build_model, read_architecture
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge_all
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
@@ -38,7 +38,7 @@ class TitanEngine:
 
     def __init__(self, folder: Path, settings: TrainSettings, *, reference: bool = False) -> None:
         self.rank = dist.get_rank()
-        self.version = 0
+        self.updates = 0
         self.architecture = read_architecture(folder)
         self.device = local_device(self.rank)
         self._folder = folder
@@ -56,38 +56,76 @@ class TitanEngine:
         )
         self._offloaded: OffloadedState | None = None
 
-    def train_step(
-        self, rows: Sequence[Row], loss: Loss, *, trained_tokens: int, temperature: float, total_steps: int
-    ) -> dict[str, Value]:
+    def train_batch(
+        self,
+        minibatches: Sequence[Minibatch],
+        loss: Loss,
+        *,
+        epochs: int,
+        temperature: float,
+        total_updates: int,
+        version: int | None,
+    ) -> list[dict[str, Value] | None]:
         self.onload()
-        metrics: dict[str, Value] = {}
-        for row in rows:
-            row_loss, row_metrics = self._forward(self._to_device(row), loss, temperature=temperature)
-            (row_loss / trained_tokens).backward()
-            metrics = merge_all([metrics, row_metrics])
+        rows = [row for minibatch in minibatches for row in minibatch.rows]
+        nothing: list[torch.Tensor | None] = [None] * len(rows)
+        references = self._logprobs(self._reference, rows, temperature) if loss.needs_reference else nothing
+        proximals = self._logprobs(self.model, rows, temperature) if loss.needs_proximal else nothing
+        found: list[dict[str, Value] | None] = []
+        before = self.updates
+        for _ in range(epochs):
+            scored = zip(references, proximals, strict=True)
+            for minibatch in minibatches:
+                parts = []
+                for row in minibatch.rows:
+                    row_loss, metrics = self._forward(
+                        self._to_device(row),
+                        loss,
+                        *next(scored),
+                        temperature=temperature,
+                        version=version if self.updates == before else None,
+                    )
+                    row_loss = row_loss / loss.aggregation.divisor(
+                        tokens=minibatch.tokens, sequences=minibatch.sequences
+                    )
+                    row_loss.backward()
+                    # A sum over the rows of all ranks: the mean is over updates.
+                    share = 1 / (len(minibatch.rows) * dist.get_world_size())
+                    parts.append(metrics | {"loss": Mean(float(row_loss.detach()), share)})
+                updated = self._update(total_updates)
+                found.append(None if updated is None else merge_all([*parts, updated]))
+        return found
+
+    def _update(self, total_updates: int) -> dict[str, Value] | None:
+        """Take an optimizer step on the gradient; None if it is not finite, and then nothing has changed."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.optimizer.max_grad_norm)
         if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+            norm = norm.full_tensor()  # the same on all ranks
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()
-            raise ForgeError(
-                f"the gradient norm of step {self.version + 1} is {float(norm)}",
-                hint="lower --trainer.optimizer.lr, or look at episodes.jsonl for what was trained on",
-            )
-        lr = self._settings.optimizer.lr_at(self.version, total_steps)
+            return None
+        lr = self._settings.optimizer.lr_at(self.updates, total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.version += 1
-        metrics |= {"grad_norm": Max(float(norm)), "lr": Max(lr)}
-        return metrics
+        self.updates += 1
+        return {"grad_norm": Max(float(norm)), "lr": Max(lr)}
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
         self.onload()
-        found = [self._score(self.model, self._to_device(row), temperature)[0].cpu() for row in rows]
-        _reshard(self.model)
+        return [found.cpu() for found in self._logprobs(self.model, rows, temperature)]
+
+    @torch.no_grad()
+    def _logprobs(self, model: Decoder | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+        """Score every masked target; a tensor for each row, `[L] float32`, on the device."""
+        if model is None:
+            raise ConfigError(
+                "the loss needs a frozen reference, and the trainer has none",
+                hint="give start the loss that is trained with",
+            )
+        found = [self._score(model, self._to_device(row), temperature)[0] for row in rows]
+        _reshard(model)
         return found
 
     def offload(self) -> int:
@@ -110,14 +148,17 @@ class TitanEngine:
     def specs(self) -> tuple[TensorSpec, ...]:
         return specs(self.model)
 
-    def save(self, folder: Path, model: Path) -> None:
+    def save(self, folder: Path, model: Path, *, version: int) -> None:
         self.onload()
-        save_training_state(self.model, self.optimizer, self.version, folder / "training")
+        counts = {"updates": self.updates, "version": version}
+        save_training_state(self.model, self.optimizer, counts, folder / "training")
         save_hf(self.model, model, folder / "model", self.architecture.dtype)
 
-    def load_training_state(self, folder: Path) -> None:
+    def load_training_state(self, folder: Path) -> int:
         self.onload()
-        self.version = load_training_state(self.model, self.optimizer, folder)
+        counts = load_training_state(self.model, self.optimizer, ("updates", "version"), folder)
+        self.updates = counts["updates"]
+        return counts["version"]
 
     def _held(self) -> Iterator[torch.Tensor]:
         """Yield all that lasts from step to step, as this rank has it; gradients do not."""
@@ -129,29 +170,48 @@ class TitanEngine:
         for state in self.optimizer.state.values():
             yield from (values_of(value) for value in state.values() if value.dim())
 
-    def _forward(self, row: Row, loss: Loss, *, temperature: float) -> tuple[torch.Tensor, dict[str, Value]]:
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference = self._score(self._reference, row, temperature)[0]
+    def _forward(
+        self,
+        row: Row,
+        loss: Loss,
+        reference: torch.Tensor | None,
+        proximal: torch.Tensor | None,
+        *,
+        temperature: float,
+        version: int | None,
+    ) -> tuple[torch.Tensor, dict[str, Value]]:
+        """Return the loss of a row, and metrics of its tokens; `version` is that of the weights, if they have one."""
         logprobs, entropy = self._score(self.model, row, temperature)
-        loss_sum, sums = loss(logprobs, row.behaviour, row.advantages, row.mask, reference)
+        loss_sum, sums = loss(
+            LossInputs(
+                logprobs=logprobs,
+                behaviour=row.behaviour,
+                advantages=row.advantages,
+                weights=loss.aggregation.weights(row.lengths),
+                mask=row.mask,
+                versions=row.versions,
+                episodes=row.episodes,
+                turns=row.turns,
+                segments=row.segments,
+                reference=reference,
+                proximal=proximal,
+            )
+        )
         tokens = float(row.mask.sum())
         metrics: dict[str, Value] = {
-            "loss": Mean(float(loss_sum.detach()), tokens),
             "entropy": Mean(float(entropy[row.mask].sum()), tokens),
             "tokens/trained": Sum(tokens),
         }
         # The gap tells whether trainer and engine agree, on tokens that these weights produced; on others it is drift.
-        fresh = row.versions == self.version
-        for name, compared in (("logprob_gap", row.mask & fresh), ("logprob_drift", row.mask & ~fresh)):
+        fresh = torch.zeros_like(row.mask) if version is None else row.mask & (row.versions == version)
+        for name, compared in (("logprob_gap", fresh), ("logprob_drift", row.mask & ~fresh)):
             gap = logprob_gap(logprobs.detach(), row.behaviour, compared)
             if gap["count"] > 0:
                 metrics |= {
                     name: Mean(float(gap["abs_sum"]), float(gap["count"])),
                     f"{name}/max": Max(float(gap["max"])),
                 }
-        metrics |= {f"loss/{name}": Mean(float(value), tokens) for name, value in sums.items() if name != "tokens"}
+        metrics |= {f"loss/{name}": Mean(float(value), tokens) for name, value in sums.items()}
         return loss_sum, metrics
 
     def _score(self, model: Decoder, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
