@@ -36,7 +36,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run import Run
-from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
+from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_digests, prepare_folder
 from forge_rl.run.services import running_services, stored_bytes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -102,11 +102,12 @@ class Starting(Generic[C]):
             engines=config.generator.replicas,
             decodes_while_training=config.schedule.decodes_while_training,
         )
-        folder = choose_folder(config, self.recipe, config.out)
+        code = code_digests(config, self.reward, self.environment, self.agent, self.loss)
+        folder, notes = choose_folder(config, self.recipe, config.out, code)
         held_out = self.sources.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
         run: Run[C] | None = None
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(os.close, prepare_folder(folder, config))
+            stack.callback(os.close, prepare_folder(folder, config, code))
             checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
             checkpoint = checkpoints.latest()
             display = Display(config.display, phase_clock=clock)
@@ -132,6 +133,8 @@ class Starting(Generic[C]):
                     config=as_flat_json(config),
                 )
             )
+            for note in notes:
+                log.event(note)
             faults.install()
             watch = display.watch(waiting=monitor.waiting_for, status=monitor.poll)
             watching = asyncio.get_running_loop().create_task(watch)
