@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.errors import CheckpointError, ConfigError, DeadlineError, ReplicaError, ServiceError, WeightsError
+from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
+from forge_rl.services import trainer as trainer_module
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, ShardReport
@@ -210,7 +211,7 @@ def test_ranks_that_die_in_a_step_or_a_publish_are_replaced_and_training_goes_on
     assert logs == {"trainer-0.log", "trainer-0.1.log", "trainer-0.2.log"}
 
 
-def test_a_trainer_that_hangs_is_replaced_and_its_port_is_taken_again(tmp_path: Path):
+def test_a_trainer_that_hangs_is_replaced_and_its_port_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -232,18 +233,29 @@ def test_a_trainer_that_hangs_is_replaced_and_its_port_is_taken_again(tmp_path: 
             await restarting
             assert await step(trainer, 0) == pytest.approx(loss, abs=1e-6)
 
-            # One that computes for ever is not; then whoever waited restarts it, though both ranks live.
-            trainer._deadline_s = 2.0
-            with pytest.raises(DeadlineError, match="call step: no answer within 2 s"):
+            # So is one that computes for ever, by its deadline.
+            monkeypatch.setattr(trainer_module, "_LEAST_DEADLINE_S", 2.0)
+            monkeypatch.setattr(trainer_module, "_SLACK", 0.0)
+            with pytest.raises(ReplicaError, match="call step: hung: no answer within 2 s") as raised:
                 await step(trainer, 1, Deadly(None))
-            trainer._deadline_s = 3600.0
+            assert "--trainer.deadline-s" in raised.value.hint
+            assert not trainer.alive
+            monkeypatch.undo()
+            await trainer.restart(saved)
+            assert await step(trainer, 0) == pytest.approx(loss, abs=1e-6)
+
+            # Whoever waits when it is restarted for another reason is told.
             waiting = asyncio.create_task(trainer.wait_idle())
             await asyncio.sleep(0)
-            await trainer.restart(saved, cause="no answer to step")
-            with pytest.raises(ReplicaError, match="call wait_idle: no answer to step"):
+            await trainer.restart(saved, cause="it is in the way")
+            with pytest.raises(ReplicaError, match="call wait_idle: it is in the way"):
                 await waiting
             assert await step(trainer, 0) == pytest.approx(loss, abs=1e-6)
-            assert [fault.cause for fault in faults.seen] == ["hung: its process was stopped", "no answer to step"]
+            assert [fault.cause for fault in faults.seen] == [
+                "hung: its process was stopped",
+                "hung: no answer within 2 s",
+                "it is in the way",
+            ]
             assert all(fault.recovered_s is not None for fault in faults.seen)
 
     asyncio.run(run())

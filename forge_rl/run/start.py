@@ -15,6 +15,7 @@ from forge_rl.checkpoint import Checkpoints
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.engines.architecture import read_architecture
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
 from forge_rl.metrics import (
@@ -146,6 +147,7 @@ class Starting(Generic[C]):
 
             try:
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
+                read_architecture(model)  # a family that cannot be trained is refused before anything starts
                 if config.checkpoint_every:
                     bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
                     check_space(folder, bytes_each * (config.keep_checkpoints + 1))
@@ -185,6 +187,7 @@ class Starting(Generic[C]):
                     seed=config.seed,
                     version=lambda: services.trainer.version,
                     warn=lambda text: log.event(text, "warning"),
+                    on_episode=log.episode,
                 )
                 stack.push_async_callback(rollouts.close)
                 monitor.follow(rollouts.status, rollouts.waiting_for)
@@ -215,7 +218,7 @@ class Starting(Generic[C]):
                     monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest())
             except asyncio.CancelledError:
                 if faults.fatal is None:
-                    log.event("stopping: a second Ctrl-C stops at once, without saving")
+                    log.event("stopping: a second signal stops at once, without saving")
                     if run is not None:
                         await run.save_interrupted()
                 raise

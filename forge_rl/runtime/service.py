@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ReplicaError, ServiceError
 from forge_rl.runtime.actor import ServiceActor
+from forge_rl.runtime.causes import cause_of, last_error
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import ProcessTree, describe_exit, process_space
@@ -88,6 +89,10 @@ class Service:
         self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._deaths: dict[int, int] = defaultdict(int)
         """Number of deaths in a row, by index."""
+        self._answered = False
+        """True once a replica has answered: before that, what kills two of them alike will kill all."""
+        self._causes: set[str] = set()
+        """Causes of death so far, as long as no replica has answered."""
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -238,7 +243,7 @@ class Service:
             while (replica := least_loaded(self.replicas)) is None:
                 if self._stopping or self._all_abandoned:
                     raise ServiceError(
-                        self._causes(), service=self.name, hint="see the replicas' logs in the run folder"
+                        self._causes_of_end(), service=self.name, hint="see the replicas' logs in the run folder"
                     )
                 await self._changed.wait()
         return replica
@@ -283,11 +288,12 @@ class Service:
             while True:
                 await self.clean_up(self.replicas[index])
                 self._deaths[index] += 1
-                if self._deaths[index] > self._restart.max_restarts:
+                if (hopeless := self._is_hopeless(index)) or self._deaths[index] > self._restart.max_restarts:
                     self.abandon(self.replicas[index])
                     if self._all_abandoned:
-                        self._faults.record(self.name, None, self._causes())
-                    return
+                        self._faults.record(self.name, None, self._causes_of_end())
+                    if hopeless or self._all_abandoned or not self._restart.max_restarts:
+                        return
                 await self._sleep(self._restart.delay_s(self._deaths[index]))
                 if await self._replace(index, respawn):
                     return
@@ -313,11 +319,19 @@ class Service:
             self._faults.recovered(self.name, index)
         return replica.alive
 
+    def _is_hopeless(self, index: int) -> bool:
+        """Whether a replica died as another one did before any has answered; kills from outside do not count."""
+        self._answered |= any(replica.answered for replica in self.replicas)
+        cause = re.sub(r"\d+", "#", self.replicas[index].death.result())
+        known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
+        self._causes.add(cause)
+        return known and not outside and not self._answered
+
     @property
     def _all_abandoned(self) -> bool:
         return all(replica.state is State.ABANDONED for replica in self.replicas)
 
-    def _causes(self) -> str:
+    def _causes_of_end(self) -> str:
         """Say why no replica is left."""
         if self._stopping or not self.replicas:
             return "the service has been stopped" if self._stopping else "no replica is alive"
@@ -326,6 +340,8 @@ class Service:
 
     def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
         cause = describe_exit(status, self._exit_meanings)
+        if status is not None and status > 0 and (error := last_error(replica.log)):
+            cause += f": {error}"
         self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)
 
     def _on_lost(self, replica: Replica, text: str) -> None:
@@ -380,13 +396,3 @@ class Service:
     def _notify(self) -> None:
         self._changed.set()
         self._changed.clear()
-
-
-def cause_of(text: str, exit_meanings: Mapping[int, str] | None = None) -> str:
-    """Return one line of cause from Monarch's text about a failure."""
-    if found := re.search(r"Killed\(sig=(\d+)\)", text):
-        return describe_exit(-int(found[1]))
-    if found := re.search(r"exited with non-zero code (\d+)", text):
-        return describe_exit(int(found[1]), exit_meanings)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "unknown"
