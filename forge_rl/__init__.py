@@ -63,18 +63,10 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'forge_rl' has no attribute {name!r}")
     if "torch" not in sys.modules and _asked_by_program():
+        from forge_rl.run.first_line import announce
+
         announce()
     return getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
-
-
-def announce() -> None:
-    """Say at once that a program has begun, and how long it takes until its services run."""
-    print(
-        "loading torch and Monarch takes 5 to 15 s; then the services start, which takes half a minute, or a few "
-        "where the machine is busy or does it for the first time",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _asked_by_program() -> bool:

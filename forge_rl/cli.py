@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import forge_rl
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.run.first_line import announce
 
 PLACES = ("recipes", "apps")
 """Packages whose modules are commands; each module has a `Config` and a `main`."""
@@ -38,9 +38,11 @@ def main(args: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if args is None else args)
     known = commands()
     if given and (name := given[0].replace("_", "-")) in known:
-        forge_rl.announce()
+        announce()
+        from forge_rl.run.launch import launch  # which takes a second to load
+
         module = importlib.import_module(known[name])
-        forge_rl.launch(module.Config, module.main, prog=f"forge-rl {name}", args=given[1:])
+        launch(module.Config, module.main, prog=f"forge-rl {name}", args=given[1:])
     chosen = _parser(known).parse_args(given)
     try:
         print(write_recipe(chosen.path, chosen.template, force=chosen.force))

@@ -271,7 +271,7 @@ def test_a_replica_that_keeps_dying_rests_and_is_tried_again_while_the_others_go
 
 def test_what_kills_a_replica_twice_before_any_has_answered_ends_the_service_and_is_quoted(tmp_path: Path):
     async def main() -> None:
-        async with supervised(tmp_path, replicas=1) as (service, faults, naps):
+        async with supervised(tmp_path, replicas=1, uniform=True) as (service, faults, naps):
             for _ in range(2):
                 await until(service, lambda: all_serve(service))
                 await service.replicas[0].call("say", "ValueError: head size 16", deadline_s=LONG_S)

@@ -58,6 +58,7 @@ class Service:
         clock: monotonic seconds.
         descendants: a replica hangs also when a process that it started is stopped. Not where such processes run what
             a model wrote, which may stop itself.
+        uniform: it ends when a cause of death repeats before any replica has answered, as all its work is alike.
         exit_meanings: sentences for the exit statuses that its processes end with on purpose.
     """
 
@@ -69,6 +70,7 @@ class Service:
         *,
         clock: Callable[[], float] = time.monotonic,
         descendants: bool = True,
+        uniform: bool = False,
         exit_meanings: Mapping[int, str] | None = None,
     ) -> None:
         self.name = name
@@ -82,6 +84,7 @@ class Service:
         self._faults = faults
         self._clock = clock
         self._descendants = descendants
+        self._uniform = uniform
         self._exit_meanings = exit_meanings or {}
         self._id = uuid.uuid4().hex[:12]
         self._respawn: Callable[[int], Awaitable[None]] | None = None
@@ -90,9 +93,8 @@ class Service:
         self._deaths: dict[int, int] = defaultdict(int)
         """Number of deaths in a row, by index."""
         self._answered = False
-        """True once a replica has answered: before that, what kills two of them alike will kill all."""
         self._causes: set[str] = set()
-        """Causes of death so far, as long as no replica has answered."""
+        """Causes of death so far."""
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -325,7 +327,7 @@ class Service:
         cause = re.sub(r"\d+", "#", self.replicas[index].death.result())
         known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
         self._causes.add(cause)
-        return known and not outside and not self._answered
+        return self._uniform and known and not outside and not self._answered
 
     @property
     def _all_abandoned(self) -> bool:
