@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,4 +62,16 @@ def __getattr__(name: str) -> object:
         return version("forge_rl")
     if name not in _HOMES:
         raise AttributeError(f"module 'forge_rl' has no attribute {name!r}")
+    if "torch" not in sys.modules and _asked_by_program():
+        from forge_rl.run.first_line import announce
+
+        announce()
     return getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
+
+
+def _asked_by_program() -> bool:
+    """Tells a recipe that is run, such as `python -m recipes.grpo`, from a library or a prompt that imports this."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "__main__" and "__file__" in frame.f_globals

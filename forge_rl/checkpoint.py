@@ -6,12 +6,13 @@ optimizer state in float32) and `controller.json`. It is written beside and rena
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,33 +94,51 @@ class Checkpoints:
         final = self._folder / f"step-{step:06d}"
         partial = self._folder / f".step-{step:06d}.partial"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self._folder.glob(".step-*"):
-                shutil.rmtree(leftover)
-            free = shutil.disk_usage(self._folder).free
-            if free < bytes_needed:
-                raise CheckpointError(
-                    f"a checkpoint takes {bytes_needed / 1e9:.2f} GB and {self._folder} has {free / 1e9:.2f} GB free",
-                    hint="free space, choose another --out, or lower --keep-checkpoints",
-                )
-            for part in ("model", "training"):
-                (partial / part).mkdir(parents=True)
+            await _in_thread(lambda: self._begin(partial, bytes_needed))
             yield partial
-            (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
-            for path in (partial, *partial.rglob("*")):  # so that the rename never outruns the data
-                _sync(path)
-            if final.exists():
-                # Rename does not replace a full folder; between the two renames the older checkpoint still stands.
-                final.rename(self._folder / f".step-{step:06d}.replaced")
-            partial.rename(final)
-            _sync(self._folder)
-            for folder in (*(old.folder for old in self.all()[: -self._keep]), *self._folder.glob(".step-*")):
-                shutil.rmtree(folder)
+            await _in_thread(lambda: self._commit(partial, final, controller_state))
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self._folder}: {error.strerror or error}",
                 hint="free space, or choose another --out; earlier checkpoints are as they were",
             ) from error
+
+    def _begin(self, partial: Path, bytes_needed: int) -> None:
+        """Remove what interrupted writes left, and make the folders to fill."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self._folder.glob(".step-*"):
+            shutil.rmtree(leftover)
+        free = shutil.disk_usage(self._folder).free
+        if free < bytes_needed:
+            raise CheckpointError(
+                f"a checkpoint takes {bytes_needed / 1e9:.2f} GB and {self._folder} has {free / 1e9:.2f} GB free",
+                hint="free space, choose another --out, or lower --keep-checkpoints",
+            )
+        for part in ("model", "training"):
+            (partial / part).mkdir(parents=True)
+
+    def _commit(self, partial: Path, final: Path, controller_state: dict[str, object]) -> None:
+        """Bring all to the disk, give it its name, and remove old checkpoints."""
+        (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
+        for path in (partial, *partial.rglob("*")):  # so that the rename never outruns the data
+            _sync(path)
+        if final.exists():
+            # Rename does not replace a full folder; between the two renames the older checkpoint still stands.
+            final.rename(final.with_name(f".{final.name}.replaced"))
+        partial.rename(final)
+        _sync(self._folder)
+        for folder in (*(old.folder for old in self.all()[: -self._keep]), *self._folder.glob(".step-*")):
+            shutil.rmtree(folder)
+
+
+async def _in_thread(work: Callable[[], None]) -> None:
+    """Run disk work in a thread, to its end also when cancelled: the next write may touch the same folders."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 def _sync(path: Path) -> None:

@@ -33,10 +33,15 @@ class Parts:
         self.batches = state["batches"]
 
     async def save(self, folder: Path, *, model: Path) -> None:
+        self.done.append("save")
         (folder / "training" / "updates").write_text(str(self.updates))
 
     async def free_devices(self) -> None:
         self.done.append("devices cleared")
+
+    async def hand_to_trainer(self, *, idle: bool) -> None:
+        assert idle, "engines with devices of their own go on"
+        self.done.append("devices to the trainer")
 
     async def restart(self, resume: Path | None) -> None:
         self.updates = int((resume / "updates").read_text()) if resume else 0
@@ -100,6 +105,8 @@ def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_
         for _ in range(2):
             parts.step(checkpointer)
         await checkpointer.save()
+        assert parts.done == ["devices to the trainer", "save"], "an evaluation before it left them to the engines"
+        parts.done.clear()
         parts.step(checkpointer)
         checkpointer.scores |= {0: 0.1, 2: 0.2, 3: 0.3}
         assert await checkpointer.rollback() == 2

@@ -307,14 +307,27 @@ def test_anything_that_moves_ends_the_wait(moved: str) -> None:
         assert "generator/1; 10.0s without progress" in bench.text()
 
 
-def test_a_wait_in_plain_mode_is_a_line_every_thirty_seconds() -> None:
+def test_a_wait_in_plain_mode_is_a_line_every_thirty_seconds_once_it_is_not_normal() -> None:
     bench = Bench()
     with bench.phases.phase("publish"):
         bench.display.poll()
-        poll_for(bench, 75)
+        poll_for(bench, 125)
     assert bench.lines()[1:] == [
-        f"publish: waiting for generator/1; {passed} without progress" for passed in ("10.0s", "40.0s", "1:10")
+        f"publish: waiting for generator/1; {passed} without progress" for passed in ("1:00", "1:30", "2:00")
     ]
+    bench.display.log(1, {"seconds/train": 70.0})
+    with bench.phases.phase("train"):
+        bench.display.poll()
+        poll_for(bench, 139)
+        assert "train: waiting" not in bench.lines()[-1], "a step took 70 s before"
+        poll_for(bench, 1)
+    assert bench.lines()[-1] == "train: waiting for generator/1; 2:20 without progress"
+
+
+def test_a_batch_that_was_ready_has_no_rate() -> None:
+    bench = Bench()
+    bench.display.log(1, {"seconds/rollout": 0.001, "tokens_per_s/rollout": 314e3})
+    assert bench.lines()[-1].endswith("rollout 0.00s")
 
 
 def test_a_long_rollout_that_moves_is_told_in_plain_mode_every_thirty_seconds() -> None:

@@ -10,7 +10,7 @@ from forge_rl.envs.protocol import Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import DeadlineError, ServiceError, TaskError
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.types import Outcome, Sampling, Task
+from forge_rl.types import Episode, Outcome, Sampling, Task
 from tests.staged_rollouts import CountingSource, StagedEnvironment, StagedGenerator, StagedReward, TwoTurns, rollouts
 
 
@@ -105,13 +105,15 @@ def test_a_judge_that_fails_once_costs_only_another_attempt() -> None:
             raise ServiceError("ValueError: no", service="reward", replica=0, call="score")
         return float(int(text) % 7)
 
-    executor = rollouts(reward=StagedReward(fail_once), warn=warnings.append)
+    ended: list[Episode] = []
+    executor = rollouts(reward=StagedReward(fail_once), warn=warnings.append, on_episode=ended.append)
     batch = asyncio.run(executor.next_batch())
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
     found = executor.metrics()
     assert (found["outcomes/judge_error"], found["outcomes/completed"]) == (3, 12)
     assert len(warnings) == 3
+    assert [episode.problem != "" for episode in ended].count(True) == 3, "failed ones are kept to be looked at too"
     assert "judge_error: reward replica 0, call score: ValueError: no" in warnings[0]
 
 

@@ -59,7 +59,9 @@ def test_the_command_lists_recipes_and_apps_and_says_its_version(unpacked: Path,
     for name in ("agent-openai", "gateway", "grpo", "new"):
         assert re.search(rf"^    {name}\s", shown, re.MULTILINE)
     assert forge_rl(unpacked, tmp_path, "--version").stdout.startswith("forge_rl 0.")
-    assert "usage: forge-rl grpo" in forge_rl(unpacked, tmp_path, "grpo", "--help").stdout
+    shown_of_grpo = forge_rl(unpacked, tmp_path, "grpo", "--help")
+    assert "usage: forge-rl grpo" in shown_of_grpo.stdout
+    assert shown_of_grpo.stderr.startswith("loading torch and Monarch takes"), "its first line comes before they load"
 
 
 def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path: Path):
@@ -75,6 +77,7 @@ def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path
         [sys.executable, "my_recipe.py", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert "usage: python my_recipe.py" in shown.stdout
+    assert shown.stderr.startswith("loading torch and Monarch takes"), "its first line comes before they load"
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from forge_rl.runtime.causes import cause_of, last_error
 from forge_rl.runtime.processes import ProcessTree, describe_exit, exit_status, when_process_ends
-from forge_rl.runtime.service import cause_of
 
 
 def ended(command: str, *, kill: int | None = None) -> tuple[subprocess.Popen[bytes], int]:
@@ -226,3 +227,16 @@ def test_an_action_runs_also_in_a_process_with_more_than_a_thousand_descriptors(
         for fd in (null, *crowd):
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_cause_is_quoted_from_the_log_and_not_what_points_to_it(tmp_path: Path):
+    log = tmp_path / "generator-0.log"
+    assert last_error(log) == ""
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        "(EngineCore pid=12) ERROR 11-22 01:40:13 [core.py:710] ValueError: Head size 16 is not supported\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)\n"
+        "nothing of note\n"
+    )
+    assert last_error(log) == "ValueError: Head size 16 is not supported"

@@ -1,40 +1,143 @@
 """The run folder: continued by the same command, refused to another one."""
 
+import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.run.run_dir import check_space, choose_folder, prepare_folder, versions
+from forge_rl.run.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    lr: float = 0.1
+    decay: str = "constant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    ranks: int = 1
+    row_tokens: int = 32
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    shm: str = "/dev/shm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     steps: int = 2
-    lr: float = 0.1
+    group_size: int = 8
     display: str = "auto"
+    force_continue: bool = False
+    trainer: Trainer = field(default_factory=Trainer)
+    weights: Weights = field(default_factory=Weights)
+
+
+def chosen(config: Config) -> Path:
+    return choose_folder(config, "grpo", None)[0]
 
 
 def test_the_same_command_gets_the_same_folder_until_the_run_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first = choose_folder(Config(), "grpo", None)
+    first = chosen(Config())
     assert first.parent == Path("runs")
     prepare_folder(first, Config())
-    assert choose_folder(Config(), "grpo", None) == first
-    assert choose_folder(Config(lr=0.2), "grpo", None) != first
+    assert chosen(Config(display="plain", weights=Weights(shm="/mnt"))) == first
+    assert chosen(Config(trainer=Trainer(optimizer=Optimizer(lr=0.2)))) != first
     (first / "summary.json").write_text(json.dumps({"steps": 2}))
-    assert choose_folder(Config(), "grpo", None) == Path(f"{first}-2")
+    assert chosen(Config()) == Path(f"{first}-2")
 
 
-def test_another_config_is_refused_and_the_flag_named(tmp_path: Path) -> None:
+def test_another_config_is_refused_and_the_flag_named_unless_one_insists(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "run", Config())
-    with pytest.raises(ConfigError, match=r"--lr was 0\.1, is 0\.2"):
-        choose_folder(Config(lr=0.2), "grpo", tmp_path / "run")
-    assert choose_folder(Config(steps=5, display="plain"), "grpo", tmp_path / "run") == tmp_path / "run"
+    other = Config(group_size=4)
+    with pytest.raises(ConfigError, match=r"--group-size was 8, is 4") as raised:
+        choose_folder(other, "grpo", tmp_path / "run")
+    assert "--force-continue" in raised.value.hint
+    _, notes = choose_folder(replace(other, force_continue=True), "grpo", tmp_path / "run")
+    assert notes == ["the run is continued with changes: --group-size was 8, is 4"]
+
+
+def test_what_errors_advise_may_change_and_is_told(tmp_path: Path) -> None:
+    prepare_folder(tmp_path / "run", Config())
+    advised = Config(
+        steps=5,
+        display="plain",
+        trainer=Trainer(row_tokens=64, ranks=2, optimizer=Optimizer(lr=0.2)),
+        weights=Weights(shm="/mnt"),
+    )
+    _, (note,) = choose_folder(advised, "grpo", tmp_path / "run")
+    for said in ("--trainer.row-tokens was 32, is 64", "--trainer.ranks", "--trainer.optimizer.lr", "--steps", "shm"):
+        assert said in note
+    assert "display" not in note
+
+
+def test_other_steps_are_refused_where_the_learning_rate_would_jump(tmp_path: Path) -> None:
+    decaying = Config(trainer=Trainer(optimizer=Optimizer(decay="linear")))
+    prepare_folder(tmp_path / "run", decaying)
+    with pytest.raises(ConfigError, match="--steps was 2, is 5, over which the learning rate decays"):
+        choose_folder(replace(decaying, steps=5), "grpo", tmp_path / "run")
+    choose_folder(replace(decaying, steps=5, force_continue=True), "grpo", tmp_path / "run")
+
+
+def test_a_flag_that_the_run_did_not_know_is_no_change(tmp_path: Path) -> None:
+    prepare_folder(tmp_path / "run", Config())
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    del saved["group_size"]
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
+    assert choose_folder(Config(), "grpo", tmp_path / "run") == (tmp_path / "run", [])
+
+
+def test_edited_code_is_refused_once_there_is_something_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "rewards_of_mine.py"
+
+    def digests(text: str) -> dict[str, str]:
+        source.write_text(text)
+        return code_digests(partial(importlib.import_module("rewards_of_mine").score, 1), Path, Config())
+
+    written = digests('def score(task, text):\n    """Score."""\n    return 1.0')
+    assert set(written) == {"rewards_of_mine.py", "test_run_dir.py"}
+    assert digests("# a comment\ndef score(task, text):\n    return 1.0\n") == written
+    edited = digests("def score(task, text):\n    return 2.0\n")
+
+    run = tmp_path / "run"
+    prepare_folder(run, Config(), written)
+    assert choose_folder(Config(), "grpo", run, written) == (run, [])
+    said = "rewards_of_mine.py was edited"
+    assert choose_folder(Config(), "grpo", run, edited) == (run, [f"the run is continued with changes: {said}"])
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=said):
+        choose_folder(Config(), "grpo", run, edited)
+    choose_folder(Config(force_continue=True), "grpo", run, edited)
+
+
+def test_a_new_folder_says_which_run_is_there_and_how_to_extend_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, notes = choose_folder(Config(), "grpo", None)
+    assert notes == []
+    prepare_folder(first, Config())
+    (first / "checkpoints" / "step-000002").mkdir(parents=True)
+    (first / "summary.json").write_text(json.dumps({"steps": 2}))
+    again, (note,) = choose_folder(Config(), "grpo", None)
+    assert again != first
+    assert f"{first} is finished, with the same settings; to extend that one instead: --out {first} --steps N" in note
+    _, (note,) = choose_folder(Config(steps=9), "grpo", None)
+    assert "--steps was 2, is 9" in note
+    assert choose_folder(Config(group_size=4), "grpo", None)[1] == [], "no run that one could extend"
 
 
 def test_a_finished_run_is_continued_only_with_more_steps(tmp_path: Path) -> None:

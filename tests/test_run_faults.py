@@ -30,8 +30,8 @@ def tasks_by_step(out: Path) -> dict[int, set[tuple[str, str]]]:
     tasks: dict[int, set[tuple[str, str]]] = {}
     for line in (out / "episodes.jsonl").read_text().splitlines():
         episode = json.loads(line)
-        assert episode["outcome"] in ("completed", "truncated")
-        tasks.setdefault(episode["step"], set()).add((episode["source"], episode["task"]))
+        if episode["outcome"] in ("completed", "truncated"):  # else it failed, and is only kept to be looked at
+            tasks.setdefault(episode["step"], set()).add((episode["source"], episode["task"]))
     return tasks
 
 

@@ -220,6 +220,43 @@ def test_a_batch_smaller_than_the_sample_is_written_whole(tmp_path: Path) -> Non
     assert [row["reward"] for row in rows(tmp_path / "episodes.jsonl")] == [0.0, 1.0]
 
 
+def test_failed_episodes_are_kept_with_their_outcome_and_problem_up_to_a_bound_a_step(tmp_path: Path) -> None:
+    sink = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=2)
+    sink.start(info(tmp_path))
+    failed = replace(episode("a", 0.0), outcome=Outcome.JUDGE_ERROR, problem="KeyError: 'answer'")
+    for _ in range(3):
+        sink.episode(failed)
+    found = [(row["step"], row["outcome"], row["problem"]) for row in rows(tmp_path / "episodes.jsonl")]
+    assert found == [(1, "judge_error", "KeyError: 'answer'")] * 2
+    sink.log(1, {}, batch(1, 2))
+    sink.episode(failed)
+    assert [row["step"] for row in rows(tmp_path / "episodes.jsonl")] == [1, 1, 1, 1, 2]
+
+
+def test_the_last_episodes_of_a_run_without_a_batch_are_kept(tmp_path: Path) -> None:
+    sink = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=2)
+    sink.start(info(tmp_path))
+    for name in "abc":
+        sink.episode(episode(name, 1.0))
+    sink.close()
+    assert [row["task"] for row in rows(tmp_path / "episodes.jsonl")] == ["b", "c"]
+
+
+def test_equal_warnings_are_folded_and_counted(tmp_path: Path) -> None:
+    log = RunLog(Display("none", phase_clock=PhaseClock()), EventSink(tmp_path / "events.jsonl"))
+    for number in range(59):
+        log.event(f"chain_sum {number:016x}: judge error: KeyError after {number / 7:.3g} s", "warning")
+        log.event("another", "info")
+    log.event("one of its kind", "warning")
+    log.close()
+    told = [str(row["text"]) for row in rows(tmp_path / "events.jsonl") if row["level"] == "warning"]
+    assert len(told) == 4
+    assert told[0].startswith("chain_sum 0000000000000000: judge error")
+    assert told[1].endswith("(10 like it so far)")
+    assert told[2] == "one of its kind"
+    assert told[3].endswith("(59 like it in all)")
+
+
 def test_any_text_that_a_model_can_write_is_a_line_of_json(tmp_path: Path) -> None:
     strange = 'a\nb "q" \u2028 \ud800 é \x00'
     sink = EpisodeSink(tmp_path / "episodes.jsonl")

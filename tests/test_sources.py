@@ -3,14 +3,17 @@
 import itertools
 import json
 import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
-from forge_rl.data.config import ReasoningGymData
+from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources import ReasoningGymSource, Source, SourceSpec, parse_source
+from forge_rl.data.sources.reasoning_gym import problem_of
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
@@ -50,6 +53,35 @@ def test_no_held_out_question_is_ever_drawn() -> None:
     assert 20 <= len(held_out) <= 60  # about a fifth of 200
     assert len(drawn) > 100
     assert not drawn & held_out
+
+
+def test_no_problem_of_the_demo_is_both_held_out_and_drawn_in_whatever_words() -> None:
+    def problems(tasks: Iterable[Task]) -> set[tuple[int, ...]]:
+        return {tuple(sorted(map(int, re.findall(r"\d+", text)))) for text in _questions(tuple(tasks))}
+
+    demo = parse_source(ONE_DIGIT_ADDITION)
+    source = ReasoningGymSource(demo.name, demo.params, 0, 0.25)
+    held_out = source.held_out(100)
+    assert len(set(_questions(held_out))) == 100
+    drawn = problems(source.draw() for _ in range(2000))
+    assert len(drawn) > 40
+    assert not drawn & problems(held_out)
+
+
+@pytest.mark.parametrize(
+    ("question", "metadata", "problem"),
+    [
+        ("Solve 4 + 3.", {"expression": "4 + 3", "num_terms": 2}, ["+", "3", "4"]),
+        ("What is 3 + 4?", {"expression": "3 + 4", "difficulty": {"is": "what"}}, ["+", "3", "4"]),
+        ("What is 4 - 3?", {"expression": "4 - 3"}, ["4", "-", "3"]),
+        ('How many "e" in "tree"?', {"letter": "e", "word": ["tree", None]}, ["e", "tree"]),
+        ("Where are 2 cats?", {"source_dataset": "cats"}, ["where", "are", "2", "cats", "?"]),
+    ],
+)
+def test_a_problem_is_its_content_and_not_its_wording(
+    question: str, metadata: dict[str, object], problem: list[str]
+) -> None:
+    assert problem_of({"question": question, "metadata": metadata}) == problem
 
 
 def test_held_out_questions_are_distinct_and_the_same_for_every_seed() -> None:

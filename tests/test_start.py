@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forge_rl.errors import ServiceError
+from forge_rl.errors import ModelError, ServiceError
 from forge_rl.run import services as services_module
 from forge_rl.types import Sampling
 from recipes.grpo import Config, start
@@ -133,6 +134,24 @@ def test_when_one_service_does_not_start_the_others_are_stopped_and_the_folder_i
         asyncio.run(check())
 
 
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    (model / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+
+    async def check() -> None:
+        async with start(replace(config_of(tmp_path / "run"), model=str(model))):
+            raise AssertionError("it started")
+
+    with pytest.raises(ModelError, match="model_type 'mamba'"):
+        asyncio.run(check())
+    assert staged[0] == [], "nothing was started that had to be stopped"
+
+
 @pytest.mark.parametrize("when", ["while a service starts", "in the body"])
 def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     when: str, staged: tuple[list[str], dict[str, Any]], tmp_path: Path
@@ -159,7 +178,7 @@ def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     if when == "while a service starts":
         instead["generator"] = never
     asyncio.run(check())
-    assert "a second Ctrl-C stops at once" in events(tmp_path)
+    assert "a second signal stops at once" in events(tmp_path)
     assert sorted(stopped) == sorted({*NAMES} - {*instead})
 
 

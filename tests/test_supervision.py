@@ -12,6 +12,7 @@ import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.processes import describe_exit
 from forge_rl.runtime.replica import State
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
@@ -29,8 +30,13 @@ class Naps:
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
+        self.hold_at: float | None = None
+        """The one that does not end."""
+
     async def __call__(self, seconds: float) -> None:
         self.seconds.append(seconds)
+        if seconds == self.hold_at:
+            await asyncio.Event().wait()
 
 
 @contextlib.asynccontextmanager
@@ -218,22 +224,29 @@ def test_all_may_die_at_once(tmp_path: Path):
     asyncio.run(main())
 
 
-def test_a_replica_that_keeps_dying_is_abandoned_and_the_others_go_on(tmp_path: Path):
+def test_a_replica_that_keeps_dying_rests_and_is_tried_again_while_the_others_go_on(tmp_path: Path):
     async def main() -> None:
         async def die(index: int) -> None:
-            await service.replicas[index].call("exit", 7, deadline_s=LONG_S)
+            if service.replicas[index].incarnation not in (6, 7):
+                await service.replicas[index].call("exit", 7, deadline_s=LONG_S)
 
-        restart = Restart(max_restarts=4, backoff_s=25.0)
+        restart = Restart(max_restarts=4, backoff_s=25.0, pause_s=300.0)
         async with supervised(tmp_path, restart=restart, after=die) as (service, faults, naps):
+            assert await service.route("answer", 0, deadline_s=LONG_S)
+            os.kill(await pid_of(service, 0), signal.SIGKILL)
+            await until(service, lambda: not service.replicas[0].serving)
+            await until(service, lambda: all_serve(service))
+            assert naps.seconds == [0.0, 25.0, 50.0, 60.0, 300.0, 300.0]
+            assert service.replicas[0].incarnation == 6
+            assert [fault.replica for fault in faults.seen] == [0] * 6
+            assert faults.fatal is None
+
+            # When the others die while it rests, nobody waits for it.
+            naps.hold_at = 300.0
             os.kill(await pid_of(service, 0), signal.SIGKILL)
             async with asyncio.timeout(LONG_S):
                 while service.replicas[0].state is not State.ABANDONED:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            assert naps.seconds == [0.0, 25.0, 50.0, 60.0]
-            assert service.replicas[0].incarnation == 4
-            assert [fault.replica for fault in faults.seen] == [0] * 5
-            assert [fault.recovered_s for fault in faults.seen] == [None] * 5
-            assert faults.fatal is None
             for i in range(3):
                 assert await service.route("answer", i, deadline_s=LONG_S) == ("actor 1", i)
 
@@ -246,12 +259,29 @@ def test_a_replica_that_keeps_dying_is_abandoned_and_the_others_go_on(tmp_path: 
                 assert type(error) is ServiceError
                 assert error.service == service.name
                 assert error.message == (
-                    "no replica is left; replica 0: its process exited with status 7; "
+                    f"no replica is left; replica 0: {describe_exit(-signal.SIGKILL)}; "
                     "replica 1: its process exited with status 7"
                 )
             fatal = await asyncio.wait_for(faults.wait(), LONG_S)
             assert (fatal.service, fatal.replica) == (service.name, None)
             assert "no replica is left; replica 0: " in fatal.message
+
+    asyncio.run(main())
+
+
+def test_what_kills_a_replica_twice_before_any_has_answered_ends_the_service_and_is_quoted(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path, replicas=1, uniform=True) as (service, faults, naps):
+            for _ in range(2):
+                await until(service, lambda: all_serve(service))
+                await service.replicas[0].call("say", "ValueError: head size 16", deadline_s=LONG_S)
+                with pytest.raises(ReplicaError):
+                    await service.replicas[0].call("exit", 71, deadline_s=LONG_S)
+            fatal = await asyncio.wait_for(faults.wait(), LONG_S)
+            assert "no replica is left; replica 0: its process exited with status 71: ValueError: head size 16" in str(
+                fatal
+            )
+            assert naps.seconds == [0.0], "it was restarted once"
 
     asyncio.run(main())
 
@@ -415,8 +445,8 @@ def test_without_supervision_a_death_is_fatal(tmp_path: Path):
 
 
 def test_restarts_are_bounded_by_numbers_that_make_sense():
-    assert [Restart(backoff_s=3).delay_s(deaths) for deaths in range(1, 8)] == [0, 3, 6, 12, 24, 48, 60]
-    for name in ("max_restarts", "backoff_s", "healthy_s"):
+    assert [Restart(backoff_s=3, max_restarts=9).delay_s(deaths) for deaths in range(1, 8)] == [0, 3, 6, 12, 24, 48, 60]
+    for name in ("max_restarts", "backoff_s", "pause_s", "healthy_s"):
         with pytest.raises(ConfigError, match=f"restart.{name.replace('_', '-')} is -1"):
             Restart(**{name: -1})
 

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_rl.data.packing import Row
+from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.model import attention_mask, build_model, read_architecture
+from forge_rl.engines.titan.model import attention_mask, build_model
 from forge_rl.engines.titan.state import load_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.errors import CheckpointError, ConfigError, DeadlineError, ReplicaError, ServiceError, WeightsError
+from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
+from forge_rl.services import trainer as trainer_module
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, ShardReport
@@ -141,14 +142,16 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(tmp_path: Path, shm: Path):
+def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
     async def run() -> None:
         async with (
-            open_trainer(tmp_path, port=port, max_restarts=6) as (trainer, faults),
+            open_trainer(tmp_path, port=port, max_restarts=7) as (trainer, faults),
             contextlib.AsyncExitStack() as stack,
         ):
             store = await WeightStore.start(
@@ -233,15 +236,22 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(tmp_
             await restarting
             assert await step(trainer, 1) == pytest.approx(losses[1], abs=1e-6)
 
-            # One that computes for ever is not; then whoever waited restarts it, though both ranks live.
-            trainer._deadline_s = 2.0
-            with pytest.raises(DeadlineError, match="call step: no answer within 2 s"):
+            # So is one that computes for ever, by its deadline.
+            monkeypatch.setattr(trainer_module, "_LEAST_DEADLINE_S", 2.0)
+            monkeypatch.setattr(trainer_module, "_SLACK", 0.0)
+            with pytest.raises(ReplicaError, match="call step: hung: no answer within 2 s") as raised:
                 await step(trainer, 1, Deadly(None))
-            trainer._deadline_s = 3600.0
+            assert "--trainer.deadline-s" in raised.value.hint
+            assert not trainer.alive
+            monkeypatch.undo()
+            await trainer.restart(saved)
+            assert await step(trainer, 1) == pytest.approx(losses[1], abs=1e-6)
+
+            # Whoever waits when it is restarted for another reason is told.
             waiting = asyncio.create_task(trainer.wait_idle())
             await asyncio.sleep(0)
-            await trainer.restart(saved, cause="no answer to step")
-            with pytest.raises(ReplicaError, match="call wait_idle: no answer to step"):
+            await trainer.restart(saved, cause="it is in the way")
+            with pytest.raises(ReplicaError, match="call wait_idle: it is in the way"):
                 await waiting
             assert await step(trainer, 1) == pytest.approx(losses[1], abs=1e-6)
 
@@ -260,7 +270,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(tmp_
             causes = ["SIGKILL" if "SIGKILL" in fault.cause else fault.cause for fault in faults.seen]
             assert causes == [
                 *("SIGKILL", "SIGKILL", "it is restarted though it lives"),
-                *("hung: its process was stopped", "no answer to step", "SIGKILL"),
+                *("hung: its process was stopped", "hung: no answer within 2 s", "it is in the way", "SIGKILL"),
             ]
             fatal, death = asyncio.create_task(faults.wait()), asyncio.create_task(trainer.death())
             given_up = asyncio.create_task(trainer.death())
@@ -274,16 +284,16 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(tmp_
             assert "SIGKILL" in str(error)
             assert str(error).startswith(f"trainer: {await death}")
             assert not trainer.alive
-            assert str(error).endswith("; it has been restarted 6 times, of at most 6")
+            assert str(error).endswith("; it has been restarted 7 times, of at most 7")
             with pytest.raises(ReplicaError, match=r"call step: .*SIGKILL"):
                 await step(trainer, 0)
-            with pytest.raises(ServiceError, match=r"SIGKILL.*; it has been restarted 6 times, of at most 6"):
+            with pytest.raises(ServiceError, match=r"SIGKILL.*; it has been restarted 7 times, of at most 7"):
                 await trainer.restart(saved)
             assert trainer._service.replicas == [dead]
 
     asyncio.run(run())
     logs = {path.name for path in tmp_path.glob("trainer-*.log")}
-    assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 7))}
+    assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 8))}
 
 
 def test_a_trainer_that_may_not_be_restarted_ends_the_run_at_its_first_death(tmp_path: Path):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
-from forge_rl.types import Batch
+from forge_rl.types import Batch, Episode
+
+_NUMBERS = re.compile(r"\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
+"""Numbers and digests."""
 
 
 class RunLog:
@@ -26,6 +31,10 @@ class RunLog:
     def __init__(self, display: Display, *sinks: Sink) -> None:
         self.display = display
         self._sinks = sinks
+        self._warnings: dict[str, int] = {}
+        """Number of warnings so far, by their text without its numbers."""
+        self._folded: dict[str, str] = {}
+        """The last one of those that are not told yet."""
 
     def start(self, info: RunInfo) -> None:
         """Open all; on a resumed run, drop what they hold beyond `info.step`."""
@@ -41,13 +50,36 @@ class RunLog:
         """Log the values of a step, and the batch that it trained on, if samples of it shall be kept."""
         _each((self.display, *self._sinks), lambda sink: sink.log(step, values, batch))
 
+    def episode(self, episode: Episode) -> None:
+        """Keep an episode that has ended, if it may be a sample worth reading."""
+        _each(self._sinks, lambda sink: sink.episode(episode))
+
     def event(self, text: str, level: Level = "info") -> None:
-        """Tell of something that happened between steps."""
-        _each((self.display, *self._sinks), lambda sink: sink.event(text, level))
+        """Tell of something that happened between steps.
+
+        Warnings that differ only in their numbers are one: after the first, the 10th, 100th, ... are told, and at the
+        end how many there were.
+        """
+        if level == "warning":
+            kind = _NUMBERS.sub("#", text)
+            count = self._warnings[kind] = self._warnings.get(kind, 0) + 1
+            if count > 1:
+                self._folded[kind] = text
+                if math.log10(count) % 1:
+                    return
+                del self._folded[kind]
+                text = f"{text} ({count} like it so far)"
+        self._tell(text, level)
 
     def close(self) -> None:
         """Write what is held back and stop the display."""
+        folded, self._folded = self._folded, {}
+        for kind, text in folded.items():
+            self._tell(f"{text} ({self._warnings[kind]} like it in all)", "warning")
         _each((self.display, *self._sinks), lambda sink: sink.close())
+
+    def _tell(self, text: str, level: Level) -> None:
+        _each((self.display, *self._sinks), lambda sink: sink.event(text, level))
 
     @property
     def _history(self) -> Steps:

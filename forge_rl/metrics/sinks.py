@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,9 @@ class Sink:
         Steps never go back, except by `rollback`; a step that is logged again gains values.
         """
 
+    def episode(self, episode: Episode) -> None:
+        """Keep an episode that has ended, also one that no step will train on."""
+
     def event(self, text: str, level: Level) -> None:
         """Keep what happened between steps."""
 
@@ -105,20 +109,43 @@ class EventSink(Sink):
 
 
 class EpisodeSink(Sink):
-    """Samples for a person to read: a few episodes of each batch, spread evenly over its groups."""
+    """Samples for a person to read: a few episodes of each batch, spread evenly over its groups; those that failed,
+    up to as many a step; and, where a run ends before its first batch, the last ones that ended."""
 
     def __init__(self, path: Path, episodes_per_step: int = 8) -> None:
         self._lines = _StepLines(path)
         self._episodes_per_step = episodes_per_step
+        self._next(0)
 
     def rollback(self, step: int) -> None:
         self._lines.rollback(step)
+        self._next(step)
+
+    def episode(self, episode: Episode) -> None:
+        if episode.outcome.scored:
+            self._waiting.append(episode)
+        elif self._failed < self._episodes_per_step:
+            self._failed += 1
+            self._lines.append(self._step + 1, _sample(episode))
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         episodes = batch.episodes if batch is not None else ()
         chosen = min(self._episodes_per_step, len(episodes))
         for i in range(chosen):
             self._lines.append(step, _sample(episodes[i * len(episodes) // chosen]))
+        if chosen:
+            self._next(step)
+
+    def close(self) -> None:
+        if self._step == 0:
+            for episode in self._waiting:
+                self._lines.append(1, _sample(episode))
+        self._waiting.clear()
+
+    def _next(self, step: int) -> None:
+        """Begin what belongs to the step after this one."""
+        self._step, self._failed = step, 0
+        self._waiting: deque[Episode] = deque(maxlen=self._episodes_per_step)
 
 
 def _sample(episode: Episode) -> dict[str, object]:
@@ -130,6 +157,7 @@ def _sample(episode: Episode) -> dict[str, object]:
         "answer": episode.text,
         "reward": _as_json(episode.reward),
         "outcome": episode.outcome.value,
+        **({"problem": episode.problem} if episode.problem else {}),
         "turns": len(episode.turns),
         "tokens": episode.response_tokens,
     }

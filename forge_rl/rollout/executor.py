@@ -41,6 +41,7 @@ class RolloutExecutor:
         seed: of the sampling. The same seed gives the same batches where the schedule has no lag.
         version: returns the version of the trainer's weights.
         warn: takes a line for the user.
+        on_episode: takes each episode that ends, but for evaluations that end well.
         clock: monotonic seconds.
     """
 
@@ -58,6 +59,7 @@ class RolloutExecutor:
         seed: int,
         version: Callable[[], int],
         warn: Callable[[str], None],
+        on_episode: Callable[[Episode], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = schedule
@@ -71,6 +73,7 @@ class RolloutExecutor:
         self._seed = seed
         self._version = version
         self._warn = warn
+        self._on_episode = on_episode
         self._new_scheduler = functools.partial(
             Scheduler, schedule, groups=groups, episodes=episodes, tasks=self._tasks, clock=clock
         )
@@ -135,6 +138,7 @@ class RolloutExecutor:
                 self._dispatcher.grant()
             if result.outcome.scored:
                 return result
+            self._on_episode(result)
         raise ForgeError(
             f"an evaluation of {task.source} {task.id} ended with {result.outcome}: {result.problem}",
             hint="see the services' logs in the run folder",
@@ -246,6 +250,7 @@ class RolloutExecutor:
                 result = await self._run_episode(task, client)
             finally:
                 self._running.pop(episode, None)
+            self._on_episode(result)
             if result.problem:
                 self._warn(f"{task.source} {task.id}: {result.outcome}: {result.problem}")
             self._scheduler.record_result(episode, result)

@@ -69,8 +69,8 @@ class DeviceHandover:
         Args:
             idle: True if nothing is in flight. Engines with devices of their own then need not pause.
         """
-        self._rolling_out = False
         if not idle or self._trainer is not None:
+            self._rolling_out = False
             await self._hand_over()
 
     @contextlib.asynccontextmanager

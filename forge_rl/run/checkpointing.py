@@ -79,6 +79,7 @@ class Checkpointer:
         updates, rollouts = self._ended
         scores = {str(at): score for at, score in self.scores.items()}
         state = {"step": step, "updates": updates, "rollouts": rollouts, "scores": scores, "seconds": self.seconds}
+        await self._services.devices.hand_to_trainer(idle=True)  # an evaluation left shared ones to the engines
         async with self._checkpoints.writing(step, state, bytes_needed=trainer.parameters * 16) as folder:
             await trainer.save(folder, model=self._model)
         self.saved = step

@@ -51,6 +51,8 @@ class RunConfig:
     """Number of the newest checkpoints that stay."""
     out: Path | None = None
     """Run folder; by default one under runs/, named by the settings. The same command continues a stopped run."""
+    force_continue: bool = False
+    """Continue the run in the folder although settings or code that make it what it is have changed."""
     cache: Path = field(default_factory=default_cache)
     """Folder that the bundled model is unpacked to, once."""
     display: Literal["auto", "live", "plain", "none"] = "auto"

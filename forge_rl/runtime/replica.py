@@ -39,7 +39,7 @@ class State(enum.Enum):
     QUARANTINED = "quarantined"
     """Dead, and to be replaced."""
     ABANDONED = "abandoned"
-    """Dead, and not to be replaced."""
+    """Dead, and not to be replaced, or only after a rest that nobody waits for."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,6 +79,8 @@ class Replica:
     in_flight: int = 0
     held: int = 0
     """Other load than calls, such as environments between two steps; routing counts each as one call."""
+    answered: bool = False
+    """True once a piece of work, other than control, has ended while it lived."""
     stopped_polls: int = 0
     """Number of the watchdog's last looks in a row that saw one of its processes stopped."""
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -178,6 +180,7 @@ class Replica:
         try:
             return await self.link.ask(method, args, deadline_s)
         finally:
+            self.answered |= self.alive
             self._end(key)
 
     async def stream(self, method: str, *args: object, deadline_s: float) -> AsyncGenerator[Any, None]:
@@ -195,6 +198,7 @@ class Replica:
                 async for item in items:
                     yield item
         finally:
+            self.answered |= self.alive
             self._end(key)
 
     def look_for_hang(self, *, descendants: bool) -> str:

@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ReplicaError, ServiceError
 from forge_rl.runtime.actor import ServiceActor
+from forge_rl.runtime.causes import cause_of, last_error
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import ProcessTree, describe_exit, process_space
@@ -57,6 +58,7 @@ class Service:
         clock: monotonic seconds.
         descendants: a replica hangs also when a process that it started is stopped. Not where such processes run what
             a model wrote, which may stop itself.
+        uniform: it ends when a cause of death repeats before any replica has answered, as all its work is alike.
         exit_meanings: sentences for the exit statuses that its processes end with on purpose.
     """
 
@@ -68,6 +70,7 @@ class Service:
         *,
         clock: Callable[[], float] = time.monotonic,
         descendants: bool = True,
+        uniform: bool = False,
         exit_meanings: Mapping[int, str] | None = None,
     ) -> None:
         self.name = name
@@ -81,6 +84,7 @@ class Service:
         self._faults = faults
         self._clock = clock
         self._descendants = descendants
+        self._uniform = uniform
         self._exit_meanings = exit_meanings or {}
         self._id = uuid.uuid4().hex[:12]
         self._respawn: Callable[[int], Awaitable[None]] | None = None
@@ -88,6 +92,9 @@ class Service:
         self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._deaths: dict[int, int] = defaultdict(int)
         """Number of deaths in a row, by index."""
+        self._answered = False
+        self._causes: set[str] = set()
+        """Causes of death so far."""
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -238,7 +245,7 @@ class Service:
             while (replica := least_loaded(self.replicas)) is None:
                 if self._stopping or self._all_abandoned:
                     raise ServiceError(
-                        self._causes(), service=self.name, hint="see the replicas' logs in the run folder"
+                        self._causes_of_end(), service=self.name, hint="see the replicas' logs in the run folder"
                     )
                 await self._changed.wait()
         return replica
@@ -283,11 +290,12 @@ class Service:
             while True:
                 await self.clean_up(self.replicas[index])
                 self._deaths[index] += 1
-                if self._deaths[index] > self._restart.max_restarts:
+                if (hopeless := self._is_hopeless(index)) or self._deaths[index] > self._restart.max_restarts:
                     self.abandon(self.replicas[index])
                     if self._all_abandoned:
-                        self._faults.record(self.name, None, self._causes())
-                    return
+                        self._faults.record(self.name, None, self._causes_of_end())
+                    if hopeless or self._all_abandoned or not self._restart.max_restarts:
+                        return
                 await self._sleep(self._restart.delay_s(self._deaths[index]))
                 if await self._replace(index, respawn):
                     return
@@ -313,11 +321,19 @@ class Service:
             self._faults.recovered(self.name, index)
         return replica.alive
 
+    def _is_hopeless(self, index: int) -> bool:
+        """Whether a replica died as another one did before any has answered; kills from outside do not count."""
+        self._answered |= any(replica.answered for replica in self.replicas)
+        cause = re.sub(r"\d+", "#", self.replicas[index].death.result())
+        known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
+        self._causes.add(cause)
+        return self._uniform and known and not outside and not self._answered
+
     @property
     def _all_abandoned(self) -> bool:
         return all(replica.state is State.ABANDONED for replica in self.replicas)
 
-    def _causes(self) -> str:
+    def _causes_of_end(self) -> str:
         """Say why no replica is left."""
         if self._stopping or not self.replicas:
             return "the service has been stopped" if self._stopping else "no replica is alive"
@@ -326,6 +342,8 @@ class Service:
 
     def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
         cause = describe_exit(status, self._exit_meanings)
+        if status is not None and status > 0 and (error := last_error(replica.log)):
+            cause += f": {error}"
         self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)
 
     def _on_lost(self, replica: Replica, text: str) -> None:
@@ -380,13 +398,3 @@ class Service:
     def _notify(self) -> None:
         self._changed.set()
         self._changed.clear()
-
-
-def cause_of(text: str, exit_meanings: Mapping[int, str] | None = None) -> str:
-    """Return one line of cause from Monarch's text about a failure."""
-    if found := re.search(r"Killed\(sig=(\d+)\)", text):
-        return describe_exit(-int(found[1]))
-    if found := re.search(r"exited with non-zero code (\d+)", text):
-        return describe_exit(int(found[1]), exit_meanings)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "unknown"

@@ -114,7 +114,8 @@ class Generator:
             first_gpu: number of the first engine's GPU.
             lend: gives the engines their devices for a chat, where something else may hold them.
         """
-        service = Service(name, cluster, faults, exit_meanings={ENGINE_DIED: "its vLLM engine process died"})
+        meanings = {ENGINE_DIED: "its vLLM engine process died"}
+        service = Service(name, cluster, faults, uniform=True, exit_meanings=meanings)
 
         def spawn(index: int) -> Replica:
             env = decode_environment(first_gpu + index, replicas=config.replicas)

@@ -25,6 +25,9 @@ from forge_rl.weights.manifest import TensorSpec
 if TYPE_CHECKING:
     import torch
 
+_SLACK = 20.0
+"""Factor by which a call may take longer than the slowest of its kind before its ranks count as hung."""
+_LEAST_DEADLINE_S = 300.0
 _NOTICE_S = 3.0
 """Longest time until it shows that a rank failed because another one died."""
 
@@ -53,6 +56,9 @@ class Trainer:
         max_restarts: int = 3
         """Most restarts from the last checkpoint in one sitting of the run, each because a rank died or hung; after
         that, or at 0, such a death ends the run."""
+        deadline_s: float = 1800.0
+        """Longest time for one call of the ranks, such as a step; past it they count as hung, and start again. Once a
+        call of its kind was measured, 20 times the slowest one's time for as many tokens, or 5 minutes, is enough."""
 
         def __post_init__(self) -> None:
             check_flags(
@@ -60,6 +66,7 @@ class Trainer:
                 "--trainer.",
                 least={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
                 | {"port": 0, "max_restarts": 0, "row_tokens": 1},
+                above={"deadline_s": 0},
                 below={"port": 65536},
             )
             if self.row_tokens % (multiple := _pad_multiple()):
@@ -92,7 +99,8 @@ class Trainer:
         self._skipped = skipped
         self._skipped_in_a_row = 0
         self._start_deadline_s = start_deadline_s
-        self._deadline_s = 3600.0
+        self._slowest: dict[str, float] = {}
+        """Most seconds of a call so far, by method and for a unit of its work."""
         self._unavailable = "it has not started"
         """Reason why no ranks hold a policy; "" while they do."""
         self._specs: tuple[TensorSpec, ...] | None = None
@@ -235,7 +243,7 @@ class Trainer:
             own = [replace(minibatch, rows=minibatch.rows[rank :: config.ranks]) for minibatch in minibatches]
             return own, loss, config.epochs, temperature, self._total_updates, version
 
-        parts = await self._each("step", args_of)
+        parts = await self._each("step", args_of, work=packed.packed_tokens * config.epochs)
         self.busy_s += max(seconds for _, seconds in parts)
         skipped = []
         for index, finite in enumerate(metrics is not None for metrics in parts[0][0]):
@@ -272,7 +280,9 @@ class Trainer:
             A tensor for each row of `packed`, `[L] float32`. `unpack` sorts them by episode.
         """
         ranks = self.config.ranks
-        parts = await self._each("logprobs", lambda rank: (packed.rows[rank::ranks], temperature))
+        parts = await self._each(
+            "logprobs", lambda rank: (packed.rows[rank::ranks], temperature), work=packed.packed_tokens
+        )
         return [parts[index % ranks][index // ranks] for index in range(len(packed.rows))]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
@@ -284,7 +294,7 @@ class Trainer:
         import torch
 
         if self._specs is None:
-            self._specs = await self._replica.call("specs", deadline_s=self._deadline_s, rank=0)
+            self._specs = await self._replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
         version = self.version if self._published is None else self.version + 1
         async with store.publishing(version, self._specs, getattr(torch, dtype)) as publication:
             parts = await self._all("publish", store.transport(), publication.draft)
@@ -359,8 +369,28 @@ class Trainer:
     async def _all(self, method: str, *args: object) -> list[Any]:
         return await self._each(method, lambda _: args)
 
-    async def _each(self, method: str, args_of_rank: Callable[[int], Sequence[object]]) -> list[Any]:
-        return await self._call_ranks(self._replica, method, args_of_rank, self._deadline_s)
+    async def _each(self, method: str, args_of_rank: Callable[[int], Sequence[object]], *, work: int = 1) -> list[Any]:
+        """Call a method on all ranks; `work`, such as a number of tokens, is what its time grows with.
+
+        Raises:
+            ReplicaError: as `_call_ranks`, or the ranks hang: they take far longer than such calls ever did.
+        """
+        replica, deadline_s = self._replica, self.config.deadline_s
+        if method in self._slowest:
+            expected_s = self._slowest[method] * max(1, work)
+            deadline_s = min(deadline_s, max(_LEAST_DEADLINE_S, _SLACK * expected_s))
+        began = replica.clock()
+        try:
+            results = await self._call_ranks(replica, method, args_of_rank, deadline_s)
+        except DeadlineError as error:
+            self._service.mark_failed(replica, f"hung: {error.message}")
+            hint = f"see {replica.log}; raise --trainer.deadline-s if the work really takes longer"
+            raise ReplicaError(
+                f"hung: {error.message}", service=self._service.name, replica=replica.index, call=method, hint=hint
+            ) from error
+        seconds = (replica.clock() - began) / max(1, work)
+        self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
+        return results
 
     async def _call_ranks(
         self, replica: Replica, method: str, args_of_rank: Callable[[int], Sequence[object]], deadline_s: float

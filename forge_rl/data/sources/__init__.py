@@ -28,7 +28,8 @@ class Source(Protocol):
         """Return the next task to train on; never one that is held out."""
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
-        """Return the first `tasks` held-out tasks, or all if fewer: distinct questions, the same for every seed."""
+        """Return the first `tasks` held-out tasks, or all if fewer: distinct questions, the same for every seed,
+        whose problems are never drawn, however they are worded."""
 
     def state(self) -> dict[str, object]:
         """Position of the stream, as JSON."""

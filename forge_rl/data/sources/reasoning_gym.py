@@ -7,7 +7,8 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from forge_rl.errors import TaskError
@@ -17,6 +18,10 @@ _CHUNK = 500
 """Tasks of one reasoning-gym data set; some generate all of theirs when they are made, so a stream is many of them."""
 _SET_HERE = ("seed", "size")
 """Fields of every reasoning-gym config that a source sets itself."""
+_TOKEN = re.compile(r"[^\W\d_]+|\d+(?:\.\d+)?|[^\w\s]|_")
+_ORIGIN = ("source_dataset", "source_index", "difficulty")
+"""Metadata of every entry that are no part of its problem."""
+_NO_CONTENT = {"true", "false", "none"}
 
 
 @dataclass(eq=False, repr=False)
@@ -25,8 +30,9 @@ class ReasoningGymSource:
 
         source = ReasoningGymSource("chain_sum", {"max_terms": 3}, seed=0, held_out_share=0.1)
 
-    Whether a question is held out depends on a hash of its text alone: not on the seed, nor on the parameters that
-    generated it. So scores of runs with different seeds compare, and no held-out question is ever trained on.
+    Whether a question is held out depends on a hash of its problem alone, see `problem_of`: not on its wording, on the
+    seed, nor on the parameters that generated it. So scores of runs with different seeds compare, and no held-out
+    problem is ever trained on.
 
     Raises:
         TaskError: unknown data set or parameter, or a value that it refuses.
@@ -116,7 +122,7 @@ class ReasoningGymSource:
         self._index = index
 
     def _is_held_out(self, entry: Mapping[str, object]) -> bool:
-        return int(_digest(str(entry["question"])), 16) < self.held_out_share * 2**64
+        return int(_digest(_as_json(problem_of(entry))), 16) < self.held_out_share * 2**64
 
     def _task(self, entry: dict[str, object]) -> Task:
         question = str(entry["question"])
@@ -132,6 +138,36 @@ class ReasoningGymSource:
 
     def _described(self) -> str:
         return f"data set {self.dataset!r} with {self.params} and held_out_share {self.held_out_share}"
+
+
+def problem_of(entry: Mapping[str, object]) -> list[str]:
+    """Reduce a question to its problem: its numbers, and what the entry's metadata repeat of its words and symbols.
+
+        problem_of({"question": "What is 4 + 3?", "metadata": {"expression": "4 + 3"}}) == ["+", "3", "4"]
+
+    The rest is wording. The terms of a sum or product are sorted, as their order changes nothing. Where the metadata
+    repeat nothing, any word may matter, and the problem is the whole question.
+    """
+    question = _TOKEN.findall(str(entry["question"]).lower())
+    content = set(_TOKEN.findall(" ".join(_leaves(entry.get("metadata"))).lower())) - _NO_CONTENT
+    if content.isdisjoint(question):
+        return question
+    problem = [token for token in question if token in content or token[0].isdigit()]
+    symbols = {token for token in problem if not token[0].isdigit()}
+    return sorted(problem) if symbols in ({"+"}, {"*"}) else problem
+
+
+def _leaves(value: object) -> Iterator[str]:
+    """Texts and numbers somewhere in an entry's metadata, without those that only say where it came from."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if key not in _ORIGIN:
+                yield from _leaves(part)
+    elif isinstance(value, list | tuple | set):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield str(value)
 
 
 class _Stream:

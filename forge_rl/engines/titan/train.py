@@ -21,9 +21,10 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
 from forge_rl.algorithms import Loss, LossInputs, logprob_gap, token_logprobs
 from forge_rl.data.packing import Minibatch, Row
+from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.platform import device_type, local_device, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.model import attention_mask, build_model, read_architecture
+from forge_rl.engines.titan.model import attention_mask, build_model
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state

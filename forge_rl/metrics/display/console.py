@@ -29,6 +29,9 @@ Mode = Literal["auto", "live", "plain", "none"]
 
 PATIENCE_S = 10.0
 """Seconds without progress after which the display says what is waited for."""
+PLAIN_PATIENCE_S = 60.0
+"""Seconds without progress after which plain mode says it in a line, or twice what the phase ever took, if that is
+more: a wait that is normal is no news."""
 REPORT_EVERY_S = 30.0
 """Plain mode tells of one phase at most once in so many seconds."""
 _POLL_EVERY_S = 1.0
@@ -69,6 +72,8 @@ class Display(Sink):
         """The live panel, which shows the state at the time it is drawn."""
         self._starting: dict[str, float] = {}
         self._quarters: dict[str, int] = {}
+        self._longest: dict[str, float] = {}
+        """Most seconds of each phase in a step so far."""
         self._changes = 0
         self._moved: tuple[object, float] = (None, self._begun)  # state of the run, and since when it has not changed
         self._reported_at = -math.inf
@@ -135,7 +140,7 @@ class Display(Sink):
     ) -> None:
         """Ask how far the phase is; where nothing has moved for 10 s, show what is waited for.
 
-        Plain mode tells it in a line, and how far a rollout is that lasts, every 30 s at most.
+        Plain mode tells of longer waits in a line, and how far a rollout is that lasts, every 30 s at most.
 
         Args:
             waiting: names what is waited for, such as "generator replica 1, call load"; "" if that is not known.
@@ -155,7 +160,7 @@ class Display(Sink):
         if rollout is not None:
             self.panel.show("batch", rollout.share, f"{rollout.groups_done}/{rollout.groups}")
         line = ""
-        if text:
+        if text and now - since >= max(PLAIN_PATIENCE_S, 2 * self._longest.get(phase, 0.0)):
             line = f"{phase or 'run'}: waiting for {text}; {duration(now - since)} without progress"
         elif rollout is not None and phase == "rollout" and in_phase >= REPORT_EVERY_S:
             line = f"rollout: {rollout}"
@@ -168,6 +173,10 @@ class Display(Sink):
         self._changes += 1
         numbers = {name: value for name, value in values.items() if not isinstance(value, Histogram)}
         self._state.log(step, numbers)
+        for name, value in numbers.items():
+            kind, _, phase = name.partition("/")
+            if kind == "seconds":
+                self._longest[phase] = max(value, self._longest.get(phase, 0.0))
         self._show_step()
         self._print(self._step_line(numbers))
 

@@ -17,6 +17,8 @@ UPDATE = {"loss": "loss", "gap": "logprob_gap", "grad": "grad_norm"}
 HELD_OUT = "held_out"
 """`held_out`, or `held_out/<source>`: the score on tasks that are never trained on."""
 
+_LEAST_RATED_S = 0.1
+
 
 @dataclass(kw_only=True)
 class RunState:
@@ -82,11 +84,16 @@ def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def phases(values: Mapping[str, float]) -> dict[str, str]:
-    """Format each phase's time, and tokens a second where tokens were counted, in the order measured."""
+    """Format each phase's time, and tokens a second where tokens were counted, in the order measured.
+
+    A phase that took no time, such as the rollout of a batch that was ready, has no rate worth reading.
+    """
     shown: dict[str, str] = {}
     for name, seconds in values.items():
         kind, _, phase = name.partition("/")
         if kind == "seconds" and phase != "step":
             rate = values.get(f"tokens_per_s/{phase}")
-            shown[phase] = duration(seconds) + ("" if rate is None else f" {rate:,.0f} tok/s")
+            shown[phase] = duration(seconds) + (
+                "" if rate is None or seconds < _LEAST_RATED_S else f" {rate:,.0f} tok/s"
+            )
     return shown

@@ -1,0 +1,15 @@
+"""First line of a program's output, before what takes seconds to load; imports nothing of ours."""
+
+from __future__ import annotations
+
+import sys
+
+
+def announce() -> None:
+    """Say at once that a program has begun, and how long it takes until its services run."""
+    print(
+        "loading torch and Monarch takes 5 to 15 s; then the services start, which takes half a minute, or a few "
+        "where the machine is busy or does it for the first time",
+        file=sys.stderr,
+        flush=True,
+    )
