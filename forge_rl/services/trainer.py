@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Packed
-from forge_rl.engines.platform import cpu_cores, device_type
+from forge_rl.engines.factory import thread_environment
+from forge_rl.engines.platform import device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
 from forge_rl.metrics import merge_all, reduce
@@ -112,7 +113,7 @@ class Trainer:
             deadline_s: longest time for the whole start.
         """
         service = Service("trainer", cluster, faults)
-        env = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // config.ranks))}
+        env = thread_environment(config.ranks)
 
         def spawn() -> Replica:
             args = model, config, reference, config.ranks

@@ -19,6 +19,7 @@ from forge_rl.engines.platform import device_type, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.metrics import Value
 from forge_rl.runtime.service import ServiceActor
+from forge_rl.weights.fingerprints import warm_up
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.transports.protocol import Transport
 
@@ -51,6 +52,7 @@ class TrainerActor(ServiceActor):
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
             self._engine = self._make_engine()
+            warm_up()
             if resume is not None:
                 self._engine.load_training_state(resume)
             return self._engine.version, self._engine.parameters

@@ -97,6 +97,14 @@ def move(moves: Sequence[Move]) -> list[int]:
     return totals
 
 
+def warm_up() -> None:
+    """Load the compiled loops, so that the first version does not wait for it; in a new checkout they are compiled."""
+    for source in (torch.zeros(8, 64), torch.zeros(7)):
+        whole = tuple(source.shape), TensorSlice.whole(source.shape)
+        for dtype in (torch.float32, torch.bfloat16):
+            move([Move(torch.empty_like(source, dtype=dtype), source, *whole), Move(None, source.to(dtype), *whole)])
+
+
 def _tasks(
     target: torch.Tensor | None, source: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice
 ) -> Iterator[Callable[[], SupportsInt]]:
