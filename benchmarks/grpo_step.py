@@ -188,7 +188,7 @@ def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:
         "out": out,
     }
     given = [part for flag in flags for part in (f"--{flag}", str(flags[flag]))]
-    return [sys.executable, "-m", "benchmarks.grpo_turns", *given]
+    return [sys.executable, "-m", "benchmarks.peers.forge_grpo", *given]
 
 
 def draw_tasks(size: Size) -> list[Task]:

@@ -14,7 +14,7 @@ import torch
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
@@ -137,6 +137,30 @@ def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypat
 
     assert asyncio.run(call("offload")) == moved
     assert asyncio.run(call("onload")) == moved
+
+
+def test_a_step_without_room_says_which_flags_help() -> None:
+    class Full:
+        def train_step(self, *_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    settings = TrainSettings(dtype="float32", row_tokens=1, optimizer=OptimizerConfig())
+    actor = TrainerActor(Path(), settings, False, 1)
+    actor._engine = Full()  # type: ignore[assignment]
+    step: Any = inspect.unwrap(TrainerActor.step._method)  # type: ignore[attr-defined]
+    arguments = [None] * (len(inspect.signature(step).parameters) - 1)
+    with pytest.raises(ForgeError, match=r"no room on the device: CUDA out of memory\. Tried .*GiB\.\n") as caught:
+        asyncio.run(step(actor, *arguments))
+    assert "--trainer.row-tokens" in caught.value.hint
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_rl.services.trainer.gpus", lambda: 2)
+    config = Trainer.Config(ranks=3)
+    given: Any = {"model": Path(), "resume": None, "reference": False, "total_steps": 1, "deadline_s": 1}
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="3 ranks need a GPU each, and this machine has 2"):
+        asyncio.run(Trainer.start(config, nothing, nothing, **given))
 
 
 def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):

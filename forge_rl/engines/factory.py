@@ -6,6 +6,7 @@ from pathlib import Path
 
 from forge_rl.engines.platform import cpu_cores, device_type, gpus
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
+from forge_rl.runtime.cluster import visible_gpu
 
 
 def thread_environment(sharers: int) -> dict[str, str]:
@@ -40,7 +41,9 @@ def decode_environment(place: int, *, replicas: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device_type() == "cuda":
-        return env | {"CUDA_VISIBLE_DEVICES": str(place % gpus())}
+        # A forked worker inherits the threads' locks of this process, and no CUDA context survives a fork.
+        gpu = visible_gpu(place % gpus())
+        return env | {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # vLLM's sampler has two one-line functions compiled, even when nothing else is: half a minute of the first rollout,
     # to save 3 ms a step.
     return env | thread_environment(replicas) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}

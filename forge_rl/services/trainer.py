@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Packed
 from forge_rl.engines.factory import thread_environment
-from forge_rl.engines.platform import device_type
+from forge_rl.engines.platform import device_type, gpus
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
 from forge_rl.metrics import merge_all, reduce
@@ -111,7 +111,15 @@ class Trainer:
             resume: training state to continue from instead.
             total_steps: steps of the run, for the course of the learning rate.
             deadline_s: longest time for the whole start.
+
+        Raises:
+            ConfigError: there are fewer GPUs than ranks.
         """
+        if 0 < gpus() < config.ranks:
+            raise ConfigError(
+                f"{config.ranks} ranks need a GPU each, and this machine has {gpus()}",
+                hint=f"set --trainer.ranks to {gpus()} or less",
+            )
         service = Service("trainer", cluster, faults)
         env = thread_environment(config.ranks)
 

@@ -8,8 +8,8 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.losses import Loss
@@ -17,14 +17,12 @@ from forge_rl.data.packing import Row
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import device_type, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
+from forge_rl.errors import ForgeError
 from forge_rl.metrics import Value
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.fingerprints import warm_up
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.transports.protocol import Transport
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TrainerActor(ServiceActor):
@@ -39,7 +37,7 @@ class TrainerActor(ServiceActor):
     @concurrent_endpoint
     async def meeting_point(self, port: int) -> tuple[str, int]:
         """Return address and port at which the ranks meet; asked of rank 0."""
-        address = "127.0.0.1" if device_type() == "cpu" else socket.gethostbyname(socket.gethostname())
+        address = "127.0.0.1"  # all ranks are on one host
         if port:
             return address, port
         with socket.socket() as probe:
@@ -64,9 +62,15 @@ class TrainerActor(ServiceActor):
         """Take one optimizer step; returns metrics of this rank, and the seconds that it took."""
         async with self._lock:
             began = time.monotonic()
-            metrics = self.engine.train_step(
-                rows, loss, trained_tokens=trained_tokens, temperature=temperature, total_steps=total_steps
-            )
+            try:
+                metrics = self.engine.train_step(
+                    rows, loss, trained_tokens=trained_tokens, temperature=temperature, total_steps=total_steps
+                )
+            except torch.OutOfMemoryError as error:
+                raise ForgeError(
+                    f"a step found no room on the device: {str(error).splitlines()[0]}",
+                    hint="set --trainer.recompute, or lower --trainer.row-tokens or --generator.memory-share",
+                ) from error
             return metrics, time.monotonic() - began
 
     @concurrent_endpoint

@@ -1,4 +1,4 @@
-"""Steps of recipes.grpo, one for each line of stdin: python -m benchmarks.grpo_turns, with the recipe's flags.
+"""Steps of recipes.grpo, one for each line of stdin: python -m benchmarks.peers.forge_grpo, with the recipe's flags.
 
 Stdout gets a JSON line when the services have started, and one for each step; between steps nothing is computed.
 """
