@@ -10,7 +10,7 @@ from forge_rl.errors import ConfigError
 
 
 def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, chunk_tokens: int = 1024
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, chunk_tokens: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprob of each target, and the entropy of its distribution softmax(logits / temperature).
 
@@ -24,7 +24,8 @@ def token_logprobs(
         logits: [N, V], any float dtype.
         targets: [N] int64; any id of the vocabulary at positions without a target.
         temperature: the engine's sampling temperature, so that logprobs compare with behaviour logprobs.
-        chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V].
+        chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V], which should stay in a
+            CPU's cache.
 
     Returns:
         logprobs [N] float32 with gradient, entropy [N] float32 in nats without gradient.
