@@ -2,9 +2,10 @@
 
 python -m benchmarks.grpo_step --json out.json
 
-A step is 8 tasks times 8 episodes of at most 16 new tokens, SmolLM2-135M, float32 in trainer and engine, on CPU. Our
-side is the recipe as a user runs it; its step is rollout, train and publish. Then TRL, in an environment of its own
-that is set up under .bench/, takes its steps on the very tasks that ours were taken on. The two never run at once.
+A step is 8 tasks times 8 episodes of at most 16 new tokens, SmolLM2-135M, on CPU: with trainer and engine in float32,
+then in bfloat16 with float32 weights in the trainer. Our side is the recipe with its default schedule; its step is
+rollout, train and publish. TRL lives in an environment of its own that is set up under .bench/. Both start, and then
+take steps in turns, a step of ours and one of TRL's, on the same tasks: what else the machine does meets both alike.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal
 
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.data.bundled import default_cache
@@ -42,8 +43,6 @@ HELD_OUT_SHARE = 0.1
 LR = 1e-5
 _SETUP_DEADLINE_S = 1800.0
 _RUN_DEADLINE_S = 7200.0
-_MOST_REDRAWS = 8
-"""Most times that a batch that teaches nothing is drawn again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +50,11 @@ class Config(BenchmarkConfig):
     """Measure a GRPO step, and TRL's in the same run."""
 
     steps: int = 5
-    """Measured steps of each side."""
+    """Measured steps of each side, in each format."""
     warm_up: int = 2
-    """Steps of each side that come first and do not count."""
+    """Steps of each side, in each format, that come first and do not count."""
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    """Formats to measure, one after the other."""
     trl_completions_per_forward: int = 4
     """Number of completions by which TRL splits its batch for forward and backward. 4 took TRL the least CPU time of 2,
     4, 8 and 16 on two EPYC cores; try others elsewhere, so that the peer is at its best."""
@@ -102,40 +103,71 @@ class Size:
 
 
 def measure(config: Config, report: Report) -> None:
-    """Run both sides and compare them."""
+    """Run both sides in each format and compare them."""
     _check_cpu()
-    size = config.size
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
     print("setting up", flush=True)
     model = resolve_model(MODEL, default_cache())
     python = set_up_trl(TRL_FOLDER)
-
-    with tempfile.TemporaryDirectory(prefix="grpo_step-") as scratch:
-        folder = Path(scratch)
-        print(f"forge_rl: {size.steps} steps of {size.episodes} episodes", flush=True)
-        ours, tasks = run_ours(size, folder / "run")
-        report.rows += [{"side": "forge_rl", **row} for row in ours]
-        print(f"TRL: {size.steps} steps of {size.episodes} episodes", flush=True)
-        theirs, report.versions["trl_environment"] = run_trl(
-            size, python, folder, model, tasks, completions_per_forward=config.trl_completions_per_forward
+    for dtype in config.dtypes:
+        with tempfile.TemporaryDirectory(prefix="grpo_step-") as scratch:
+            ours, theirs = _take_turns(config, report, dtype, Path(scratch), model, python)
+        suffix = "" if dtype == "float32" else f"_{dtype}"
+        for phase in ("rollout", "train", "publish", "step"):
+            report.measure(f"seconds_{phase}{suffix}", [row[f"seconds_{phase}"] for row in ours])
+        report.measure(f"seconds_trl{suffix}", [row["seconds"] for row in theirs])
+        report.measure(f"seconds_trl_generate{suffix}", [row["seconds_generate"] for row in theirs])
+        report.measure(f"seconds_trl_train{suffix}", [row["seconds_train"] for row in theirs])
+        report.measure(f"tokens_per_answer{suffix}", [row["response_tokens"] / config.size.episodes for row in ours])
+        report.measure(
+            f"tokens_per_answer_trl{suffix}", [row["response_tokens"] / config.size.episodes for row in theirs]
         )
-        report.rows += [{"side": "trl", **row} for row in theirs]
-
-    measured = [row for row in ours if not row["warm_up"]]
-    peer = [row for row in theirs if not row["warm_up"]]
-    for phase in ("rollout", "train", "publish", "step"):
-        report.measure(f"seconds_{phase}", [row[f"seconds_{phase}"] for row in measured])
-    report.measure("seconds_trl", [row["seconds"] for row in peer])
-    report.measure("seconds_trl_generate", [row["seconds_generate"] for row in peer])
-    report.measure("seconds_trl_train", [row["seconds_train"] for row in peer])
-    report.measure("tokens_per_answer", [row["response_tokens"] / size.episodes for row in measured])
-    report.measure("tokens_per_answer_trl", [row["response_tokens"] / size.episodes for row in peer])
-    report.results["speedup_over_trl"] = report.results["seconds_trl"] / report.results["seconds_step"]
+        seconds = report.results
+        seconds[f"speedup_over_trl{suffix}"] = seconds[f"seconds_trl{suffix}"] / seconds[f"seconds_step{suffix}"]
 
 
-def recipe_command(size: Size, out: Path) -> list[str]:
-    """The command that runs our side."""
+def _take_turns(
+    config: Config, report: Report, dtype: str, folder: Path, model: Path, python: Path
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Start both sides and let them take steps in turns.
+
+    Returns:
+        The measured steps of ours and of TRL's; the report gets all.
+
+    Raises:
+        BenchmarkError: a side failed, or did other work than it was asked for.
+    """
+    size, tasks = config.size, draw_tasks(config.size)
+    settings = folder / "trl_settings.json"
+    settings.write_text(json.dumps(trl_settings(size, folder, model, tasks, dtype, config.trl_completions_per_forward)))
+    peer = [str(python), str(ROOT / "benchmarks" / "peers" / "trl_grpo.py"), str(settings)]
+    print(f"{dtype}: {size.steps} steps of {size.episodes} episodes, of each side in turn", flush=True)
+    ours: list[dict[str, float]] = []
+    theirs: list[dict[str, float]] = []
+    with (
+        _process(peer, "TRL", _RUN_DEADLINE_S, quiet=folder / "trl.log") as them,
+        _process(recipe_command(size, folder / "run", dtype), "our side", _RUN_DEADLINE_S) as us,
+    ):
+        if _next_row(us) is not None and (started := _next_row(them)) is not None:
+            report.versions["trl_environment"] = started["versions"]
+            for step in range(1, size.steps + 1):
+                if (mine := _take_turn(us)) is None or (row := _take_turn(them)) is None:
+                    break  # a side has ended, and says why when it is waited for
+                ours.append(mine)
+                theirs.append(row | {"warm_up": step <= size.warm_up})
+                print(f"  step {step}/{size.steps}  {mine['seconds']:.1f} s, TRL {row['seconds']:.1f} s", flush=True)
+    if len(theirs) != size.steps:
+        raise BenchmarkError(f"the two sides took {len(theirs)} steps, not {size.steps}")
+    logged = _logged_steps(size, folder / "run", [task.id for task in tasks])
+    ours = [row | {"seconds_step": turn["seconds"]} for row, turn in zip(logged, ours, strict=True)]
+    for side, rows in (("forge_rl", ours), ("trl", theirs)):
+        report.rows += [{"side": side, "dtype": dtype, **row} for row in rows]
+    return [row for row in ours if not row["warm_up"]], [row for row in theirs if not row["warm_up"]]
+
+
+def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:
+    """The command that runs our side, which takes a step for each line of its stdin."""
     flags: Mapping[str, object] = {
         "model": MODEL,
         "tasks": TASKS,
@@ -147,60 +179,33 @@ def recipe_command(size: Size, out: Path) -> list[str]:
         "data.held-out-share": HELD_OUT_SHARE,
         "eval-every": 0,
         "checkpoint-every": 0,
-        "trainer.dtype": "float32",
+        "trainer.dtype": dtype,
         "trainer.optimizer.lr": LR,
-        "generator.dtype": "float32",
+        "generator.dtype": dtype,
         "generator.max-new-tokens": size.max_new_tokens,
         "generator.temperature": 1.0,
-        "display": "plain",
+        "display": "none",
         "out": out,
     }
-    return [sys.executable, "-m", "recipes.grpo", *(part for flag in flags for part in (f"--{flag}", str(flags[flag])))]
+    given = [part for flag in flags for part in (f"--{flag}", str(flags[flag]))]
+    return [sys.executable, "-m", "benchmarks.peers.forge_grpo", *given]
 
 
-def run_ours(size: Size, out: Path) -> tuple[list[dict[str, float]], list[Task]]:
-    """Run the recipe.
-
-    Returns:
-        For each step its measurements, and for each group of all steps, in order, its task.
-
-    Raises:
-        BenchmarkError: the recipe failed, or did other work than it was asked for.
-    """
-    with _process(recipe_command(size, out), "our side", _RUN_DEADLINE_S):
-        pass
-    rows = _read_lines(out / "metrics.jsonl")
-    if len(rows) != size.steps:
-        raise BenchmarkError(f"our side logged {len(rows)} steps, not {size.steps}")
-    measurements = []
-    for index, row in enumerate(rows):
-        try:
-            found = {f"seconds_{phase}": row[f"seconds/{phase}"] for phase in ("rollout", "train", "publish", "step")}
-            found["response_tokens"] = row["tokens/completion_mean"] * size.episodes
-            found["reward"] = row["reward/mean"]
-            found["trained_tokens"] = row["tokens/train"]
-        except KeyError as error:
-            raise BenchmarkError(f"step {index + 1} of our side logged no {error}") from error
-        measurements.append({"step": index + 1, "warm_up": index < size.warm_up} | found)
-    return measurements, _tasks_trained_on(size, _read_lines(out / "episodes.jsonl"))
+def draw_tasks(size: Size) -> list[Task]:
+    """The first tasks of the source, one for each group: those that both sides train on."""
+    spec = parse_source(TASKS)
+    source = ReasoningGymSource(spec.name, spec.params, SEED, HELD_OUT_SHARE)
+    return [source.draw() for _ in range(size.steps * size.groups)]
 
 
-def run_trl(
-    size: Size, python: Path, folder: Path, model: Path, tasks: Sequence[Task], *, completions_per_forward: int
-) -> tuple[list[dict[str, float]], dict[str, str]]:
-    """Run TRL in its own environment.
-
-    Returns:
-        For each step its measurements, and the versions of its packages.
-
-    Raises:
-        BenchmarkError: TRL failed, or did other work than it was asked for.
-    """
+def trl_settings(
+    size: Size, folder: Path, model: Path, tasks: Sequence[Task], dtype: str, completions_per_forward: int
+) -> dict[str, object]:
+    """The recipe's defaults, in TRL's words."""
     from forge_rl.algorithms.losses import ClippedSurrogate
 
-    # The recipe's defaults, in TRL's words.
     optimizer, loss = OptimizerConfig(lr=LR), ClippedSurrogate()
-    settings = {
+    return {
         "model": str(model),
         "output": str(folder / "trl"),
         "tasks": [{"messages": [dict(m) for m in task.messages], "gold": gold_answer(task)} for task in tasks],
@@ -209,6 +214,7 @@ def run_trl(
         "group_size": size.group_size,
         "max_new_tokens": size.max_new_tokens,
         "completions_per_forward": completions_per_forward,
+        "dtype": dtype,
         "lr": optimizer.lr,
         "beta1": optimizer.beta1,
         "beta2": optimizer.beta2,
@@ -220,22 +226,6 @@ def run_trl(
         "temperature": 1.0,
         "seed": SEED,
     }
-    path = folder / "trl_settings.json"
-    path.write_text(json.dumps(settings))
-    rows: list[dict[str, float]] = []
-    versions: dict[str, str] = {}
-    command = [str(python), str(ROOT / "benchmarks" / "peers" / "trl_grpo.py"), str(path)]
-    with _process(command, "TRL", _RUN_DEADLINE_S, quiet=folder / "trl.log") as lines:
-        for line in lines:
-            row = json.loads(line)
-            if "versions" in row:
-                versions = row["versions"]
-                continue
-            rows.append(row | {"warm_up": row["step"] <= size.warm_up})
-            print(f"  step {row['step']}/{size.steps}  {row['seconds']:.1f} s  reward {row['reward']:.2f}", flush=True)
-    if len(rows) != size.steps:
-        raise BenchmarkError(f"TRL took {len(rows)} steps, not {size.steps}")
-    return rows, versions
 
 
 def set_up_trl(folder: Path) -> Path:
@@ -282,23 +272,40 @@ def gold_answer(task: Task) -> str:
     return str(int(entry["answer"]))
 
 
-def _tasks_trained_on(size: Size, samples: Sequence[Mapping[str, object]]) -> list[Task]:
-    """The task of each group of each step, from the samples of episodes that the run wrote."""
-    spec = parse_source(TASKS)
-    source = ReasoningGymSource(spec.name, spec.params, SEED, HELD_OUT_SHARE)
-    known = {task.id: task for task in (source.draw() for _ in range(size.steps * size.groups * _MOST_REDRAWS))}
-    found: list[Task] = []
-    for step in range(1, size.steps + 1):
-        written = [sample for sample in samples if sample["step"] == step]
-        # Samples are spread evenly over the episodes, and episodes lie group by group.
-        groups = {
-            place * size.episodes // len(written) // size.group_size: sample for place, sample in enumerate(written)
-        }
-        ids = [str(groups[group]["task"]) for group in sorted(groups)]
-        if len(ids) != size.groups or not known.keys() >= set(ids):
-            raise BenchmarkError(f"the tasks of step {step} of our side cannot be told from its episodes.jsonl")
-        found += [known[id] for id in ids]
-    return found
+def _logged_steps(size: Size, out: Path, tasks: Sequence[str]) -> list[dict[str, float]]:
+    """What our side's run folder says of each step: seconds, tokens, reward, and how many tasks were TRL's too."""
+    rows, samples = _read_lines(out / "metrics.jsonl"), _read_lines(out / "episodes.jsonl")
+    if len(rows) != size.steps:
+        raise BenchmarkError(f"our side logged {len(rows)} steps, not {size.steps}")
+    measurements = []
+    for index, row in enumerate(rows):
+        try:
+            found = {f"seconds_{phase}": row[f"seconds/{phase}"] for phase in ("rollout", "train", "publish")}
+            found["response_tokens"] = row["tokens/completion_mean"] * size.episodes
+            found["reward"] = row["reward/mean"]
+            found["trained_tokens"] = row["tokens/train"]
+        except KeyError as error:
+            raise BenchmarkError(f"step {index + 1} of our side logged no {error}") from error
+        seen = {str(sample["task"]) for sample in samples if sample["step"] == index + 1}
+        shared = len(seen & set(tasks[index * size.groups : (index + 1) * size.groups]))
+        measurements.append({"step": index + 1, "warm_up": index < size.warm_up, "tasks_shared": shared} | found)
+    return measurements
+
+
+def _next_row(child: subprocess.Popen[str]) -> dict[str, Any] | None:
+    """The next JSON object of a side; None when it has ended."""
+    assert child.stdout is not None
+    row = next((line for line in child.stdout if line.startswith("{")), None)
+    return None if row is None else json.loads(row)
+
+
+def _take_turn(child: subprocess.Popen[str]) -> dict[str, Any] | None:
+    """Let a side take a step; its row, or None when it has ended."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write("\n")
+        child.stdin.flush()
+    return _next_row(child)
 
 
 def _check_cpu() -> None:
@@ -321,14 +328,14 @@ def _read_lines(path: Path) -> list[dict[str, float]]:
 @contextlib.contextmanager
 def _process(
     command: Sequence[str], name: str, deadline_s: float, *, quiet: Path | None = None
-) -> Iterator[Iterator[str]]:
-    """Run a command; the body gets its lines if it is quiet, and it is over when the block is.
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command; its stdin ends with the block, and it is over when the block is.
 
     Args:
         command: what to run, at the root of the repository.
         name: of the side, for errors.
         deadline_s: the command is ended after this long.
-        quiet: file for stderr, whose end is shown if the command fails; if None, the command writes to the terminal.
+        quiet: file for stderr, whose end is shown if the command fails; if None, that goes to the terminal.
 
     Raises:
         BenchmarkError: it cannot be started, fails, or passes the deadline.
@@ -337,7 +344,7 @@ def _process(
         log: IO[str] | None = stack.enter_context(quiet.open("w")) if quiet else None
         try:
             child = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE if log else None, stderr=log, text=True, bufsize=1
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
             )
         except OSError as error:
             raise BenchmarkError(f"{name} cannot be started: {error}") from error
@@ -350,8 +357,8 @@ def _process(
         timer = threading.Timer(deadline_s, expire)
         timer.start()
         try:
-            yield iter(child.stdout or ())
-            child.wait()
+            yield child
+            child.communicate()
         finally:
             timer.cancel()
             _end(child)

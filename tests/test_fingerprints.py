@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_rl.errors import WeightsError
+from forge_rl.weights import fingerprints
 from forge_rl.weights import fingerprints as module
 from forge_rl.weights.fingerprints import Move, _by_torch, combine, fingerprint, move
 from forge_rl.weights.slices import TensorSlice
@@ -90,8 +91,20 @@ def test_fingerprints_follow_the_formula_and_add_up_over_any_tiling(shape, dtype
     for tensor_slice in slices:
         values = tensor_slice.of(whole)
         parts.append(fingerprint(values, shape, tensor_slice))
-        assert parts[-1] == reference(values, shape, tensor_slice) == _by_torch(values, shape, tensor_slice)
+        assert (
+            parts[-1]
+            == reference(values, shape, tensor_slice)
+            == int(_by_torch(values, shape, tensor_slice)) % (1 << 64)
+        )
     assert combine(parts) == fingerprint(whole, shape)
+
+
+def test_the_torch_loop_goes_on_where_its_last_chunk_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fingerprints, "_CHUNK_WORDS", 100)
+    shape, tensor_slice = (9, 7, 64), TensorSlice((2, 1, 16), (6, 5, 32))
+    values = tensor_slice.of(random_tensor(shape, torch.float32, 0))
+    expected = reference(values, shape, tensor_slice)
+    assert int(fingerprints._by_torch(values, shape, tensor_slice)) % (1 << 64) == expected
 
 
 @pytest.mark.parametrize("dtype", PUBLISHED)

@@ -1,6 +1,9 @@
 """Handing devices over: which calls are made, in which order, and the state after a failure."""
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,6 +11,7 @@ from forge_rl import RunConfig
 from forge_rl.errors import ConfigError, ReplicaError
 from forge_rl.rollout.placement import DeviceHandover, Placement, shares_devices
 from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run import services
 
 
 class NotingServices:
@@ -181,3 +185,49 @@ def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch:
         shares(3, "separate")
     with pytest.raises(ConfigError, match="asynchronous decode while the trainer trains, and --placement is colocated"):
         RunConfig(placement="colocated", schedule=ScheduleConfig(kind="asynchronous"))
+
+
+@pytest.mark.parametrize(("gpus", "begun"), [(1, ["generator"]), (0, ["generator", "trainer"])])
+def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
+    gpus: int, begun: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting: list[str] = []
+    engines_up = asyncio.Event()
+
+    class Started:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def start(self, *_: object, **__: object) -> "Started":
+            starting.append(self.name)
+            if self.name == "generator":
+                await engines_up.wait()
+            return self
+
+        async def stop(self) -> None: ...
+
+    for name in ("Trainer", "Generator", "WeightStore", "Reward"):
+        monkeypatch.setattr(services, name, Started(name.lower()))
+    monkeypatch.setattr(services, "gpus", lambda: gpus)
+
+    async def run() -> None:
+        nothing: Any = None
+        given: Any = {"model": tmp_path, "reward": len, "environment": None, "resume": None}
+        async with asyncio.TaskGroup() as group:
+
+            async def opened() -> None:
+                display: Any = SimpleNamespace(startup=lambda *_: None)
+                cluster: Any = SimpleNamespace(close=lambda: asyncio.sleep(0))
+                async with services.running_services(
+                    RunConfig(), cluster, nothing, display, reference=False, shares_devices=True, **given
+                ):
+                    pass
+
+            group.create_task(opened())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert [name for name in starting if name in ("generator", "trainer")] == begun
+            engines_up.set()
+        assert "trainer" in starting
+
+    asyncio.run(run())

@@ -187,18 +187,25 @@ def test_a_peer_that_fails_fails_the_benchmark_with_its_last_words(tmp_path: Pat
     code = "import sys; print('one', flush=True); sys.exit('no such model')"
     with (
         pytest.raises(BenchmarkError, match="no such model\nTRL ended with status 1"),
-        grpo_step._process([sys.executable, "-c", code], "TRL", 60, quiet=tmp_path / "log") as lines,
+        grpo_step._process([sys.executable, "-c", code], "TRL", 60, quiet=tmp_path / "log") as child,
     ):
-        assert list(lines) == ["one\n"]
+        assert list(child.stdout or ()) == ["one\n"]
 
 
 def test_a_peer_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
     code = "import signal; signal.pause()"
     with (
         pytest.raises(BenchmarkError, match="not done within 1 s"),
-        grpo_step._process([sys.executable, "-c", code], "TRL", 1, quiet=tmp_path / "log") as lines,
+        grpo_step._process([sys.executable, "-c", code], "TRL", 1, quiet=tmp_path / "log") as child,
     ):
-        assert list(lines) == []
+        assert grpo_step._next_row(child) is None
+
+
+def test_a_side_takes_a_step_for_each_turn_and_then_ends(tmp_path: Path) -> None:
+    code = "import json, sys\nprint('noise')\nfor turn in sys.stdin: print(json.dumps({'step': 1}), flush=True)"
+    with grpo_step._process([sys.executable, "-c", code], "TRL", 60, quiet=tmp_path / "log") as child:
+        assert [grpo_step._take_turn(child) for _ in range(3)] == [{"step": 1}] * 3
+    assert child.returncode == 0
 
 
 def void(_: object) -> None:

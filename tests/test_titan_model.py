@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.data.packing import Row
+from forge_rl.algorithms import token_logprobs
+from forge_rl.data.packing import Layout, Row, dense_mask, pack
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.model import attention_mask, build_model
+from forge_rl.engines.titan import model as titan_model
+from forge_rl.engines.titan.model import FloatHead, TreeAttention, attention_mask, build_model
 from forge_rl.engines.titan.state import load_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
@@ -90,6 +92,59 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     assert expected.std() > 0.2, "the model must tell tokens apart for this to be a test"
     found = titan_logits(tmp_path, token_ids)
     assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 64])
+def test_attention_by_tree_is_attention_under_the_whole_mask(pad_multiple: int):
+    laid = pack(
+        batch := random_batch(0, vocab=43, groups=3),
+        torch.ones(batch.rewards.shape),
+        Layout(row_tokens=1024, pad_multiple=pad_multiple),
+        drop_uniform=False,
+    )
+    (row,) = laid.rows
+    masks = attention_mask(row)
+    trees = row.trees.tolist()
+    assert [len(mask) for mask in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
+    assert len(masks) >= 3
+    generator = torch.Generator().manual_seed(0)
+    found, expected = (
+        [torch.randn(1, len(row), heads, 8, generator=generator.manual_seed(heads)) for heads in (4, 2, 2)]
+        for _ in range(2)
+    )
+    for inputs in (found, expected):
+        for x in inputs:
+            x.requires_grad_()
+    q, k, v = (x.transpose(1, 2) for x in expected)
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row), enable_gqa=True)
+    by_tree = TreeAttention(TreeAttention.Config())(*found, attention_masks=masks, enable_gqa=True)
+    torch.testing.assert_close(by_tree, whole.transpose(1, 2))
+    (by_tree.square().sum() + whole.square().sum()).backward()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    head = FloatHead(FloatHead.Config(in_features=8, out_features=43))
+    hidden, targets = torch.randn(10, 8), torch.randint(0, 43, (10,))
+    results = []
+    for chunk in (10, 4):
+        monkeypatch.setattr(titan_model, "_HEAD_CHUNK_TOKENS", chunk)
+        given = hidden.clone().requires_grad_()
+        sizes: list[int] = []
+        monkeypatch.setattr(
+            titan_model,
+            "token_logprobs",
+            lambda logits, *args, sizes=sizes: sizes.append(len(logits)) or token_logprobs(logits, *args),
+        )
+        logprobs, entropy = head(given, targets, 0.7)
+        gradients = torch.autograd.grad(logprobs.exp().sum(), [given, head.weight])
+        results.append((logprobs, entropy, *gradients))
+        assert sizes == ([10] if chunk == 10 else [4, 4, 2, 2, 4, 4]), "the backward pass computes chunks again"
+    expected = token_logprobs(hidden @ head.weight.T, targets, 0.7)
+    torch.testing.assert_close(results[0][:2], expected)
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_weights_spread_over_several_files_are_found(tmp_path: Path):

@@ -273,8 +273,8 @@ def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
     assert one == 1
     for rows, other_metrics, other_weights in others:
         assert rows > 1
-        # As above, where a gradient is near 0: a hundredth of a step's 1e-3, on some processors.
-        assert furthest(weights, other_weights) < 3e-5
+        # As above, where a gradient is near 0: a tenth of a step's 1e-3, on some processors.
+        assert furthest(weights, other_weights) < 1e-4
         for mine, theirs in zip(metrics, other_metrics, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     assert furthest(weights, start) > 1e-3
@@ -295,7 +295,7 @@ def test_recomputing_activations_runs_the_layers_twice(tmp_path: Path):
         engine = engine_of(tmp_path, recompute=recompute)
         calls: list[int] = []
         for module in engine.model.modules():
-            if type(module).__name__ == "DenseMaskAttention":
+            if type(module).__name__ == "TreeAttention":
                 module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         step(engine, packed(random_batch(0, vocab=43), row_tokens=256))
         counts.append(len(calls))

@@ -203,6 +203,31 @@ def test_updates_that_a_run_does_not_have_are_refused_before_it_starts(settings:
         RunConfig(steps=3, groups_per_batch=2, trainer=Trainer.Config(**settings))
 
 
+def test_a_step_without_room_says_which_flags_help() -> None:
+    class Full:
+        def train_batch(self, *_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    settings = TrainSettings(dtype="float32", row_tokens=1, optimizer=OptimizerConfig())
+    actor = TrainerActor(Path(), settings, False, 1)
+    actor._engine = Full()  # type: ignore[assignment]
+    step: Any = inspect.unwrap(TrainerActor.step._method)  # type: ignore[attr-defined]
+    arguments = [None] * (len(inspect.signature(step).parameters) - 1)
+    with pytest.raises(ForgeError, match=r"no room on the device: CUDA out of memory\. Tried .*GiB\.\n") as caught:
+        asyncio.run(step(actor, *arguments))
+    assert "--trainer.row-tokens" in caught.value.hint
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_rl.services.trainer.gpus", lambda: 2)
+    config = Trainer.Config(ranks=3)
+    given: Any = {"model": Path(), "resume": None, "reference": False, "total_steps": 1}
+    given |= {"skipped": Path(), "deadline_s": 1}
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="3 ranks need a GPU each, and this machine has 2"):
+        asyncio.run(Trainer.start(config, nothing, nothing, **given))
+
+
 def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):
     make_model(tmp_path / "hf")
 

@@ -1,10 +1,14 @@
-"""vLLM's private names: one that is gone is named, with the version."""
+"""vLLM's private names, of which one that is gone is named, and what it is started with."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ForgeError
+from tests.fakes import make_model
 
 pytestmark = pytest.mark.processes  # importing vLLM takes as long as starting some
 
@@ -19,3 +23,14 @@ def test_a_private_name_that_is_gone_is_named() -> None:
     with pytest.raises(ForgeError, match=f"vLLM {vllm.__version__} lacks .*'kv_cache_pages'") as caught:
         check_names(worker, ("model_runner", "model_runner.kv_cache_pages"))
     assert "install vLLM 0.32.0" in caught.value.hint
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM's own blocks are short")
+def test_a_short_prompt_of_a_group_fills_a_block_that_its_episodes_share(tmp_path: Path) -> None:
+    from forge_rl.engines.vllm.engine import _arguments
+
+    make_model(tmp_path)
+    size = _arguments(tmp_path, DecodeSettings(), 0).block_size
+    assert size is not None
+    assert size <= 42, "the tokens of a prompt of the demo"
+    assert size % 32 == 0, "vLLM's fast kernels on CPU take no other"

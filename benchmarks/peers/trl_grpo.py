@@ -1,7 +1,7 @@
 """GRPO steps of TRL's GRPOTrainer, timed; runs inside TRL's own environment: python trl_grpo.py SETTINGS.json
 
 The settings are a JSON object with the fields of Settings. Stdout gets JSON lines: first the versions, then one for
-each optimizer step. Nothing of forge_rl is imported.
+each optimizer step, each of which waits for a line of stdin. Nothing of forge_rl is imported.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Settings:
     max_new_tokens: int
     completions_per_forward: int
     """Completions of one forward and backward; gradients of all such parts of a batch add up to one step."""
+    dtype: str
+    """Format of forward, backward and generation, "float32" or "bfloat16"; weights are float32."""
     lr: float
     beta1: float
     beta2: float
@@ -84,6 +86,8 @@ class StepTimer(TrainerCallback):
         self._began = 0.0
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if not sys.stdin.readline():
+            raise SystemExit(f"step {state.global_step} was not asked for")
         self._before = self._watched().clone()
         self._scored.reset(self._step_tasks(state.global_step))
         self.trainer.generate_s = 0.0
@@ -196,7 +200,7 @@ def _config(settings: Settings) -> GRPOConfig:
         scale_rewards=settings.scale_rewards,
         use_vllm=False,
         use_cpu=True,
-        bf16=False,  # TRL's default is True
+        bf16=settings.dtype == "bfloat16",
         model_init_kwargs={"dtype": "float32"},
         gradient_checkpointing=False,  # TRL's default is True, which computes each forward twice
         dataloader_pin_memory=False,
@@ -217,7 +221,6 @@ def main() -> None:
     if len(settings.tasks) != settings.steps * settings.groups_per_batch:
         raise SystemExit(f"{len(settings.tasks)} tasks are not those of {settings.steps} steps")
     packages = {name: version(name) for name in ("torch", "trl", "transformers", "accelerate", "datasets")}
-    print(json.dumps({"versions": {"python": platform.python_version()} | packages}), file=out, flush=True)
 
     rows = [{"prompt": task["messages"], "gold": task["gold"]} for task in settings.tasks]
     scored = Scored(settings)
@@ -234,6 +237,7 @@ def main() -> None:
     dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
     if dtypes != {torch.float32}:
         raise SystemExit(f"weights are {dtypes}, not float32")
+    print(json.dumps({"versions": {"python": platform.python_version()} | packages}), file=out, flush=True)
     trainer.train()
 
 

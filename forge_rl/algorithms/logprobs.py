@@ -10,7 +10,7 @@ from forge_rl.errors import ConfigError
 
 
 def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, chunk_tokens: int = 1024
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, chunk_tokens: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprob of each target, and the entropy of its distribution softmax(logits / temperature).
 
@@ -18,13 +18,14 @@ def token_logprobs(
     here: entry t of both results is about targets[t].
 
     The arithmetic is float32 whatever the dtype of the logits. It goes chunk by chunk, forward and backward, and keeps
-    only the logits and one float32 a row for the backward pass.
+    only the logits for the backward pass.
 
     Args:
         logits: [N, V], any float dtype.
         targets: [N] int64; any id of the vocabulary at positions without a target.
         temperature: the engine's sampling temperature, so that logprobs compare with behaviour logprobs.
-        chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V].
+        chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V], which should stay in a
+            CPU's cache.
 
     Returns:
         logprobs [N] float32 with gradient, entropy [N] float32 in nats without gradient.
@@ -66,17 +67,14 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy, logsumexp = (
-            torch.empty(len(targets), dtype=torch.float32, device=logits.device) for _ in range(3)
-        )
+        logprobs, entropy = (torch.empty(len(targets), dtype=torch.float32, device=logits.device) for _ in range(2))
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            scaled = logits[rows].to(torch.float32).div(temperature)
-            logsumexp[rows] = scaled.logsumexp(dim=1)
-            scaled -= logsumexp[rows, None]
-            logprobs[rows] = scaled.gather(1, targets[rows, None]).squeeze(1)
-            entropy[rows] = torch.special.entr(scaled.exp_()).sum(dim=1)
-        ctx.save_for_backward(logits, targets, logsumexp)
+            logp = _scaled(logits[rows], temperature).log_softmax(dim=1)
+            logprobs[rows] = logp.gather(1, targets[rows, None]).squeeze(1)
+            # The bound keeps 0 * -inf out of the sum; what it changes has a probability of 0.
+            entropy[rows] = -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(dim=1)
+        ctx.save_for_backward(logits, targets)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -86,13 +84,17 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets, logsumexp = ctx.saved_tensors
+        logits, targets = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for start in range(0, len(targets), ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            grad = logits[rows].to(torch.float32).div(ctx.temperature)
-            grad.sub_(logsumexp[rows, None]).exp_().neg_()
-            grad.scatter_add_(1, targets[rows, None], torch.ones_like(logsumexp[rows, None]))
-            grad.mul_(grad_logprobs[rows, None] / ctx.temperature)
-            grad_logits[rows] = grad
+            slope = grad_logprobs[rows, None] / ctx.temperature
+            grad = _scaled(logits[rows], ctx.temperature).softmax(dim=1).mul_(-slope)
+            grad_logits[rows] = grad.scatter_add_(1, targets[rows, None], slope)
         return grad_logits, None, None, None
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits divided by the temperature, float32; at 1 they are not copied."""
+    scaled = logits.to(torch.float32)
+    return scaled if temperature == 1 else scaled / temperature

@@ -130,9 +130,12 @@ def attends(trees: torch.Tensor, branches: torch.Tensor, q: torch.Tensor, k: tor
     return (k <= q) & (trees[k] == trees[q]) & seen
 
 
-def dense_mask(row: Row) -> torch.Tensor:
-    """Attention mask of a row, [L, L] bool: True where the query (first dim) sees the key (second dim)."""
-    index = torch.arange(len(row), device=row.trees.device)
+def dense_mask(row: Row, first: int = 0, end: int | None = None) -> torch.Tensor:
+    """Attention mask of a row, [L, L] bool: True where the query (first dim) sees the key (second dim).
+
+    With `first` and `end`, that of these tokens alone.
+    """
+    index = torch.arange(first, len(row) if end is None else end, device=row.trees.device)
     return attends(row.trees, row.branches, index[:, None], index[None, :])
 
 

@@ -24,10 +24,8 @@ def gpus() -> int:
 
 
 def local_device(rank: int) -> torch.device:
-    """Return the device of a rank: GPUs are dealt to the ranks of a host in turn."""
-    if device_type() == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    """Return the device of a rank: on CUDA a GPU of its own."""
+    return torch.device("cpu") if device_type() == "cpu" else torch.device("cuda", rank)
 
 
 def resolve_dtype(name: Dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.platform import gpus, resolve_dtype
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.run.config import RunConfig
@@ -62,7 +62,7 @@ async def running_services(
     reward: RewardFunction,
     environment: EnvFactory | None,
 ) -> AsyncIterator[Services]:
-    """Starts all services side by side, as none needs another to start, and stops them after the body.
+    """Starts all services side by side, the trainer after the engines on shared GPUs, and stops them after the body.
 
     Args:
         cluster: closed after the services.
@@ -94,21 +94,6 @@ async def running_services(
 
                 return group.create_task(start())
 
-            trainer = begin(
-                "trainer",
-                f"torchtitan, {ranks} rank" + "s" * (ranks > 1),
-                Trainer.start(
-                    config.trainer,
-                    cluster,
-                    faults,
-                    model=model,
-                    resume=resume,
-                    reference=reference,
-                    total_steps=config.steps,
-                    skipped=folder / "skipped",
-                    deadline_s=deadline_s,
-                ),
-            )
             generator = begin(
                 "generator",
                 f"vLLM, {replicas} replica" + "s" * (replicas > 1),
@@ -123,6 +108,23 @@ async def running_services(
                     lend=lambda: devices.lend(),
                 ),
             )
+
+            async def start_trainer() -> Trainer:
+                if shares_devices and gpus():  # vLLM would count what the trainer allocates meanwhile as its own
+                    await asyncio.wait((generator,))
+                return await Trainer.start(
+                    config.trainer,
+                    cluster,
+                    faults,
+                    model=model,
+                    resume=resume,
+                    reference=reference,
+                    total_steps=config.steps,
+                    skipped=folder / "skipped",
+                    deadline_s=deadline_s,
+                )
+
+            trainer = begin("trainer", f"torchtitan, {ranks} rank" + "s" * (ranks > 1), start_trainer())
             weights = begin(
                 "weights",
                 config.weights.transport,

@@ -123,6 +123,15 @@ class Cluster:
         await asyncio.gather(*map(self.stop, list(self._meshes)))
 
 
+def visible_gpu(index: int) -> str:
+    """Return the name by which a child process asks for the GPU that this process knows by an index.
+
+    Where CUDA_VISIBLE_DEVICES lists some of the machine's GPUs, by number or id, indices count along that list.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",")[index].strip() if visible else str(index)
+
+
 def set_defaults() -> None:
     """Set the variables that Monarch reads in this process's environment, which its children get too."""
     for name, value in _DEFAULTS.items():

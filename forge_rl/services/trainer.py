@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Minibatch, Packed
-from forge_rl.engines.platform import cpu_cores, device_type
+from forge_rl.engines.factory import thread_environment
+from forge_rl.engines.platform import device_type, gpus
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
 from forge_rl.metrics import merge_all, reduce
@@ -139,9 +140,17 @@ class Trainer:
             total_steps: batches of the run, for the course of the learning rate.
             skipped: folder for what was in updates that were skipped; made when there is one.
             deadline_s: longest time for the whole start.
+
+        Raises:
+            ConfigError: there are fewer GPUs than ranks.
         """
+        if 0 < gpus() < config.ranks:
+            raise ConfigError(
+                f"{config.ranks} ranks need a GPU each, and this machine has {gpus()}",
+                hint=f"set --trainer.ranks to {gpus()} or less",
+            )
         service = Service("trainer", cluster, faults)
-        env = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // config.ranks))}
+        env = thread_environment(config.ranks)
 
         def spawn() -> Replica:
             args = model, config, reference, config.ranks

@@ -8,8 +8,8 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.losses import Loss
@@ -17,13 +17,12 @@ from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import device_type, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
+from forge_rl.errors import ForgeError
 from forge_rl.metrics import Value
 from forge_rl.runtime.service import ServiceActor
+from forge_rl.weights.fingerprints import warm_up
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.transports.protocol import Transport
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TrainerActor(ServiceActor):
@@ -38,7 +37,7 @@ class TrainerActor(ServiceActor):
     @concurrent_endpoint
     async def meeting_point(self, port: int) -> tuple[str, int]:
         """Return address and port at which the ranks meet; asked of rank 0."""
-        address = "127.0.0.1" if device_type() == "cpu" else socket.gethostbyname(socket.gethostname())
+        address = "127.0.0.1"  # all ranks are on one host
         if port:
             return address, port
         with socket.socket() as probe:
@@ -51,6 +50,7 @@ class TrainerActor(ServiceActor):
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
             self._engine = self._make_engine()
+            warm_up()
             version = self._engine.load_training_state(resume) if resume is not None else 0
             return version, self._engine.updates, self._engine.parameters
 
@@ -67,14 +67,20 @@ class TrainerActor(ServiceActor):
         """Take the updates of a batch; returns metrics of this rank for each, and the seconds that all took."""
         async with self._lock:
             began = time.monotonic()
-            metrics = self.engine.train_batch(
-                minibatches,
-                loss,
-                epochs=epochs,
-                temperature=temperature,
-                total_updates=total_updates,
-                version=version,
-            )
+            try:
+                metrics = self.engine.train_batch(
+                    minibatches,
+                    loss,
+                    epochs=epochs,
+                    temperature=temperature,
+                    total_updates=total_updates,
+                    version=version,
+                )
+            except torch.OutOfMemoryError as error:
+                raise ForgeError(
+                    f"a step found no room on the device: {str(error).splitlines()[0]}",
+                    hint="set --trainer.recompute, or lower --trainer.row-tokens or --generator.memory-share",
+                ) from error
             return metrics, time.monotonic() - began
 
     @concurrent_endpoint

@@ -26,7 +26,7 @@ from forge_rl.errors import WeightsError
 from forge_rl.weights.slices import TensorSlice
 
 _MASK = 0xFFFFFFFF
-_CHUNK_WORDS = 1 << 17  # of the torch loop: its temporaries stay in cache
+_CHUNK_WORDS = 1 << 22  # of the torch loop: bounds its temporaries, a few of 32 MiB
 _TASK_WORDS = 1 << 19  # of one thread's turn: 4 MiB
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -78,6 +78,8 @@ def move(moves: Sequence[Move]) -> list[int]:
         WeightsError: a block begins or ends within a word.
     """
     totals = [0] * len(moves)
+    numbers: list[int] = []
+    parts: list[torch.Tensor] = []
     tasks: list[tuple[int, Callable[[], SupportsInt]]] = []
     for number, (target, source, shape, tensor_slice) in enumerate(moves):
         dtype = source.dtype if target is None else target.dtype
@@ -89,12 +91,26 @@ def move(moves: Sequence[Move]) -> list[int]:
         else:
             values = source.to(dtype)
             if target is not None:
-                target.copy_(values)
-            totals[number] = _by_torch(values, shape, tensor_slice)
+                target.copy_(values, non_blocking=values.is_cuda)
+            parts.append(_by_torch(values, shape, tensor_slice))
+            numbers.append(number)
     run = map if len(tasks) == 1 or torch.get_num_threads() == 1 else _pool(os.getpid(), torch.get_num_threads()).map
     for (number, _), part in zip(tasks, run(lambda task: task[1](), tasks), strict=True):
         totals[number] = (totals[number] + int(part)) % (1 << 64)
+    if parts:  # the only wait for the device, and for the copies, which are in its stream before this
+        for number, total in zip(
+            numbers, torch.stack([part.to(parts[0].device) for part in parts]).tolist(), strict=True
+        ):
+            totals[number] = total % (1 << 64)
     return totals
+
+
+def warm_up() -> None:
+    """Load the compiled loops, so that the first version does not wait for it; in a new checkout they are compiled."""
+    for source in (torch.zeros(8, 64), torch.zeros(7)):
+        whole = tuple(source.shape), TensorSlice.whole(source.shape)
+        for dtype in (torch.float32, torch.bfloat16):
+            move([Move(torch.empty_like(source, dtype=dtype), source, *whole), Move(None, source.to(dtype), *whole)])
 
 
 def _tasks(
@@ -139,30 +155,29 @@ def _tasks(
                 yield partial(run, _flat(to), to.stride(0), _flat(of), of.stride(0), *where)
 
 
-def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice) -> int:
-    """Fingerprint by torch's operations, on any device."""
+def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice) -> torch.Tensor:
+    """Fingerprint by torch's operations, on any device, which is not waited for; a scalar, int64."""
     from forge_rl.weights import kernels
 
     low_key, high_key, shift = int(kernels.KEY_LOW), int(kernels.KEY_HIGH), int(kernels.KEY_SHIFT)
     word = _word_bytes(shape, values.dtype)
     per_word = word // values.dtype.itemsize
     words = values.contiguous().view(-1).view(_BITS[word])
-    index = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, (start, count, step) in enumerate(
-        zip(tensor_slice.start, tensor_slice.size, _strides(shape), strict=True)
-    ):
-        last = dim == len(shape) - 1
-        start, count, step = (start // per_word, count // per_word, 1) if last else (start, count, step // per_word)
-        index = index.unsqueeze(-1) + torch.arange(start, start + count, device=values.device) * step
-    flat = index.reshape(-1)
-    total = 0
+    sizes = (*tensor_slice.size[:-1], *(count // per_word for count in tensor_slice.size[-1:]))
+    starts = (*tensor_slice.start[:-1], *(start // per_word for start in tensor_slice.start[-1:]))
+    steps = (*(step // per_word for step in _strides(shape)[:-1]), 1)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
     for offset in range(0, words.numel(), _CHUNK_WORDS):
         chunk = words[offset : offset + _CHUNK_WORDS].to(torch.int64)
-        at = flat[offset : offset + _CHUNK_WORDS]
+        rest = torch.arange(offset, offset + len(chunk), device=values.device)
+        at = torch.zeros_like(rest)
+        for start, size, step in reversed(list(zip(starts, sizes, steps, strict=False))):
+            at += (rest % size + start) * step
+            rest = rest // size
         low = (chunk + at * low_key) & _MASK
         high = ((chunk >> 32) + at * high_key + shift) & _MASK
-        total += int((low * high).sum())
-    return total % (1 << 64)
+        total += (low * high).sum()
+    return total
 
 
 def _check_words(shape: Sequence[int], tensor_slice: TensorSlice, dtype: torch.dtype) -> None:

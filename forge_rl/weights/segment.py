@@ -139,6 +139,8 @@ class _Mapping:
     header: memoryview
     payload: torch.Tensor
     fd: int
+    registered: bool
+    """True if CUDA copies straight to and from these pages."""
 
 
 class _Mappings:
@@ -156,7 +158,7 @@ class _Mappings:
                 held = self._held.get(key)
                 if held is None or held.inode != inode:
                     if held is not None:
-                        os.close(self._held.pop(key).fd)
+                        _unmap(self._held.pop(key))
                     self._drop_unlinked()
                     held = self._held[key] = _map(ref, writable=writable)
             except OSError as error:
@@ -181,7 +183,7 @@ class _Mappings:
 
     def _forget(self, path: str) -> None:
         for key in [key for key in self._held if key[0] == path]:
-            os.close(self._held.pop(key).fd)
+            _unmap(self._held.pop(key))
 
     def _drop_unlinked(self) -> None:
         for path, _ in list(self._held):
@@ -219,7 +221,33 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors; the pages are
         payload = torch.frombuffer(memory, dtype=torch.uint8, offset=PAGE, count=ref.bytes)
-    return _Mapping(inode=status.st_ino, header=memoryview(memory)[: _HEADER.size], payload=payload, fd=fd)
+    return _Mapping(
+        inode=status.st_ino,
+        header=memoryview(memory)[: _HEADER.size],
+        payload=payload,
+        fd=fd,
+        registered=writable and _register(payload),
+    )
+
+
+def _register(payload: torch.Tensor) -> bool:
+    """Pin pages for CUDA, if this process uses it: copies from the GPU are then several times as fast, and not waited
+    for. Pages that can only be read are left as they are, since not every driver pins those."""
+    if not torch.cuda.is_initialized():
+        return False
+    begin = payload.data_ptr() - PAGE
+    if int(torch.cuda.cudart().cudaHostRegister(begin, PAGE + payload.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # the next use of CUDA would report this error, which costs speed alone
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def _unmap(mapping: _Mapping) -> None:
+    """Forget a mapping: its pages go with the last tensor that uses them."""
+    if mapping.registered:
+        torch.cuda.cudart().cudaHostUnregister(mapping.payload.data_ptr() - PAGE)
+    os.close(mapping.fd)
 
 
 def _is_anonymous(path: str) -> bool:

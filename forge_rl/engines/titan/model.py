@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
@@ -19,12 +20,17 @@ from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 
+from forge_rl.algorithms import token_logprobs
 from forge_rl.data.packing import Row, attends, dense_mask
 from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.platform import device_type
 
 _LOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"weight": skip_param_init}
 """No initialisation: every weight is read from the folder."""
+
+
+_HEAD_CHUNK_TOKENS = 1024
+"""Targets that are scored at a time."""
 
 
 def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
@@ -44,7 +50,7 @@ def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
         "llama": (Llama3Model, Llama3TransformerBlock),
         "qwen3": (Qwen3Model, Qwen3TransformerBlock),
     }[a.family]
-    inner = FlexAttention.Config() if device_type() == "cuda" else DenseMaskAttention.Config()
+    inner = FlexAttention.Config() if device_type() == "cuda" else TreeAttention.Config()
     rope = HalfRoPE.Config(
         dim=a.head_dim,
         max_seq_len=min(a.max_positions, max_positions),
@@ -84,19 +90,20 @@ def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
     return cast(Decoder, config.build())
 
 
-def attention_mask(row: Row) -> torch.Tensor | BlockMask:
-    """Return a packed row's mask as the model's attention takes it: [1, 1, L, L] bool on CPU, else blocks."""
+def attention_mask(row: Row) -> tuple[torch.Tensor, ...] | BlockMask:
+    """Return a packed row's mask as the model's attention takes it: [n, n] bool for each tree on CPU, else blocks."""
     if row.trees.device.type == "cpu":
-        return dense_mask(row)[None, None]
+        ends = torch.unique_consecutive(row.trees, return_counts=True)[1].cumsum(0).tolist()
+        return tuple(dense_mask(row, first, end) for first, end in zip([0, *ends], ends, strict=False))
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return attends(row.trees, row.branches, q, k)
 
-    return create_block_mask(mask_mod, 1, None, len(row), len(row), device=str(row.trees.device))
+    return create_attention_mask(mask_mod, 1, None, len(row), len(row), device=str(row.trees.device))
 
 
-class DenseMaskAttention(Module):
-    """Attention by SDPA with a dense mask: FlexAttention has no backward on CPU."""
+class TreeAttention(Module):
+    """Attention by SDPA, tree by tree, with dense masks: FlexAttention has no backward on CPU."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -111,19 +118,20 @@ class DenseMaskAttention(Module):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        attention_masks: torch.Tensor,
+        attention_masks: tuple[torch.Tensor, ...],
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """q, k, v and the result are [1, L, heads, head_dim]; attention_masks is [1, 1, L, L] bool."""
+        """q, k, v and the result are [1, L, heads, head_dim]; attention_masks are [n, n] bool, of L tokens in all."""
         if enable_gqa:
             # The fused CPU kernel wants as many key heads as query heads; enable_gqa falls back to a slow one.
             repeats = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-        out = nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=attention_masks, scale=scale
-        )
-        return out.transpose(1, 2)
+        sizes = [len(mask) for mask in attention_masks]
+        of_trees = zip(*(x.transpose(1, 2).split(sizes, dim=2) for x in (q, k, v)), attention_masks, strict=True)
+        attend = nn.functional.scaled_dot_product_attention
+        out = [attend(q, k, v, attn_mask=mask, scale=scale) for q, k, v, mask in of_trees]
+        return torch.cat(out, dim=2).transpose(1, 2)
 
 
 class FloatHead(Linear):
@@ -134,9 +142,53 @@ class FloatHead(Linear):
     class Config(Linear.Config):
         pass
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Project [..., dim] to float32 [..., V]."""
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, temperature: float = 1.0
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Project [..., dim] to float32 [..., V]; or score `targets` from [N, dim], see `token_logprobs`.
+
+        Scores of many targets go chunk by chunk, whose logits are computed again for the backward pass, so that [N, V]
+        is never held.
+        """
+        if targets is None:
+            return self._logits(hidden)
+
+        def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return token_logprobs(self._logits(hidden), targets, temperature)
+
+        if len(targets) <= _HEAD_CHUNK_TOKENS:
+            return score(hidden, targets)
+        chunks = zip(hidden.split(_HEAD_CHUNK_TOKENS), targets.split(_HEAD_CHUNK_TOKENS), strict=True)
+        scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+        logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
+        return logprobs, entropy
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            logits: torch.Tensor = _FloatProduct.apply(flat, self.weight)
+            return logits.view(*hidden.shape[:-1], -1)
         return nn.functional.linear(hidden.float(), self.weight.float())
+
+
+class _FloatProduct(torch.autograd.Function):
+    """Product of two bfloat16 matrices on CUDA whose float32 sums are kept as they are, as vLLM's head does there.
+
+    The gradient of the logits is rounded to bfloat16, as in any layer of the model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N, dim] and [V, dim] to float32 [N, V]."""
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(hidden.dtype)
+        return grad.mm(weight), grad.t().mm(hidden) if ctx.needs_input_grad[1] else None
 
 
 class HalfRoPE(CosSinRoPE):

@@ -19,7 +19,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3.parallelize import parallelize_llama
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
-from forge_rl.algorithms import Loss, LossInputs, logprob_gap, token_logprobs
+from forge_rl.algorithms import Loss, LossInputs, logprob_gap
 from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.platform import device_type, local_device, resolve_dtype
@@ -144,6 +144,8 @@ class TitanEngine:
 
     def local_shards(self) -> Iterator[LocalShard]:
         self.onload()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # engines on this device are about to take back what a step needed at its peak
         return local_shards(self.model)
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -223,12 +225,15 @@ class TitanEngine:
         wanted = row.mask.nonzero().squeeze(1)
         # A row without targets (padding for a rank) must still run every layer, for the collectives.
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
-        handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, chosen],))
+        handle = model.lm_head.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0][0, chosen], row.targets[chosen], temperature)
+        )
         try:
-            logits = model(row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row))
+            picked, entropy = model(
+                row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row)
+            )
         finally:
             handle.remove()
-        picked, entropy = token_logprobs(logits[0], row.targets[chosen], temperature)
         scatter = torch.zeros(len(row), device=self.device)
         if not len(wanted):
             return scatter + 0.0 * picked.sum(), scatter
@@ -261,7 +266,9 @@ class TitanEngine:
         return model.to(self.device)
 
     def _parallelize(self, model: Decoder, world: int, dtype: torch.dtype) -> None:
-        parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+        # A single rank gathers nothing: it only casts, and once is enough for forward and backward.
+        resharding = "default" if world > 1 else "never"
+        parallelism = ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward=resharding)
         parallelize = parallelize_llama if self.architecture.family == "llama" else parallelize_qwen3
         parallelize(
             model,

@@ -193,6 +193,9 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
         max_model_len=settings.max_model_tokens,
         max_num_seqs=settings.max_requests,
+        # A group shares the full blocks of its prompt. vLLM's own 128 tokens on CPU are longer than a short prompt; 32
+        # is the smallest that its fast kernels take.
+        block_size=32 if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30)) if on_cpu else None,
         gpu_memory_utilization=settings.memory_share,
         enforce_eager=settings.eager or on_cpu,

@@ -17,7 +17,7 @@ from forge_rl.engines.vllm import internals
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
-from forge_rl.weights.fingerprints import Move, fingerprint, move
+from forge_rl.weights.fingerprints import Move, move, warm_up
 from forge_rl.weights.manifest import TensorEntry
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import TensorBucket
@@ -84,7 +84,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             when_process_ends(owner, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        fingerprint(torch.zeros(8, 8), (8, 8))  # loads the compiled loop, which takes a while
+        warm_up()
 
     def start_weight_update(self) -> None:
         self._clock = PhaseClock()

@@ -1,0 +1,78 @@
+"""The trainer's model on CUDA, against the CPU's arithmetic on the same rows and weights."""
+
+import pytest
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from forge_rl.data.packing import Layout, Row, dense_mask, pack
+from tests.fakes import random_batch
+
+
+def head(dtype: torch.dtype) -> torch.nn.Module:
+    from forge_rl.engines.titan.model import FloatHead
+
+    torch.manual_seed(0)
+    return FloatHead(FloatHead.Config(in_features=256, out_features=5000)).cuda().to(dtype)
+
+
+def packed_row() -> Row:
+    batch = random_batch(0, vocab=43, groups=3)
+    layout = Layout(row_tokens=1024, pad_multiple=128)
+    return pack(batch, torch.ones(batch.rewards.shape), layout, drop_uniform=False).rows[0]
+
+
+def on_gpu(row: Row) -> Row:
+    return Row(**{name: value.cuda() for name, value in vars(row).items()})
+
+
+@pytest.mark.parametrize("tokens", [7, 3000])
+def test_a_bfloat16_head_keeps_float32_sums(tokens: int):
+    from forge_rl.algorithms import token_logprobs
+
+    model = head(torch.bfloat16)
+    hidden = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+    targets = torch.randint(0, 5000, (tokens,), device="cuda")
+    given, exact = (hidden.clone().requires_grad_() for _ in range(2))
+    weight = model.weight.detach().clone().requires_grad_()
+    logprobs, entropy = model(given, targets, 0.7)
+    wanted = token_logprobs(linear(exact.double(), weight.double()).float(), targets, 0.7)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, wanted[0], atol=1e-3, rtol=0)
+    torch.testing.assert_close(entropy, wanted[1], atol=1e-3, rtol=0)
+    logprobs.sum().backward()
+    wanted[0].sum().backward()
+    for found, expected in ((given.grad, exact.grad), (model.weight.grad, weight.grad)):
+        assert found is not None
+        assert expected is not None
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.01 * float(expected.abs().max()))
+
+
+def test_many_targets_never_hold_all_logits():
+    model = head(torch.bfloat16)
+    hidden = torch.randn(16384, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 5000, (16384,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model(hidden, targets)[0].sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 16384 * 5000 * 4 / 2
+
+
+def test_flex_attention_sees_what_the_dense_mask_says():
+    from torchtitan.models.common.attention import FlexAttention
+
+    from forge_rl.engines.titan.model import attention_mask
+
+    row = packed_row()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, len(row), 4, 64, generator=generator) for _ in range(3))
+    inputs = [x.cuda().requires_grad_() for x in (q, k, v)]
+    found = FlexAttention(FlexAttention.Config())(*inputs, attention_masks=attention_mask(on_gpu(row)))
+    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in exact), attn_mask=dense_mask(row))
+    real = row.trees >= 0
+    torch.testing.assert_close(found.cpu()[:, real], expected.transpose(1, 2)[:, real], atol=5e-3, rtol=1e-2)
+    found.cpu()[:, real].square().sum().backward()
+    expected.transpose(1, 2)[:, real].square().sum().backward()
+    for mine, theirs in zip(inputs, exact, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, atol=2e-2, rtol=2e-2)

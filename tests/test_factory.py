@@ -1,0 +1,38 @@
+"""Environments of engines' processes."""
+
+import pytest
+import torch
+
+from forge_rl.engines import factory
+from forge_rl.engines.factory import decode_environment, thread_environment
+
+
+@pytest.mark.parametrize(("sharers", "threads"), [(1, "4"), (2, "2"), (3, "1"), (9, "1")])
+def test_processes_share_the_cores(sharers: int, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "cpu_cores", lambda: 4)
+    assert thread_environment(sharers)["OMP_NUM_THREADS"] == threads
+
+
+def test_threads_that_wait_leave_their_core() -> None:
+    for env in (thread_environment(1), decode_environment(0, replicas=1)):
+        assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert 0 < int(env["GOMP_SPINCOUNT"]) < 1000, "libgomp's own are milliseconds"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM compiles")
+def test_an_engine_on_cpu_compiles_nothing_at_its_first_request() -> None:
+    assert decode_environment(0, replicas=1)["TORCH_COMPILE_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"), [("", ["0", "1"]), ("4,5", ["4", "5"]), ("GPU-8a1f, MIG-77c2", ["GPU-8a1f", "MIG-77c2"])]
+)
+def test_an_engine_asks_for_a_gpu_by_its_name_in_the_inherited_list(
+    visible: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "device_type", lambda: "cuda")
+    monkeypatch.setattr(factory, "gpus", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = [decode_environment(place, replicas=3) for place in range(3)]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == [*names, names[0]]
+    assert all(env["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" for env in found)
