@@ -53,7 +53,7 @@ class Env(Protocol):
     time with "", which is truncated, so that it can give its reward; the episode then ends whatever it returns.
 
     If it has a method `close`, plain or async, that is called in the end, however the episode ends. Code that blocks
-    for long must run in a thread: other environments share the process.
+    should run in a thread: other environments of the process wait meanwhile.
     """
 
     async def reset(self) -> Observation:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, DeadlineError, ReplicaError
-from forge_rl.services.reward import score_again
+from forge_rl.rewards.scorer import score_again
 from forge_rl.types import Episode, Outcome, Task, Turn
 
 if TYPE_CHECKING:

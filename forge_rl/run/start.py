@@ -184,6 +184,7 @@ class Starting(Generic[C]):
                     warn=lambda text: log.event(text, "warning"),
                 )
                 stack.push_async_callback(rollouts.close)
+                services.reward.replaced.append(rollouts.reward_replaced)
                 monitor.follow(rollouts.status, rollouts.waiting_for)
                 checkpointer = Checkpointer(checkpoints, services, rollouts, model)
                 if checkpoint is not None:

@@ -36,7 +36,8 @@ class Environment:
         replicas: int = 1
         """Number of processes that run environments."""
         deadline_s: float = 600.0
-        """Longest time for one step of an environment."""
+        """Longest time for one step of an environment; one that blocks its process for longer is ended, with the others
+        there."""
         restart: Restart = field(default_factory=Restart)
         """Policy for processes that die."""
 
@@ -60,6 +61,7 @@ class Environment:
 
         async def start_one(index: int) -> None:
             replica = service.spawn(EnvironmentActor, factory, env={"OMP_NUM_THREADS": "1"}, index=index)
+            replica.may_block_s = config.deadline_s  # else one environment that blocks would end all of its process
             await service.watch(replica, deadline_s=deadline_s)
 
         await service.start(config.replicas, start_one, config.restart)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from monarch.actor import concurrent_endpoint
 
@@ -24,7 +23,6 @@ from forge_rl.types import Task
 RewardFunction = Callable[[Task, str], float | Awaitable[float]]
 """Maps a task and the model's last answer to a score; plain or async. It must pickle."""
 
-_SCORE_TRIES = 3
 _QUEUE_DEADLINE_S = 3600.0
 """Longest wait for a score, with those before it."""
 _LAST_WORDS_S = 1.0
@@ -122,30 +120,6 @@ class Reward:
 
     def __repr__(self) -> str:
         return f"Reward  {self._function!r}  {len(self._service.replicas)} replica(s)"
-
-
-class Scorer(Protocol):
-    """Scores answers; a Reward is one."""
-
-    async def score(self, task: Task, text: str) -> float: ...
-
-
-async def score_again(scorer: Scorer, task: Task, text: str) -> tuple[float, str]:
-    """Score an answer, and try again where that fails: a score costs less than another answer.
-
-    Returns:
-        The score, and what failed before, if anything did.
-
-    Raises:
-        ForgeError: the last failure, as `Reward.score`.
-    """
-    problem = ""
-    for _ in range(_SCORE_TRIES - 1):
-        try:
-            return await scorer.score(task, text), problem
-        except Exception as error:
-            problem = f"scored again after: {error}"
-    return await scorer.score(task, text), problem
 
 
 @dataclass(eq=False, slots=True)
