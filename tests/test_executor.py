@@ -272,7 +272,8 @@ def test_an_error_that_is_no_outcome_ends_the_wait_and_a_later_one_starts_the_ep
         executor._run_episode = fail_once
         with pytest.raises(RuntimeError, match="a bug"):
             await executor.next_batch()
-        batch = await executor.next_batch()
+        async with asyncio.timeout(60):
+            batch = await executor.next_batch()
         assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
 
     asyncio.run(main())
@@ -294,7 +295,8 @@ def test_a_cancellation_inside_an_episodes_own_code_is_its_failure() -> None:
             return await run_episode(task, client)
 
         executor._run_episode = cancelling
-        batch = await executor.next_batch()
+        async with asyncio.timeout(60):
+            batch = await executor.next_batch()
         assert len(batch.episodes) == 12
         assert executor.metrics()["outcomes/environment_error"] == 1
 
