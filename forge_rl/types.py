@@ -217,7 +217,7 @@ class Batch:
 
     groups: tuple[Group, ...]
     version: int
-    """Version of the trainer's weights when the batch was delivered; a token's lag is this minus its own."""
+    """Latest published version when the batch was delivered; a token's lag is this minus its own."""
 
     @property
     def episodes(self) -> tuple[Episode, ...]:
