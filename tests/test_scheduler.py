@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.schedules import Config, simulate
@@ -371,6 +371,16 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     groups=st.integers(1, 5),
     publishes=st.sampled_from([(1,), (0,), (2,), (0, 1), (1, 2), (0, 1, 2, 3)]),
     seed=st.integers(0, 10_000),
+)
+@example(
+    kind="pipelined",
+    max_lag=3,
+    over_sampling=1.5,
+    replace_uniform=False,
+    slots=6,
+    groups=1,
+    publishes=(0, 1),
+    seed=0,
 )
 def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_nothing_is_lost(
     kind, max_lag, over_sampling, replace_uniform, slots, groups, publishes, seed

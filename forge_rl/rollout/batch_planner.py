@@ -110,7 +110,6 @@ class BatchPlanner:
                 if self._newest(group) < published:
                     batch.groups.remove(group)
                     batch.completed -= group.completed is not None
-                    batch.changed = True
                     self._drop(group, "aged")
 
     def await_batch(self) -> None:
@@ -136,7 +135,6 @@ class BatchPlanner:
             following = self._batch(self.next_batch)
             if group.first_version is not None and self._last_batch(group) < self.next_batch:
                 self._drop(group, "aged")
-                following.changed = True
             else:
                 group.batch = self.next_batch
                 following.groups.append(group)
@@ -330,6 +328,9 @@ class BatchPlanner:
     def _drop(self, group: GroupState, reason: str) -> None:
         self.replaced[reason] += 1
         group.dropped = True
+        if reason == "aged":  # it may have been a surplus that later batches count on
+            for batch in self._batches.values():
+                batch.changed = True
         self._on_dropped(group)
 
     def _plan_extra(self, source: str, batch: _Batch) -> None:
