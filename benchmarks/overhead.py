@@ -77,7 +77,7 @@ class ManyTurns:
     async def reset(self) -> Observation:
         return Observation(messages=({"role": "user", "content": "go"},))
 
-    async def step(self, answer: str) -> Step:
+    async def step(self, answer: str, *, truncated: bool = False) -> Step:
         self._left -= 1
         if self._left:
             return Step(messages=({"role": "tool", "content": "go on"},), done=False)

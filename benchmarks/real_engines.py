@@ -134,7 +134,7 @@ class _Story:
         self._left -= len(turn.token_ids)
         return turn
 
-    async def step(self, answer: str) -> Step:
+    async def step(self, answer: str, *, truncated: bool = False) -> Step:
         if self._left <= 0:
             return Step(done=True, reward=self._drawn.random())
         return Step(messages=({"role": "user", "content": "And then? Tell me more."},), done=False)

@@ -85,6 +85,7 @@ class StagedGenerator:
     """
 
     sampling = Sampling(max_tokens=1 << 20)
+    max_model_tokens = 1 << 21
 
     def __init__(self, *, engines: int, budget: int) -> None:
         self.version = 0
@@ -205,7 +206,7 @@ class StagedSession:
         self._left_s -= seconds
         return ({"role": "tool", "content": str(max(1, round(seconds * 1000)))},)
 
-    async def step(self, answer: str) -> Step:
+    async def step(self, answer: str, *, truncated: bool = False) -> Step:
         if self._left_s <= 0:
             return Step(done=True, reward=self._drawn.random())
         await asyncio.sleep(self._drawn.expovariate(1 / self._tool_s))

@@ -60,6 +60,10 @@ class Watched:
         return self._generator.sampling
 
     @property
+    def max_model_tokens(self) -> int:
+        return self._generator.max_model_tokens
+
+    @property
     def version(self) -> int | None:
         return self._generator.version
 

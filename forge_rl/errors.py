@@ -68,6 +68,10 @@ class TaskError(ForgeError):
     """A task source that does not exist or cannot give tasks."""
 
 
+class ContextError(ForgeError):
+    """A prompt that leaves no room for an answer in the context."""
+
+
 class CheckpointError(ForgeError):
     """A checkpoint or run folder that cannot be written or read."""
 

@@ -29,7 +29,7 @@ class Outcome(enum.StrEnum):
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
-    """The completion was cut by a token limit. Scored."""
+    """The last completion was cut by a token limit, or the context had no room for another. Scored."""
     MODEL_ERROR = "model_error"
     """The model broke the environment's protocol, as its Step said. Scored."""
     ENVIRONMENT_ERROR = "environment_error"
@@ -43,6 +43,16 @@ class Outcome(enum.StrEnum):
     def scored(self) -> bool:
         """True if the episode says something about the policy; others never enter a group."""
         return self in (Outcome.COMPLETED, Outcome.TRUNCATED, Outcome.MODEL_ERROR)
+
+    @property
+    def hint(self) -> str:
+        """What a user can do about episodes that fail so; "" for those that do not fail."""
+        return {
+            Outcome.ENVIRONMENT_ERROR: "mend the environment or the agent, which raised this",
+            Outcome.JUDGE_ERROR: "mend the reward function, which raised this; a live run takes another one with "
+            "`await run.reward.replace(function)`",
+            Outcome.INFRASTRUCTURE_ERROR: "look at the faults in events.jsonl and at logs/ in the run folder",
+        }.get(self, "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +142,7 @@ class Episode:
     reward: float
     outcome: Outcome = Outcome.COMPLETED
     problem: str = ""
-    """Cause of the error, where the outcome is one."""
+    """Cause of the error, where the outcome is one; what failed at first, where the score was tried again."""
     seconds: float = 0.0
     """Wall time from the first request to the score."""
 

@@ -24,6 +24,8 @@ async def obey(order: str) -> None:
             raise ValueError(text)
         case ["exit", status]:
             os._exit(int(status))
+        case ["block", seconds]:
+            time.sleep(float(seconds))  # noqa: ASYNC251  it blocks its process
         case ["hang"]:
             await asyncio.Event().wait()
 

@@ -62,6 +62,7 @@ class StagedGenerator:
     sampling = Sampling(max_tokens=4)
 
     version = 0
+    max_model_tokens = 1024
 
     def __init__(self, *, truncated: bool = False) -> None:
         self.seen: list[tuple[tuple[int, ...], Sampling]] = []
@@ -109,7 +110,7 @@ class TwoTurns:
     async def reset(self) -> Observation:
         return Observation(messages=self.task.messages)
 
-    async def step(self, answer: str) -> Step:
+    async def step(self, answer: str, *, truncated: bool = False) -> Step:
         self.turns += 1
         if self.turns == 1:
             return Step(messages=({"role": "user", "content": "again"},), done=False)
@@ -126,8 +127,8 @@ class StagedEnvironment:
         owner = self
 
         class EnvSession:
-            async def step(self, answer: str) -> Step:
-                step: Step = await env.step(answer)
+            async def step(self, answer: str, *, truncated: bool = False) -> Step:
+                step: Step = await env.step(answer, truncated=truncated)
                 return step
 
             async def close(self) -> None:
@@ -158,7 +159,7 @@ def rollouts(**changes: object) -> RolloutExecutor:
         "environment": StagedEnvironment(SingleTurn),
         "reward": StagedReward(lambda task, text: float(len(text) % 2 + int(text) % 7)),
         "seed": 0,
-        "version": lambda: 5,
+        "version": lambda: parts["generator"].version,  # type: ignore[attr-defined]
         "warn": lambda text: None,
     }
     parts |= changes

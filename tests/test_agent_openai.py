@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from forge_rl.errors import ReplicaError, ServiceError
+from forge_rl.errors import ContextError, ReplicaError, ServiceError
 from forge_rl.gateway import Agent, GatewayConfig, Session, serving_agents
 from forge_rl.gateway.agents import AgentEpisodeRunner
 from forge_rl.types import Chunk, Outcome, Sampling, Task
@@ -30,6 +30,10 @@ class PolicyClient:
     def __init__(self, backend: FakeBackend, sampling: Sampling | None = None) -> None:
         self.backend = backend
         self.sampling = sampling or Sampling(max_tokens=40, temperature=0.7, seed=3)
+        self.own_s = 0.0
+
+    def used_s(self) -> float:
+        return self.own_s
 
     def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         return self.backend.stream(prompt_ids, sampling, session=None)
@@ -118,7 +122,7 @@ def failing(error: Exception) -> FakeBackend:
 @pytest.mark.parametrize(
     ("backend", "question", "outcome", "problem"),
     [
-        (FakeBackend(), "", Outcome.ENVIRONMENT_ERROR, "the agent raised KeyError: 'lost'"),
+        (FakeBackend(), "", Outcome.ENVIRONMENT_ERROR, "the agent raised KeyError: 'lost' (" + __file__),
         (failing(ReplicaError("it died", service="g", replica=0)), "Hi", Outcome.INFRASTRUCTURE_ERROR, "it died"),
         (failing(ServiceError("none left", service="g")), "Hi", Outcome.INFRASTRUCTURE_ERROR, "none left"),
         (FakeBackend(), "word " * 5000, Outcome.TRUNCATED, ""),
@@ -217,11 +221,60 @@ def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine
             await asyncio.wait([episode])
             assert episode.cancelled()
             assert (backend.open, backend.aborted) == (0, 1)
-            attempts = replace(attempts, deadline_s=0.5)
-            slow = await attempts(TASK, PolicyClient(backend))
-            assert slow.outcome is Outcome.INFRASTRUCTURE_ERROR
-            assert "longer than 0.5 s" in slow.problem
+            client = PolicyClient(backend)
+            attempts = replace(attempts, deadline_s=0.1)
+            slow = asyncio.ensure_future(attempts(TASK, client))
+            await until(lambda: backend.chunks > 1)
+            await asyncio.sleep(0.2)
+            assert not slow.done(), "it was paused, or waited for an engine"
+            client.own_s = 0.2
+            assert (await slow).outcome is Outcome.ENVIRONMENT_ERROR
+            assert "longer than 0.1 s" in slow.result().problem
             assert backend.open == 0
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_agent_that_asks_again_and_again_is_cut_and_scored_and_one_that_hangs_is_not(hangs: bool):
+    async def check() -> None:
+        client = PolicyClient(FakeBackend())
+        asked = asyncio.Event()
+
+        async def agent(task: Task, session: Session) -> str:
+            while True:
+                await ask(session)
+                if hangs:
+                    asked.set()
+                    await asyncio.Event().wait()
+                client.own_s += 0.4
+
+        async with attempts_of(agent) as attempts:
+            running = asyncio.ensure_future(replace(attempts, deadline_s=1.0)(TASK, client))
+            if hangs:
+                await asked.wait()
+                await asyncio.sleep(0.1)  # it has looked meanwhile
+                client.own_s = 2.0
+            episode = await running
+        if hangs:
+            assert episode.outcome is Outcome.ENVIRONMENT_ERROR
+            assert "asked the policy nothing for half of it" in episode.problem
+        else:
+            assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, len("Hello there."))
+            assert len(episode.turns) >= 2
+
+    asyncio.run(check())
+
+
+def test_an_agent_whose_first_prompt_is_too_long_is_no_failure_of_the_agent():
+    async def agent(task: Task, session: Session) -> str:
+        return await ask(session, "word " * 5000)
+
+    async def check() -> None:
+        async with attempts_of(agent) as attempts:
+            with pytest.raises(ContextError, match="maximum context length") as caught:
+                await attempts(TASK, PolicyClient(FakeBackend()))
+            assert "--generator.max-model-tokens" in caught.value.hint
 
     asyncio.run(check())
 

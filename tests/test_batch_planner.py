@@ -65,7 +65,7 @@ def test_a_group_that_is_replaced_is_told_of_and_so_is_the_one_in_its_place() ->
     assert plan.planned[-1].place == (0, 0, 1)
     assert plan.planned[-1].task.source == first.task.source
     assert first not in plan.planner.groups()
-    plan.planner.replace(plan.planned[-1], "failed", "it broke")
+    plan.planner.replace(plan.planned[-1], "failed", "it broke", "mend it")
     assert plan.planned[-1].place == (0, 0, 2)
     assert plan.planner.replaced == {"uniform": 1, "failed": 1}
 
@@ -80,7 +80,7 @@ def test_a_surplus_group_is_carried_on_until_its_deadline_and_then_dropped() -> 
         plan.complete(group)
     assert ids(plan.planner.pop_batch()) == ["a1", "a2", "b1"]
     assert surplus.batch == 1
-    plan.planner.version = 1
+    plan.planner.set_versions(1, 1)
     plan.planner.fill(1, idle=False)
     assert Counter(group.task.source for group in plan.planned[4:]) == {"a": 1, "b": 1}, (
         "the surplus is one of the two a"
@@ -97,19 +97,22 @@ def test_a_lagging_group_names_the_oldest_version() -> None:
     plan = Plan(max_lag=1)
     plan.planner.fill(0, idle=False)
     plan.planner.start(plan.planned[0])
-    plan.planner.version = 1
+    plan.planner.set_versions(1, 1)
     plan.planner.start(plan.planned[1])
     assert plan.planner.oldest_version() == 0
 
 
 def test_too_many_unusable_groups_of_a_source_in_a_row_are_an_error() -> None:
-    plan = Plan(max_lag=0, most_replaced=2)
+    plan = Plan(max_lag=0)
     plan.planner.fill(0, idle=False)
-    for _ in range(2):
-        plan.planner.replace(
-            next(group for group in plan.planner.groups() if group.place[1] == 0), "failed", "it broke"
-        )
-    with pytest.raises(TaskError, match=r"source a gave 2 groups in a row that could not be used; it broke"):
-        plan.planner.replace(
-            next(group for group in plan.planner.groups() if group.place[1] == 0), "failed", "it broke"
-        )
+
+    def replace() -> None:
+        broken = next(group for group in plan.planner.groups() if group.place[1] == 0)
+        plan.planner.replace(broken, "failed", "it broke", "mend it")
+
+    for _ in range(12):
+        replace()
+    with pytest.raises(TaskError, match=r"source a gave 13 groups in a row that could not be used; it broke") as caught:
+        replace()
+    assert caught.value.hint == "mend it"
+    assert len(list(plan.planner.groups())) == 3, "another is planned all the same"

@@ -11,6 +11,8 @@ import pytest
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
+from forge_rl.runtime import link as link_module
+from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.environment import EnvFactory, Environment, EnvSession
 from tests.fake_actors import cluster
@@ -127,6 +129,42 @@ def test_what_takes_too_long_is_named_and_closed(tmp_path: Path):
             assert service._service.replicas[0].held == 0
 
     asyncio.run(main())
+
+
+def test_an_environment_that_blocks_its_process_holds_up_the_others_there_and_ends_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_module, "POLL_S", 0.5)
+    monkeypatch.setattr(replica_module, "_SILENT_POLLS", 4)
+
+    async def main() -> None:
+        async with environment(tmp_path) as (service, faults):
+            blocking, other = [(await service.open(task_of(notes=tmp_path / "notes")))[0] for _ in range(2)]
+            steps = await asyncio.gather(blocking.step("block 4"), other.step("done"))
+            assert [step.done for step in steps] == [False, True]
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+def test_an_environment_is_told_of_a_cut_answer_if_it_wants_to_know(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, Told) as (service, _):
+            session, _ = await service.open(task_of(notes=tmp_path / "notes"))
+            assert not (await session.step("done", truncated=True)).done
+            assert (await session.step("done")).done
+        async with environment(tmp_path) as (service, _):
+            session, _ = await service.open(task_of(notes=tmp_path / "notes"))
+            assert (await session.step("done", truncated=True)).done
+
+    asyncio.run(main())
+
+
+class Told(NotingEnv):
+    """Goes on where an answer was cut."""
+
+    async def step(self, answer: str, *, truncated: bool = False) -> Step:
+        return await super().step("goes on" if truncated else answer)
 
 
 def test_sessions_are_spread_by_how_many_are_open(tmp_path: Path):

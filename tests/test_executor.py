@@ -2,20 +2,32 @@
 
 import asyncio
 import json
+import re
+from collections import Counter
 
 import pytest
 
-from forge_rl.data.mixture import Mixture
-from forge_rl.envs.protocol import Step
+from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import DeadlineError, ServiceError, TaskError
+from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError, TaskError
+from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.types import Episode, Outcome, Sampling, Task
-from tests.staged_rollouts import CountingSource, StagedEnvironment, StagedGenerator, StagedReward, TwoTurns, rollouts
+from tests.staged_rollouts import (
+    CountingSource,
+    StagedEnvironment,
+    StagedGenerator,
+    StagedReward,
+    TwoTurns,
+    rollouts,
+    run_until_idle,
+)
 
 
 def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
-    batch = asyncio.run(rollouts().next_batch())
+    generator = StagedGenerator()
+    generator.version = 5
+    batch = asyncio.run(rollouts(generator=generator).next_batch())
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     assert [len(group.episodes) for group in batch.groups] == [4, 4, 4]
     assert batch.version == 5
@@ -67,21 +79,110 @@ def test_a_later_turn_is_shown_the_exact_tokens_of_the_earlier_ones() -> None:
     assert len(episode.segments) == 1
 
 
-def test_a_truncated_answer_ends_the_episode_and_its_session() -> None:
-    environment = StagedEnvironment(TwoTurns)
-    executor = rollouts(generator=StagedGenerator(truncated=True), environment=environment)
+def test_an_answer_that_is_cut_is_the_environments_to_judge() -> None:
+    told: list[tuple[str, bool]] = []
+
+    class Stern(TwoTurns):
+        """Ends the episode with a reward of its own when an answer is cut the second time."""
+
+        async def step(self, answer: str, *, truncated: bool = False) -> Step:
+            told.append((answer, truncated))
+            return await super().step(answer)
+
+    executor = rollouts(
+        generator=StagedGenerator(truncated=True),
+        environment=StagedEnvironment(Stern),
+        reward=StagedReward(lambda task, text: 1 / 0),  # the environment's own reward counts
+    )
     episode = asyncio.run(executor.episode(CountingSource().draw(), Sampling(max_tokens=4, seed=8)))
-    assert episode.outcome is Outcome.TRUNCATED
-    assert len(episode.turns) == 1
+    assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, 0.75)
+    assert told == [(turn.text, True) for turn in episode.turns]
+    assert len(told) == 2
+
+
+def test_an_episode_that_outgrows_the_context_is_truncated_and_its_environment_may_still_reward_it() -> None:
+    class Endless(TwoTurns):
+        async def step(self, answer: str, *, truncated: bool = False) -> Step:
+            if truncated and not answer:
+                return Step(done=True, reward=-1.0)
+            return Step(messages=({"role": "user", "content": "go on"},), done=False)
+
+    generator = StagedGenerator()
+    generator.max_model_tokens = 12
+    executor = rollouts(generator=generator, environment=StagedEnvironment(Endless))
+    episode = asyncio.run(executor.episode(CountingSource().draw(), Sampling(max_tokens=10, seed=8888)))
+    assert (episode.outcome, episode.reward, len(episode.turns)) == (Outcome.TRUNCATED, -1.0, 2)
+    assert [len(turn.prompt_ids) for turn in episode.turns] == [1, 10]
+    # What fits is decoded.
+    assert [sampling.max_tokens for _, sampling in generator.seen] == [10, 2]
+
+    class Deaf(Endless):
+        async def step(self, answer: str, *, truncated: bool = False) -> Step:
+            return Step(messages=({"role": "user", "content": "go on"},), done=False)
+
+    environment = StagedEnvironment(Deaf)
+    executor = rollouts(generator=generator, environment=environment, reward=StagedReward(lambda task, text: 0.5))
+    episode = asyncio.run(executor.episode(CountingSource().draw(), Sampling(max_tokens=10, seed=8888)))
+    assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, 0.5)
     assert environment.closed == 1
 
 
-def test_batches_with_equal_rewards_are_drawn_again_and_the_bound_is_said() -> None:
-    source = CountingSource()
-    executor = rollouts(mixture=Mixture({"counting": source}), reward=StagedReward(lambda task, text: 0.5))
-    with pytest.raises(TaskError, match=r"counting gave 64 groups in a row that could not be used.*were 0\.5"):
-        asyncio.run(executor.next_batch())
-    assert source.drawn == 3 + 64
+def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_counted() -> None:
+    class LongPrompts(SingleTurn):
+        async def reset(self) -> Observation:
+            length = 99 if self._task.id == "2" else 3
+            return Observation(messages=({"role": "user", "content": "x" * length},))
+
+    generator = StagedGenerator()
+    generator.max_model_tokens = 20
+    warnings: list[str] = []
+    executor = rollouts(generator=generator, environment=StagedEnvironment(LongPrompts), warn=warnings.append)
+
+    async def main() -> None:
+        batch = await executor.next_batch()
+        assert [group.task.id for group in batch.groups] == ["1", "4", "3"]
+        assert executor.metrics()["groups/replaced_too_long"] == 1
+        assert warnings == ["counting 2: skipped: a prompt of 99 tokens leaves no room for an answer in 20"]
+        generator.max_model_tokens = 2
+        generator.version = 1
+        await executor.next_batch()
+
+    with pytest.raises(TaskError, match="a prompt of 3 tokens leaves no room") as caught:
+        asyncio.run(main())
+    assert "--generator.max-model-tokens" in caught.value.hint
+
+
+def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once() -> None:
+    async def main() -> None:
+        generator = StagedGenerator()
+        rewards = iter([0.5, 0.5, None, 0.5])
+        warnings: list[str] = []
+        reward = 0.5
+
+        def score(task: Task, text: str) -> float:
+            return float(int(text) % 7) if reward is None else reward
+
+        executor = rollouts(generator=generator, reward=StagedReward(score), warn=warnings.append)
+        for generator.version, reward in enumerate(rewards):  # noqa: B007  the score
+            assert len((await executor.next_batch()).groups) == 3
+        assert [warning.split(":")[0] for warning in warnings] == ["batch 0", "batch 3"]
+        assert "all rewards are equal, 0.5 in the first" in warnings[0]
+        assert executor.metrics().get("groups/replaced_uniform", 0) == 0
+
+    asyncio.run(main())
+
+
+def test_the_user_is_told_once_when_most_answers_are_cut() -> None:
+    async def main() -> None:
+        generator = StagedGenerator(truncated=True)
+        warnings: list[str] = []
+        executor = rollouts(generator=generator, warn=warnings.append)
+        for generator.version in range(2):
+            await executor.next_batch()
+        (warning,) = warnings
+        assert "12 of 12 episodes were cut, by --generator.max-new-tokens 4" in warning
+
+    asyncio.run(main())
 
 
 def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> None:
@@ -95,52 +196,131 @@ def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> Non
     assert executor.metrics()["groups/replaced_uniform"] == 3
 
 
-def test_a_judge_that_fails_once_costs_only_another_attempt() -> None:
+def test_a_judge_that_fails_once_is_asked_again_and_nothing_is_decoded_again() -> None:
     failed: set[str] = set()
     warnings: list[str] = []
 
     def fail_once(task: Task, text: str) -> float:
-        if task.id not in failed:
-            failed.add(task.id)
-            raise ServiceError("ValueError: no", service="reward", replica=0, call="score")
-        return float(int(text) % 7)
-
-    ended: list[Episode] = []
-    executor = rollouts(reward=StagedReward(fail_once), warn=warnings.append, on_episode=ended.append)
-    batch = asyncio.run(executor.next_batch())
-    assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
-    assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
-    found = executor.metrics()
-    assert (found["outcomes/judge_error"], found["outcomes/completed"]) == (3, 12)
-    assert len(warnings) == 3
-    assert [episode.problem != "" for episode in ended].count(True) == 3, "failed ones are kept to be looked at too"
-    assert "judge_error: reward replica 0, call score: ValueError: no" in warnings[0]
-
-
-def test_what_fails_again_and_again_is_replaced_and_a_source_that_only_fails_is_named() -> None:
-    def fail_odd(task: Task, text: str) -> float:
-        if int(task.id) % 2:
+        if text not in failed:
+            failed.add(text)
             raise DeadlineError("no answer within 1 s", service="reward", replica=0)
         return float(int(text) % 7)
 
-    executor = rollouts(reward=StagedReward(fail_odd))
+    generator, ended = StagedGenerator(), list[Episode]()
+    reward = StagedReward(fail_once)
+    executor = rollouts(generator=generator, reward=reward, warn=warnings.append, on_episode=ended.append)
+    batch = asyncio.run(executor.next_batch())
+    assert len(generator.seen) == 12
+    assert len(ended) == 12
+    assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+    assert executor.metrics()["outcomes/completed"] == 12
+    assert len(warnings) == 12
+    assert "scored again after: reward replica 0: no answer within 1 s" in warnings[0]
+
+
+def test_what_cannot_be_scored_is_replaced_and_not_decoded_again() -> None:
+    def fail_odd(task: Task, text: str) -> float:
+        if int(task.id) % 2:
+            raise ServiceError("ValueError: no", service="reward", replica=0)
+        return float(int(text) % 7)
+
+    generator = StagedGenerator()
+    executor = rollouts(generator=generator, reward=StagedReward(fail_odd))
     batch = asyncio.run(executor.next_batch())
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
-    found = executor.metrics()
-    assert found["groups/replaced_failed"] == 3
-    assert found["outcomes/infrastructure_error"] >= 9
+    assert executor.metrics()["groups/replaced_failed"] == 3
+    prompts = Counter(prompt for prompt, _ in generator.seen)
+    assert max(prompts.values()) == 4
 
-    def fail(task: Task, text: str) -> float:
-        raise ServiceError("ValueError: no", service="reward", replica=0)
 
-    executor = rollouts(reward=StagedReward(fail), schedule=ScheduleConfig(max_lag=0, most_replaced=5))
-    with pytest.raises(TaskError, match=r"counting gave 5 groups in a row.*judge_error: reward replica 0: ValueError"):
-        asyncio.run(executor.next_batch())
+def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended() -> None:
+    async def main() -> None:
+        warnings: list[str] = []
+        broken = True
+
+        def score(task: Task, text: str) -> float:
+            if broken:
+                raise ServiceError("KeyError: 'answer'", service="reward", replica=0, call="score")
+            return float(int(text) % 7)
+
+        executor = rollouts(reward=StagedReward(score), schedule=ScheduleConfig(max_lag=1), warn=warnings.append)
+        for _ in range(2):  # also a second time
+            with pytest.raises(TaskError, match=r"counting gave 13 groups in a row.*KeyError: 'answer'") as caught:
+                await executor.next_batch()
+            assert "run.reward.replace" in caught.value.hint
+        assert any("KeyError" in warning for warning in warnings)
+        broken = False
+        batch = await executor.next_batch()
+        assert len(batch.groups) == 3
+        assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+        await executor.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_that_is_no_outcome_ends_the_wait_and_a_later_one_starts_the_episode_again() -> None:
+    async def main() -> None:
+        executor = rollouts()
+        run_episode = executor._run_episode
+        failed: list[Task] = []
+
+        async def fail_once(task: Task, client: PolicyClient) -> Episode:
+            if task.id == "2" and not failed:
+                failed.append(task)
+                raise RuntimeError("a bug")
+            return await run_episode(task, client)
+
+        executor._run_episode = fail_once
+        with pytest.raises(RuntimeError, match="a bug"):
+            await executor.next_batch()
+        async with asyncio.timeout(60):
+            batch = await executor.next_batch()
+        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_inside_an_episodes_own_code_is_its_failure() -> None:
+    async def main() -> None:
+        executor = rollouts()
+        run_episode = executor._run_episode
+        calls = 0
+
+        async def cancelling(task: Task, client: PolicyClient) -> Episode:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                inner = asyncio.ensure_future(asyncio.sleep(10))
+                inner.cancel()
+                await inner
+            return await run_episode(task, client)
+
+        executor._run_episode = cancelling
+        async with asyncio.timeout(60):
+            batch = await executor.next_batch()
+        assert len(batch.episodes) == 12
+        assert executor.metrics()["outcomes/environment_error"] == 1
+
+    asyncio.run(main())
+
+
+def test_scores_of_a_replaced_reward_are_told_of() -> None:
+    async def main() -> None:
+        warnings: list[str] = []
+        executor = rollouts(schedule=ScheduleConfig(max_lag=2), warn=warnings.append)
+        await executor.next_batch()
+        await run_until_idle()
+        executor.reward_replaced()
+        (warning,) = warnings
+        assert re.match(r"\d+ episodes of batches to come were scored before the reward was replaced", warning)
+        await executor.close()
+
+    asyncio.run(main())
 
 
 def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_told_apart() -> None:
     class Picky(SingleTurn):
-        async def step(self, answer: str) -> Step:
+        async def step(self, answer: str, *, truncated: bool = False) -> Step:
             if int(self._task.id) == 1:
                 raise ServiceError("KeyError: 'x'", service="environment", replica=0)
             return Step(done=True, reward=float(int(answer) % 5), model_error=int(answer) % 2 == 0)
@@ -152,6 +332,35 @@ def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_tol
     assert broken
     assert all(int(episode.text) % 2 == 0 for episode in broken)
     assert executor.metrics()["outcomes/environment_error"] >= 3
+
+
+def test_an_evaluation_leaves_out_what_fails_and_repeats_only_what_may_end_otherwise() -> None:
+    async def main() -> None:
+        asked: Counter[str] = Counter()
+
+        class Moody(SingleTurn):
+            async def step(self, answer: str, *, truncated: bool = False) -> Step:
+                asked[self._task.id] += 1
+                if self._task.id == "2":
+                    raise ServiceError("KeyError: 'x'", service="environment", replica=0)
+                if self._task.id == "3" and asked["3"] == 1:
+                    raise ReplicaError("gone", service="environment", replica=0)
+                return Step(done=True, reward=float(self._task.id))
+
+        source = CountingSource()
+        tasks = [source.draw() for _ in range(4)]
+        warnings: list[str] = []
+        executor = rollouts(environment=StagedEnvironment(Moody), warn=warnings.append)
+        episodes = await executor.evaluate(tasks)
+        assert [episode.reward for episode in episodes] == [1, 3, 4]
+        assert asked == {"1": 1, "2": 1, "3": 2, "4": 1}
+        (warning,) = warnings
+        assert warning.startswith("1 of 4 evaluations failed and are left out of the score; counting 2 ended with")
+        with pytest.raises(ForgeError, match="all 1 evaluations failed") as caught:
+            await executor.evaluate(tasks[1:2])
+        assert caught.value.hint == "mend the environment or the agent, which raised this"
+
+    asyncio.run(main())
 
 
 def test_evaluation_is_greedy_and_keeps_the_order() -> None:

@@ -28,7 +28,7 @@ def test_an_episode_whose_environment_or_judge_died_starts_again() -> None:
             raise ReplicaError("gone", service=who, replica=0)
 
     class Mortal(SingleTurn):
-        async def step(self, answer: str) -> Step:
+        async def step(self, answer: str, *, truncated: bool = False) -> Step:
             die_once("environment", self._task)
             return Step(done=True)
 
@@ -41,7 +41,9 @@ def test_an_episode_whose_environment_or_judge_died_starts_again() -> None:
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
     found = executor.metrics()
-    assert (found["outcomes/infrastructure_error"], found["outcomes/completed"]) == (6, 12)
+    assert (found["outcomes/infrastructure_error"], found["outcomes/completed"]) == (3, 12), (
+        "for a judge that died nothing is decoded again"
+    )
 
 
 def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had() -> None:

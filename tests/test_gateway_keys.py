@@ -97,13 +97,13 @@ def test_another_temperature_is_refused_and_greedy_completions_have_no_logprobs(
     asyncio.run(check())
 
 
-def test_a_greedy_session_takes_any_temperature():
+def test_a_session_that_is_evaluated_is_greedy_whatever_the_agent_asks_for():
     async def check() -> None:
         backend = FakeBackend()
         async with agent_of(backend, sampling=Sampling(max_tokens=5, temperature=0)) as agent:
             await agent.ask([HI])
             await agent.ask([HI], temperature=0.7)
-        assert [asked.sampling.temperature for asked in backend.asked] == [0, 0.7]
+        assert [asked.sampling.temperature for asked in backend.asked] == [0, 0]
 
     asyncio.run(check())
 

@@ -144,6 +144,25 @@ def test_more_completions_than_may_be_in_flight_are_refused():
     asyncio.run(check())
 
 
+def test_sessions_do_not_use_up_what_others_may_ask_and_each_has_its_own_bound():
+    async def check() -> None:
+        backend = FakeBackend(gate=asyncio.Event())
+        async with serving(backend, max_concurrent=1) as gateway, httpx.AsyncClient(timeout=60) as client:
+            url = f"{gateway.base_url}/chat/completions"
+            keys = [gateway.open(sampling=Sampling(max_tokens=40)).key for _ in range(5)]
+            headers = [{}, *({"authorization": f"Bearer {key}"} for key in keys)]
+            running = [asyncio.ensure_future(client.post(url, json=BODY, headers=each)) for each in headers]
+            await until(lambda: backend.open == 6)
+            for each in headers:
+                assert (await client.post(url, json=BODY, headers=each)).status_code == 429
+            assert backend.gate is not None
+            backend.gate.set()
+            assert [answer.status_code for answer in await asyncio.gather(*running)] == [200] * 6
+            await until(lambda: "completions in flight 0" in repr(gateway))
+
+    asyncio.run(check())
+
+
 def test_a_thousand_streams_are_held_at_once():
     async def check() -> None:
         backend = FakeBackend(["Hello there, all of you."], gate=asyncio.Event())

@@ -177,11 +177,23 @@ def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others
             ]
             # One that only waited for others is no reason.
             many = [service.score(task_of(), "sleep 0.4") for _ in range(5)]
-            late = [isinstance(score, DeadlineError) for score in await asyncio.gather(*many, return_exceptions=True)]
-            assert any(late)
-            await full_strength(service)
-            assert await service.score(task_of(), "number 4") == 4.0
+            assert await asyncio.gather(*many) == [1.0] * 5
             assert len(faults.seen) == 1
+
+    asyncio.run(main())
+
+
+def test_an_async_function_that_does_not_come_back_is_late_and_its_process_goes_on(tmp_path: Path):
+    async def main() -> None:
+        async with reward(tmp_path, fake_envs.Meeting(), deadline_s=1.0) as (service, faults):
+            with pytest.raises(DeadlineError, match="no answer within 1 s"):
+                await service.score(task_of(), "")
+            assert faults.seen == []
+            told: list[None] = []
+            service.replaced.append(lambda: told.append(None))
+            await service.replace(fake_envs.length)
+            assert told == [None]
+            assert await service.score(task_of(), "four") == 4.0
 
     asyncio.run(main())
 

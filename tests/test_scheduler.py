@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.schedules import Config, simulate
@@ -91,8 +91,48 @@ def test_work_ahead_begins_while_a_batch_waits_but_no_further_than_the_lag():
     end(scheduler, straggler)
     assert names(scheduler.planner.pop_batch()) == ["a1", "a2", "b1"]
     assert begin(scheduler) == []  # batch 3 may begin only once the engines serve version 1
-    scheduler.planner.version = 1
+    scheduler.planner.set_versions(1, 1)
     assert {episode.group.batch for episode in begin(scheduler)} == {3}
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_batches_that_are_trained_without_a_publish_go_on(max_lag: int):
+    scheduler = schedule(max_lag=max_lag)
+    for _ in range(4):
+        scheduler.planner.await_batch()
+        for episode in begin(scheduler):
+            end(scheduler, episode)
+        assert scheduler.planner.pop_batch() is not None
+        assert len(list(scheduler.planner.groups())) <= 3 * max_lag
+
+
+def test_two_publishes_a_batch_keep_the_lag_and_planned_work_bounded():
+    scheduler = schedule(max_lag=1)
+    started: dict[GroupState, int] = {}
+    for batch in range(8):
+        scheduler.planner.set_versions(2 * batch, 2 * batch)
+        scheduler.planner.await_batch()
+        while (taken := scheduler.planner.pop_batch()) is None:
+            episodes = begin(scheduler)
+            started |= {each.group: min(started.get(each.group, 2 * batch), 2 * batch) for each in episodes}
+            for group in scheduler.planner.incomplete_groups():
+                for episode in group.episodes:
+                    if episode.state == "decoding":
+                        end(scheduler, episode)
+        assert all(2 * batch - started[group] <= 1 for group in taken)
+        assert len(list(scheduler.planner.groups())) <= 3
+    # What was begun ahead before the pace was known is dropped; from then on nothing is begun that would be too old.
+    assert scheduler.planner.replaced == {"aged": 3}
+
+
+def test_engines_that_serve_too_old_a_version_start_nothing_and_this_is_said():
+    scheduler = schedule(max_lag=1)
+    scheduler.planner.set_versions(0, 2)
+    scheduler.planner.await_batch()
+    assert begin(scheduler) == []
+    assert "the engines serve version 0 and the latest is 2: load it" in scheduler.describe_missing()
+    scheduler.planner.set_versions(1, 2)
+    assert {episode.group.batch for episode in begin(scheduler)} == {0}
 
 
 def test_synchronous_begins_nothing_of_the_next_batch():
@@ -116,8 +156,11 @@ def test_one_step_begins_the_next_batch_when_the_one_before_is_delivered():
     assert {episode.group.batch for episode in episodes} == {1}
     for episode in episodes:
         end(scheduler, episode)
+    scheduler.planner.set_versions(0, 1)
     scheduler.planner.pop_batch()
-    assert begin(scheduler) == []  # batch 2 would be two steps behind
+    assert begin(scheduler) == []  # batch 2 would be two versions behind, until the engines have loaded version 1
+    scheduler.planner.set_versions(1, 1)
+    assert {episode.group.batch for episode in begin(scheduler)} == {2}
 
 
 def test_asynchronous_takes_what_ends_first_but_waits_for_what_would_be_too_old():
@@ -127,7 +170,7 @@ def test_asynchronous_takes_what_ends_first_but_waits_for_what_would_be_too_old(
     for episode in episodes[6:]:
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a3", "a4", "b2"]
-    scheduler.planner.version = 1
+    scheduler.planner.set_versions(1, 1)
     fresh = begin(scheduler)
     for episode in fresh:
         end(scheduler, episode)
@@ -149,7 +192,7 @@ def test_surplus_groups_are_carried_on_and_the_mixture_stays_exact():
         if episode.group not in slow:
             end(scheduler, episode)
     assert Counter(group.task.source for group in scheduler.planner.pop_batch() or []) == {"a": 2, "b": 1}
-    scheduler.planner.version = 1
+    scheduler.planner.set_versions(1, 1)
     carried = [group for group in scheduler.planner.groups() if group.place[0] == 0]
     assert {group.batch for group in carried} == {1}
     assert slow <= set(carried)
@@ -192,18 +235,72 @@ def test_a_failed_episode_starts_again_and_then_its_group_is_replaced_and_the_ot
     assert scheduler.outcomes == {"environment_error": 2, "completed": 6}
 
 
-def test_a_source_that_only_fails_ends_the_run_with_its_name():
-    scheduler = schedule(max_lag=0, retries=0, most_replaced=3)
+def test_a_source_that_only_fails_ends_the_run_with_its_name_and_what_to_mend():
+    scheduler = schedule(max_lag=0, retries=0)
 
     def fail() -> None:
         for episode in begin(scheduler):
             if episode.group.task.source == "b" and not episode.group.dropped:
                 end(scheduler, episode, outcome=Outcome.JUDGE_ERROR)
 
-    for _ in range(3):
+    for _ in range(4 * 3):
         fail()
-    with pytest.raises(TaskError, match=r"source b gave 3 groups in a row .* judge_error: broken"):
+    with pytest.raises(TaskError, match=r"source b gave 13 groups in a row .* judge_error: broken") as caught:
         fail()
+    assert "mend the reward function" in caught.value.hint
+    fail()  # the count has begun again
+    for episode in begin(scheduler) + [e for g in scheduler.planner.groups() for e in g.episodes]:
+        if episode.state == "decoding":
+            end(scheduler, episode)
+    assert len(names(scheduler.planner.pop_batch())) == 3, "once it is mended the run goes on"
+
+
+def test_dynamic_sampling_survives_where_most_groups_teach_nothing():
+    for seed in range(2):
+        rng = random.Random(seed)
+        scheduler = schedule(groups=8, max_lag=1, replace_uniform=True)
+        batches = 0
+        while batches < 6:
+            for episode in begin(scheduler) or [e for g in scheduler.planner.groups() for e in g.episodes]:
+                if episode.state == "decoding":
+                    first = episode.group.results
+                    teaches = first and rng.random() > 0.95
+                    end(scheduler, episode, 1.0 if teaches else 0.0)
+            if scheduler.planner.pop_batch() is not None:
+                batches += 1
+                scheduler.planner.set_versions(batches, batches)
+
+
+def test_a_source_of_nothing_but_equal_rewards_is_named():
+    scheduler = schedule(max_lag=0, replace_uniform=True, most_replaced=2)
+
+    def play() -> None:
+        for _ in range(100):
+            for episode in begin(scheduler):
+                end(scheduler, episode, 1.0)
+            assert scheduler.planner.pop_batch() is None
+
+    with pytest.raises(TaskError, match=r"gave 7 groups in a row .* all rewards of the last one were 1") as caught:
+        play()
+    assert "--schedule.most-replaced" in caught.value.hint
+
+
+def test_a_batch_of_equal_rewards_is_delivered_where_groups_are_not_replaced():
+    scheduler = schedule(max_lag=0)
+    for episode in begin(scheduler):
+        end(scheduler, episode, 0.5)
+    assert names(scheduler.planner.pop_batch()) == ["a1", "a2", "b1"]
+
+
+def test_a_task_that_is_too_long_is_replaced_at_once_and_counted():
+    scheduler = schedule(max_lag=0)
+    first, *others = begin(scheduler)
+    scheduler.finish_turn(first)
+    scheduler.skip(first, "task a1 is too long")
+    for episode in others[1:] + begin(scheduler):
+        end(scheduler, episode)
+    assert names(scheduler.planner.pop_batch()) == ["a3", "a2", "b1"]
+    assert scheduler.planner.replaced == {"too_long": 1}
 
 
 def test_engines_get_no_more_than_their_budgets_and_an_episode_comes_back_to_its_own():
@@ -231,7 +328,7 @@ def test_within_a_batch_the_longest_expected_begin_first():
         if episode.group.batch == 0:
             end(scheduler, episode, tokens=50 if episode.group.task.source == "b" else 5)
     scheduler.planner.pop_batch()
-    scheduler.planner.version = 1
+    scheduler.planner.set_versions(1, 1)
     assert [episode.group.task.source for episode in begin(scheduler)] == ["b", "b", "a", "a", "a", "a"]
 
 
@@ -272,11 +369,23 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     replace_uniform=st.booleans(),
     slots=st.integers(1, 40),
     groups=st.integers(1, 5),
+    publishes=st.sampled_from([(1,), (0,), (2,), (0, 1), (1, 2), (0, 1, 2, 3)]),
     seed=st.integers(0, 10_000),
 )
+@example(
+    kind="pipelined",
+    max_lag=3,
+    over_sampling=1.5,
+    replace_uniform=False,
+    slots=6,
+    groups=1,
+    publishes=(0, 1),
+    seed=0,
+)
 def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_nothing_is_lost(
-    kind, max_lag, over_sampling, replace_uniform, slots, groups, seed
+    kind, max_lag, over_sampling, replace_uniform, slots, groups, publishes, seed
 ):
+    """A batch may be followed by any number of publishes; some come while one is waited for."""
     rng = random.Random(seed)
     tasks = Drawn()
     policy = ScheduleConfig(kind=kind, max_lag=max_lag)
@@ -294,29 +403,40 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
     begun: dict[InflightEpisode, int] = {}
     in_flight: list[InflightEpisode] = []
     delivered: list[GroupState] = []
-    version = trained = idle = 0
+    served = published = trained = idle = to_publish = 0
+    waits = True
     for _ in range(1000):
         for episode in scheduler.pop_starts():
-            begun[episode] = version if episode.tries == 0 else min(begun[episode], version)
+            begun[episode] = served if episode.tries == 0 else min(begun[episode], served)
             scheduler.request_decode(episode)
         in_flight += scheduler.pop_grants()
         ended = scheduler.pop_cancelled()
         in_flight = [episode for episode in in_flight if episode not in ended]
         assert len(in_flight) == scheduler.states["decoding"] <= slots
-        taken = scheduler.planner.pop_batch() if trained == version else None
+        assert sum(1 for _ in scheduler.planner.groups()) <= groups * (policy.lag + 2) * over_sampling + 3
+        taken = scheduler.planner.pop_batch() if waits else None
         if taken is not None:
             assert len(taken) == groups
             if kind != "asynchronous":
                 assert Counter(g.task.source for g in taken) == Counter(expected.source_order(groups))
             for group in taken:
                 assert len(group.results) == 2
-                assert all(trained - begun[episode] <= policy.lag for episode in group.episodes)
+                assert all(published - begun[episode] <= policy.lag for episode in group.episodes)
             delivered += taken
             trained += 1
-            if not policy.decodes_while_training:
-                version = scheduler.planner.version = trained
-        elif version < trained and rng.random() < 0.2:
-            version = scheduler.planner.version = trained
+            to_publish, waits = rng.choice(publishes), False
+        elif not waits and (not policy.decodes_while_training or rng.random() < 0.2):
+            if served < published:
+                served = published
+            elif to_publish:
+                published, to_publish = published + 1, to_publish - 1
+            else:
+                waits = True
+                scheduler.planner.await_batch()
+            scheduler.planner.set_versions(served, published)
+        elif waits and publishes != (1,) and rng.random() < 0.01:
+            served = published = published + 1
+            scheduler.planner.set_versions(served, published)
         elif in_flight:
             episode = in_flight.pop(rng.randrange(len(in_flight)))
             outcome = Outcome.COMPLETED if rng.random() < 0.9 else Outcome.INFRASTRUCTURE_ERROR
@@ -325,7 +445,7 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
                 scheduler.request_decode(episode)
             else:
                 scheduler.record_result(episode, result(episode, float(rng.random() < 0.5), outcome))
-        elif version == trained:
+        elif waits:
             idle += 1
             assert idle < 3, f"nobody works, and {scheduler.describe_missing()}"
             continue
@@ -333,7 +453,8 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
     assert trained >= 3
     ids = [group.task.id for group in delivered]
     assert len(ids) == len(set(ids))
-    assert kind == "asynchronous" or over_sampling > 1 or scheduler.planner.replaced["aged"] == 0
+    if publishes == (1,) and kind != "asynchronous" and over_sampling == 1:
+        assert scheduler.planner.replaced["aged"] == 0
     open_ones = {group.task.id for group in scheduler.planner.groups()}
     unused = scheduler.planner.replaced.total()
     assert tasks.drawn.total() == len(ids) + len(open_ones) + unused

@@ -48,15 +48,19 @@ class Env(Protocol):
             async def step(self, completion: str) -> Step:
                 return Step(done=True, reward=float(completion == self.task.truth["answer"]))
 
+    A `step` that takes `truncated` as well is told whether the completion was cut by a token limit; either way it
+    decides whether the episode goes on. Where the context has no room for another completion, `step` is called a last
+    time with "", which is truncated, so that it can give its reward; the episode then ends whatever it returns.
+
     If it has a method `close`, plain or async, that is called in the end, however the episode ends. Code that blocks
-    for long must run in a thread: other environments share the process.
+    should run in a thread: other environments of the process wait meanwhile.
     """
 
     async def reset(self) -> Observation:
         """Begin the episode."""
 
-    async def step(self, completion: str) -> Step:
-        """Respond to the model's completion."""
+    async def step(self, completion: str, *, truncated: bool = False) -> Step:
+        """Respond to the model's completion; `truncated` may be left out of the parameters."""
 
 
 class EnvFactory(Protocol):

@@ -15,5 +15,5 @@ class SingleTurn:
     async def reset(self) -> Observation:
         return Observation(messages=self._task.messages)
 
-    async def step(self, completion: str) -> Step:
+    async def step(self, completion: str, *, truncated: bool = False) -> Step:
         return Step(done=True)

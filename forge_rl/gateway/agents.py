@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import DeadlineError, ReplicaError
+from forge_rl.errors import ContextError, ReplicaError
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import Session
+from forge_rl.rewards.scorer import score_again
 from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task
 
 if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
+
+_LOOKS = 50
+"""Number of times that an episode's own time is looked at before its deadline."""
 
 Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | None]]
 """Works on a task with the policy at session.base_url, under session.key. Returns the text to score; None stands for
@@ -31,6 +36,10 @@ class PolicyClient(Protocol):
     @property
     def sampling(self) -> Sampling:
         """Sampling settings of its turns."""
+
+    @property
+    def used_s(self) -> Callable[[], float]:
+        """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
 
     def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Decode a completion; one at a time."""
@@ -85,47 +94,103 @@ class AgentEpisodeRunner:
     reward: Reward
     """Scores the text that the agent returns."""
     deadline_s: float
-    """Longest time for an episode, all waiting included."""
+    """Longest time for an episode, of its own."""
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
-        """Run one episode. A failure of the agent or of a service is an outcome."""
+        """Run one episode. A failure of the agent or of a service is an outcome.
+
+        Raises:
+            ContextError: the agent's first prompt leaves no room for an answer.
+        """
         began = time.monotonic()
         session = self.gateway.open(task.id, sampling=client.sampling)
         reward = 0.0
         with self.backend.connected(session, client):
-            outcome, text, problem = await self._work(task, session)
+            outcome, text, problem = await self._work(task, session, client)
         if outcome.scored:
             try:
-                reward = await self.reward.score(task, text)
+                reward, problem = await score_again(self.reward, task, text)
             except Exception as error:
-                died = isinstance(error, ReplicaError | DeadlineError)
+                died = isinstance(error, ReplicaError)
                 outcome, problem = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR, str(error)
         turns, seconds = session.turns, time.monotonic() - began
         return Episode(task=task, turns=turns, reward=reward, outcome=outcome, problem=problem, seconds=seconds)
 
-    async def _work(self, task: Task, session: Session) -> tuple[Outcome, str, str]:
+    async def _work(self, task: Task, session: Session, client: PolicyClient) -> tuple[Outcome, str, str]:
         """Run the agent and close the session; returns the outcome, the text to score, and the problem if any."""
         text, failure = None, ""
+        deadline = _OwnTime(self.deadline_s, client.used_s, session)
         try:
-            async with asyncio.timeout(self.deadline_s) as limit:
-                text = await self.agent(task, session)
+            with deadline:
+                async with deadline.limit:
+                    text = await self.agent(task, session)
         except Exception as error:
-            if limit.expired():
-                return Outcome.INFRASTRUCTURE_ERROR, "", f"the agent took longer than {self.deadline_s:g} s"
-            failure = f"the agent raised {type(error).__name__}: {error}"
+            failure = f"the agent raised {type(error).__name__}: {error}{_line_of(error)}"
         finally:
             session.close()
             # None of its requests may be on an engine when the episode is over.
             await session.ended()
         last = session.turns[-1] if session.turns else None
+        if deadline.limit.expired():
+            if last is not None and not deadline.hangs:
+                return Outcome.TRUNCATED, last.text, ""
+            hangs = "and has asked the policy nothing for half of it"
+            return Outcome.ENVIRONMENT_ERROR, "", f"the agent took longer than {self.deadline_s:g} s, {hangs}"
         if failure and session.refusal is not None:
-            if session.refusal.code == "context_length_exceeded" and last is not None:
+            if session.refusal.code == "context_length_exceeded":
+                if last is None:
+                    raise ContextError(session.refusal.message, hint="raise --generator.max-model-tokens")
                 return Outcome.TRUNCATED, last.text, ""
             if session.refusal.status >= 500 or session.refusal.status == 429:
                 return Outcome.INFRASTRUCTURE_ERROR, "", failure
         if failure or last is None:
             return Outcome.ENVIRONMENT_ERROR, "", failure or "the agent got no answer"
         return Outcome.TRUNCATED if last.truncated else Outcome.COMPLETED, last.text if text is None else text, ""
+
+
+class _OwnTime:
+    """Deadline that counts an episode's own time; leaving its context ends the watch.
+
+    Args:
+        deadline_s: longest time.
+        used_s: returns the time so far.
+        session: shows when the agent asks the policy.
+    """
+
+    def __init__(self, deadline_s: float, used_s: Callable[[], float], session: Session) -> None:
+        self.limit = asyncio.timeout(None)
+        self.hangs = False
+        """True if it passed, and the agent had not been at the policy for half of the time."""
+        self._deadline_s = deadline_s
+        self._used_s = used_s
+        self._session = session
+        self._turns = 0
+        self._asked_s = 0.0
+        """Own time when the agent was last seen at the policy."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self._look()
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        loop, used_s, turns = asyncio.get_running_loop(), self._used_s(), len(self._session.turns)
+        if self._session.running or turns > self._turns:
+            self._asked_s, self._turns = used_s, turns
+        if used_s < self._deadline_s:
+            self._timer = loop.call_later(self._deadline_s / _LOOKS, self._look)
+            return
+        self.hangs = used_s - self._asked_s > self._deadline_s / 2
+        self.limit.reschedule(loop.time())
+
+
+def _line_of(error: Exception) -> str:
+    """Name the agent's own line that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[1].filename}:{frames[1].lineno})" if len(frames) > 1 else ""
 
 
 @contextlib.asynccontextmanager

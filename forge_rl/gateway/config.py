@@ -25,12 +25,14 @@ class GatewayConfig:
     max_body_bytes: int = 8 << 20
     """Longest body of a request."""
     max_concurrent: int = 4096
-    """Most completions that are decoded at a time; more requests are refused with status 429."""
+    """Most completions that are decoded at a time in a session, and outside of sessions all together; more requests are
+    refused with status 429. The number of sessions is bounded by a run's schedule."""
     client_deadline_s: float = 60.0
     """Longest time that a client may take to send its request, or to read what is sent to it."""
 
     agent_deadline_s: float = 3600.0
-    """Longest time for an agent's attempt at a task, with all that it waits for, such as a training step."""
+    """Longest time for an agent's attempt at a task, without the time for which it waits for an engine or is paused. If
+    it came back to the policy again and again, the attempt is truncated, and scored; else the agent hangs."""
 
     def __post_init__(self) -> None:
         for flag, value, good, hint in (

@@ -26,6 +26,8 @@ CLIENT_GONE = 499
 _GRACE_S = 5
 """Seconds that connections may take to close at the end."""
 _KEEP_ALIVE_S = 75
+_SESSIONS = 16384
+"""Sessions that connections are allowed for, beside those of other requests."""
 
 
 class HttpServer:
@@ -41,7 +43,7 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
         listener = _listen(config)
-        _allow_connections(config.max_concurrent)
+        _allow_connections(config.max_concurrent + _SESSIONS)
         host, port = listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -122,13 +122,16 @@ class RequestBuilder:
 def _temperature(wanted: float | None, session: Session | None) -> float:
     """Choose the temperature: that of training, as recorded logprobs at another one would be another distribution's.
 
-    Greedy completions have no logprobs and are not trained; a greedy session is only evaluated.
+    Greedy completions have no logprobs and are not trained. A greedy session is evaluated: whatever is wanted, all of
+    it is greedy.
     """
     if session is None:
         return 1.0 if wanted is None else wanted
     own = session.sampling.temperature
-    if wanted is None or own == 0 or wanted in (own, 0):
-        return own if wanted is None else wanted
+    if wanted is None or own == 0:
+        return own
+    if wanted in (own, 0):
+        return wanted
     raise ApiError(
         400,
         f"temperature {wanted:g} is not the {own:g} that this session is trained at: the behaviour logprobs would be "

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
@@ -77,9 +78,10 @@ class Gateway:
         """Open sessions by the digest of their key: how long a look-up takes tells nothing about the keys."""
         self._running: set[asyncio.Task[None]] = set()
         """Requests in flight outside of sessions."""
-        self._in_flight = 0
+        self._in_flight: Counter[Session | None] = Counter()
+        """Completions in flight, by session; None for those outside of sessions."""
         self._closing = False
-        self._metrics = GatewayMetrics(lambda: self._in_flight, lambda: len(self._sessions))
+        self._metrics = GatewayMetrics(self._in_flight.total, lambda: len(self._sessions))
         self._http: http.HttpServer | None = None
 
     async def start(self) -> None:
@@ -144,7 +146,7 @@ class Gateway:
 
     def __repr__(self) -> str:
         where = self._http.url if self._http is not None else "not started"
-        return f"Gateway  {where}  sessions {len(self._sessions)}  completions in flight {self._in_flight}"
+        return f"Gateway  {where}  sessions {len(self._sessions)}  completions in flight {self._in_flight.total()}"
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -174,7 +176,7 @@ class Gateway:
         session: Session | None = None
         try:
             session = self._caller(request.headers)
-            with self._admit(1):
+            with self._admit(1, session):
                 body = await http.read_body(request, self.config.max_body_bytes, self.config.client_deadline_s)
                 running = self._running if session is None else session.running
                 await http.while_connected(self._serve(make, body, session, writer), receive, running)
@@ -202,7 +204,7 @@ class Gateway:
         if isinstance(response, dict):
             await writer.write_json(response)
             return
-        with self._admit(len(response.choices) - 1):
+        with self._admit(len(response.choices) - 1, session):
             await response.run(self._backend, session, writer)
         self._metrics.tokens(response.prompt_tokens, response.completion_tokens)
 
@@ -227,25 +229,27 @@ class Gateway:
         raise ApiError(401, "wrong API key, or its session was closed", code="invalid_api_key")
 
     @contextlib.contextmanager
-    def _admit(self, completions: int) -> Iterator[None]:
-        """Count completions in flight.
+    def _admit(self, completions: int, session: Session | None) -> Iterator[None]:
+        """Count completions in flight, of a session or of all requests outside of sessions.
 
         Raises:
             ApiError: there would be too many.
         """
         most = self.config.max_concurrent
-        if self._in_flight + completions > most:
+        if self._in_flight[session] + completions > most:
             raise ApiError(
                 429,
-                f"{self._in_flight} completions are in flight, and {most} may be; try again",
+                f"{self._in_flight[session]} completions are in flight, and {most} may be; try again",
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )
-        self._in_flight += completions
+        self._in_flight[session] += completions
         try:
             yield
         finally:
-            self._in_flight -= completions
+            self._in_flight[session] -= completions
+            if not self._in_flight[session]:
+                del self._in_flight[session]
 
     async def _models(self, request: Request) -> Response:
         self._caller(request.headers)

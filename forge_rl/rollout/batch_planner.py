@@ -1,8 +1,9 @@
 """The composition of batches: which groups each one gets, and which are replaced. Pure logic.
 
-Batch b is trained when the policy's version is b. A group that starts while the engines serve version v is for a batch
-up to v + lag: that is its deadline, so no token's lag exceeds the bound. A batch waits for groups that would
-miss theirs.
+Batches are counted, and so, apart from them, are the versions of the weights that are published. A group that starts
+while the engines serve version v may be part of a batch that is delivered up to version v + lag, so no token's lag
+exceeds the bound. Batches are planned ahead at the pace that was seen: the versions from one batch to the next. A batch
+waits for groups that would be too old for the next one; one that has become too old is replaced.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
 from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig
 
 _ANY = "*"
+_REMEMBERED = 16
+"""Number of the last batches from which the pace is taken."""
+_MOST_FAILED = 4
+"""Batches' worth of groups that a source may give in a row of which every one failed."""
+
+Reason = Literal["uniform", "failed", "too_long"]
+"""Reason why a group cannot be used: equal rewards, episodes that failed, a prompt longer than the context."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +56,7 @@ class BatchPlanner:
         episodes: G.
         on_planned: called with each new group, whose episodes are to be started.
         on_dropped: called with each group that is not used, whose episodes are to be ended.
-        first: number of the first batch, which is the trainer's version.
+        first: number of the first batch.
     """
 
     def __init__(
@@ -63,19 +72,49 @@ class BatchPlanner:
     ) -> None:
         self.next_batch = first
         """Number of the batch that is delivered next."""
-        self.version = first
-        """Version that the engines serve; set by the caller when they load another."""
+        self.served = self.published = 0
+        """Version that the engines serve, and the latest that is published; see `set_versions`."""
         self.replaced: Counter[str] = Counter()
-        """Number of groups that were not used, by reason: uniform, failed, aged."""
+        """Number of groups that were not used, by reason: uniform, failed, too_long, aged."""
         self._config = config
         self._groups, self._episodes = groups, episodes
         self._tasks = tasks
         self._on_planned, self._on_dropped = on_planned, on_dropped
         self._batches: dict[int, _Batch] = {}
         self._source_order: deque[str] = deque()
-        self._unused: Counter[str] = Counter()
-        """Groups in a row that could not be used, by source."""
+        self._unused: Counter[tuple[str, str]] = Counter()
+        """Groups in a row that could not be used, by source and reason."""
+        self._delivered_at: int | None = None
+        """Latest version when the last batch was delivered; None before the first."""
+        self._due = 0
+        """Version at which the next batch is expected to be delivered."""
+        self._paces: deque[int] = deque(maxlen=_REMEMBERED)
+        self._pace = 1
+        """Most versions from one batch to the next, of those remembered; 1 also where none was published."""
         self._planned = self._completed = 0
+
+    def set_versions(self, served: int, published: int) -> None:
+        """Note the version that the engines serve now, and the latest that is published.
+
+        Groups that are too old by now, in flight or complete, are dropped.
+        """
+        self.served = served
+        if published == self.published:
+            return
+        self.published = published
+        if self._delivered_at is not None:
+            self._pace = max(1, published - self._delivered_at, *self._paces)
+        self._due = max(self._due, published)
+        for batch in self._batches.values():
+            for group in [g for g in batch.groups if g.first_version is not None]:
+                if self._newest(group) < published:
+                    batch.groups.remove(group)
+                    batch.completed -= group.completed is not None
+                    self._drop(group, "aged")
+
+    def await_batch(self) -> None:
+        """Note that the next batch is waited for: it is delivered at the version that is the latest now."""
+        self._due = self.published
 
     def pop_batch(self) -> list[GroupState] | None:
         """Return the next batch's groups in the order in which they were planned, once it is complete; None before."""
@@ -85,14 +124,17 @@ class BatchPlanner:
             return None
         del self._batches[self.next_batch]
         self.next_batch += 1
+        if self._delivered_at is not None:
+            self._paces.append(self.published - self._delivered_at)
+            self._pace = max(1, *self._paces)
+        self._delivered_at = self.published
+        self._due = self.published + self._pace
         for group in batch.groups:
             if group in chosen:
-                self._unused[group.task.source] = 0
                 continue
             following = self._batch(self.next_batch)
-            if group.first_version is not None and self._deadline(group) < self.next_batch:
+            if group.first_version is not None and self._last_batch(group) < self.next_batch:
                 self._drop(group, "aged")
-                following.changed = True
             else:
                 group.batch = self.next_batch
                 following.groups.append(group)
@@ -106,7 +148,7 @@ class BatchPlanner:
 
     def oldest_version(self) -> int:
         """Return the oldest version that may have produced tokens of a group that is not delivered."""
-        return min((g.first_version for g in self.groups() if g.first_version is not None), default=self.version)
+        return min((g.first_version for g in self.groups() if g.first_version is not None), default=self.served)
 
     def groups(self) -> Iterator[GroupState]:
         """Iterate over all groups that are not delivered."""
@@ -120,7 +162,7 @@ class BatchPlanner:
 
     def open_batches(self) -> range:
         """Return the numbers of the batches for which episodes may start."""
-        last = self.version + self._config.lag
+        last = self._last_batch()
         return range(self.next_batch, 1 + (last if self._config.kind == "pipelined" else min(last, self.next_batch)))
 
     def fill(self, number: int, *, idle: bool) -> None:
@@ -130,31 +172,31 @@ class BatchPlanner:
         """
         batch = self._batch(number)
         if not self._config.exact:
-            room = (self.version + self._config.lag - self.next_batch + 1) * self._groups  # of batches that are in time
+            room = (self._last_batch() - self.next_batch + 1) * self._groups  # of batches that are in time
             if idle and len(batch.groups) < room:
                 self._source_order = self._source_order or deque(self._tasks.source_order(self._groups))
                 self._plan(self._source_order.popleft(), batch, (number, self._planned, 0))
             return
         if not batch.changed:
             return
-        batch.changed = False
         lacking: Counter[str] = Counter()
         for earlier in range(self.next_batch, number + 1):
             lacking.update(self._batches[earlier].needed)
             lacking.subtract(Counter(group.task.source for group in self._batches[earlier].groups))
         for place, source in enumerate(batch.sources):
             if lacking[source] > 0 and place not in batch.filled:
-                lacking[source] -= 1
-                batch.filled.add(place)
                 self._plan(source, batch, (number, place, 0))
+                batch.filled.add(place)
+                lacking[source] -= 1
         for source, count in lacking.items():  # in place of groups that were carried on and then dropped
             for _ in range(max(0, count)):
                 self._plan_extra(source, batch)
+        batch.changed = False
 
     def add_surplus(self) -> bool:
         """Plan one group more than the next batch needs, if it may be carried on to a later one in time."""
         batch = self._batch(self.next_batch)
-        if self._config.over_sampling == 1 or self.version < self.next_batch:
+        if self._config.over_sampling == 1 or self.served < self._due:
             return False
         planned = Counter(group.task.source for group in batch.groups)
         for source, needed in batch.needed.items():
@@ -167,43 +209,48 @@ class BatchPlanner:
         return False
 
     def start(self, group: GroupState) -> None:
-        """Note that an episode of a group starts; the first one fixes the group's deadline."""
+        """Note that an episode of a group starts; the first one fixes how long the group can be used."""
         if group.first_version is None:
-            group.first_version = self.version
+            group.first_version = self.served
 
     def complete(self, group: GroupState) -> None:
         """Note that all episodes of a group have a result."""
         group.completed = self._completed
         self._completed += 1
         self._batches[group.batch].completed += 1
+        self._unused[group.task.source, "failed"] = self._unused[group.task.source, "too_long"] = 0
         if not group.is_uniform:
-            self._unused[group.task.source] = 0
+            self._unused[group.task.source, "uniform"] = 0
         elif self._config.replace_uniform and not self._config.in_rounds:
             self._replace_uniform([group])
 
-    def replace(self, group: GroupState, reason: str, problem: str) -> None:
+    def replace(self, group: GroupState, reason: Reason, problem: str, hint: str) -> None:
         """Plan another group of the same source in place of one that cannot be used.
 
         Args:
             group: the one that is dropped.
-            reason: "uniform" or "failed", to count by.
+            reason: why, to count by.
             problem: what was wrong with it, in words.
+            hint: what to do about it, where the source gives nothing else.
+
+        Raises:
+            TaskError: the source gave too many of these in a row. The other group is planned all the same, and the
+                count begins again: who has mended the cause may go on.
         """
         source = group.task.source
-        self._unused[source] += 1
-        if self._unused[source] > self._config.most_replaced:
-            raise TaskError(
-                f"source {source} gave {self._config.most_replaced} groups in a row that could not be used; {problem}",
-                hint="its tasks may be too easy or too hard for this model, its answers not recognised, or its "
-                "environment or judge broken: look at episodes.jsonl and events.jsonl; choose other --tasks, or raise "
-                "--group-size or --schedule.most-replaced",
-            )
-        self._drop(group, reason)
         batch = self._batches[group.batch]
-        batch.groups.remove(group)
-        batch.completed -= group.completed is not None
         planned_for, place, before = group.place
         self._plan(source, batch, (planned_for, place, before + 1))
+        batch.groups.remove(group)
+        batch.completed -= group.completed is not None
+        self._drop(group, reason)
+        self._unused[source, reason] += 1
+        batches = self._config.most_replaced if reason == "uniform" else _MOST_FAILED
+        if (found := self._unused[source, reason]) > batches * self._groups:
+            self._unused[source, reason] = 0
+            raise TaskError(
+                f"source {source} gave {found} groups in a row that could not be used; {problem}", hint=hint
+            )
 
     def _batch(self, number: int) -> _Batch:
         for each in range(self.next_batch, number + 1):
@@ -217,9 +264,14 @@ class BatchPlanner:
         """Return the quota that a group counts for: its source's, or the only one."""
         return group.task.source if self._config.exact else _ANY
 
-    def _deadline(self, group: GroupState) -> int:
-        """Return the number of the last batch that a group may be part of."""
-        return (self.version if group.first_version is None else group.first_version) + self._config.lag
+    def _newest(self, group: GroupState | None = None) -> int:
+        """Return the latest version at which a group, by default one that starts now, may be delivered."""
+        first = self.served if group is None or group.first_version is None else group.first_version
+        return first + self._config.lag
+
+    def _last_batch(self, group: GroupState | None = None) -> int:
+        """Return the number of the last batch that a group, by default one that starts now, may be part of."""
+        return self.next_batch + (self._newest(group) - self._due) // self._pace
 
     def _choose(self, batch: _Batch) -> set[GroupState] | None:
         """Choose the groups that make the batch; None while it is not complete."""
@@ -232,18 +284,15 @@ class BatchPlanner:
                 return None
         done = [group for group in batch.groups if group.completed is not None]
         for group in batch.groups:
-            if group.completed is None and group.first_version is not None and self._deadline(group) <= batch.number:
+            if group.completed is None and group.first_version is not None and self._last_batch(group) <= batch.number:
                 return None
         room, chosen = Counter(batch.needed), set()
-        for group in sorted(done, key=lambda group: (self._deadline(group), group.completed)):
+        for group in sorted(done, key=lambda group: (self._last_batch(group), group.completed)):
             quota = self._quota_of(group)
             if room[quota] > 0:
                 room[quota] -= 1
                 chosen.add(group)
         if len(chosen) < self._groups or not self._others_fit(batch, chosen):
-            return None
-        if all(group.is_uniform for group in chosen):
-            self._replace_uniform(chosen)
             return None
         return chosen
 
@@ -255,7 +304,7 @@ class BatchPlanner:
         if (self._config.exact and self._config.over_sampling == 1) or batch.completed == len(batch.groups):
             return True
         groups = [group for group in self.groups() if group.first_version is not None and group not in chosen]
-        left = Counter((self._quota_of(group), self._deadline(group)) for group in groups)
+        left = Counter((self._quota_of(group), self._last_batch(group)) for group in groups)
         for quota in batch.needed:
             due = room = 0
             for number in range(batch.number + 1, batch.number + self._config.lag + 1):
@@ -267,11 +316,21 @@ class BatchPlanner:
 
     def _replace_uniform(self, groups: Iterable[GroupState]) -> None:
         for group in sorted(groups, key=lambda group: group.place):
-            self.replace(group, "uniform", f"all rewards of the last one were {group.results[0].reward:g}")
+            self.replace(
+                group,
+                "uniform",
+                f"all rewards of the last one were {group.results[0].reward:g}",
+                "its tasks may be too easy or too hard for this model, or its answers not recognised: look at "
+                "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.most-replaced, or leave out "
+                "--schedule.replace-uniform",
+            )
 
     def _drop(self, group: GroupState, reason: str) -> None:
         self.replaced[reason] += 1
         group.dropped = True
+        if reason == "aged":  # it may have been a surplus that later batches count on
+            for batch in self._batches.values():
+                batch.changed = True
         self._on_dropped(group)
 
     def _plan_extra(self, source: str, batch: _Batch) -> None:

@@ -23,7 +23,7 @@ class EngineCapacity:
         """Heap of (requests beyond the budget, engine); some entries no longer hold."""
         self._offers: set[tuple[int, int]] = set()
         """Entries in the heap: each only once, however often it comes to hold."""
-        self._busy = self._offered = 0.0
+        self._busy = self._offered = self._unpaused_s = 0.0
         self._counted = clock()
 
     def set_engines(self, budgets: Mapping[int, int]) -> None:
@@ -60,6 +60,11 @@ class EngineCapacity:
         self._used += requests
         self._offer(engine)
 
+    def running_s(self) -> float:
+        """Return the seconds so far that were no pause."""
+        self._count()
+        return self._unpaused_s
+
     def pop_busy(self) -> tuple[float, float]:
         """Return requests decoded times seconds, and budgets times seconds, since the last call, without pauses."""
         self._count()
@@ -78,6 +83,7 @@ class EngineCapacity:
     def _count(self) -> None:
         now = self._clock()
         if not self.paused:
+            self._unpaused_s += now - self._counted
             self._busy += self._used * (now - self._counted)
             self._offered += max(self.slots, self._used) * (now - self._counted)
         self._counted = now

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ReplicaError
+from forge_rl.errors import ContextError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
 from forge_rl.services.completion import OpenStream, ResumableCompletion
@@ -22,6 +22,9 @@ class Decoder(Protocol):
 
     @property
     def sampling(self) -> Sampling: ...
+
+    @property
+    def max_model_tokens(self) -> int: ...
 
     @property
     def version(self) -> int | None: ...
@@ -82,7 +85,14 @@ class Dispatcher:
 
     def client(self, episode: InflightEpisode, sampling: Sampling) -> PolicyClient:
         """Return an episode's client of the policy."""
-        return PolicyClient(functools.partial(self.open_stream, episode), episode, sampling, self._tokenizer)
+        return PolicyClient(
+            functools.partial(self.open_stream, episode),
+            episode,
+            sampling,
+            self._tokenizer,
+            self._generator.max_model_tokens,
+            self._scheduler.stopwatch(episode),
+        )
 
 
 @dataclass(frozen=True)
@@ -97,10 +107,25 @@ class PolicyClient:
     sampling: Sampling
     """Sampling settings of the episode's turns."""
     tokenizer: Tokenizer
+    max_model_tokens: int
+    """Most tokens of a prompt and its completion together."""
+    used_s: Callable[[], float]
+    """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
 
     async def __call__(self, prompt_ids: Sequence[int]) -> Turn:
-        """Decode one whole completion; raises as ResumableCompletion.stream."""
-        return await ResumableCompletion(prompt_ids, self.sampling, self.tokenizer).run(self.open_stream)
+        """Decode one whole completion, as far as the context has room; raises as ResumableCompletion.stream.
+
+        Raises:
+            ContextError: the context has no room for a token.
+        """
+        room = self.max_model_tokens - len(prompt_ids)
+        if room < 1:
+            raise ContextError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {self.max_model_tokens}",
+                hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
+            )
+        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+        return await ResumableCompletion(prompt_ids, sampling, self.tokenizer).run(self.open_stream)
 
     def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Decode one completion, chunk by chunk; see ResumableCompletion.stream."""

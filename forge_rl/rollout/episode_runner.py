@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import DeadlineError, ReplicaError
+from forge_rl.errors import ContextError, DeadlineError, ReplicaError
+from forge_rl.rewards.scorer import score_again
 from forge_rl.types import Episode, Outcome, Task, Turn
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ class EpisodeRunner:
     clock: Callable[[], float] = time.monotonic
 
     async def __call__(self, task: Task, decode: Callable[[tuple[int, ...]], Awaitable[Turn]]) -> Episode:
-        """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines."""
+        """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines.
+
+        Raises:
+            ContextError: the task's prompt leaves no room for an answer. Later on that makes the episode truncated.
+        """
         began = self.clock()
         turns: list[Turn] = []
         outcome, reward, problem = Outcome.COMPLETED, 0.0, ""
@@ -40,30 +45,36 @@ class EpisodeRunner:
         try:
             session, observation = await self.environment.open(task)
             prompt_ids = self.tokenizer.render(observation.messages)
+            full = False
             while True:
                 on_error = None
                 try:
-                    turn = await decode(prompt_ids)
-                except BaseException:
-                    session.abandon()
-                    raise
-                turns.append(turn)
+                    turns.append(await decode(prompt_ids))
+                except BaseException as error:
+                    full = isinstance(error, ContextError) and bool(turns)
+                    if not full:
+                        session.abandon()
+                        raise
                 on_error = Outcome.ENVIRONMENT_ERROR
-                step = await session.step(turn.text)
-                if turn.truncated:
-                    outcome = Outcome.TRUNCATED
-                    if not step.done:
-                        await session.close()
+                truncated = full or turns[-1].truncated
+                step = await session.step("" if full else turns[-1].text, truncated=truncated)
+                outcome = Outcome.TRUNCATED if truncated else Outcome.COMPLETED
                 if step.model_error:
                     outcome = Outcome.MODEL_ERROR
-                if step.done or turn.truncated:
+                if full and not step.done:
+                    await session.close()
+                if full or step.done:
                     break
                 on_error = None
-                prompt_ids = self.tokenizer.extend(turn.prompt_ids + turn.token_ids, step.messages)
-            on_error = Outcome.JUDGE_ERROR
-            reward = await self.reward.score(task, turn.text) if step.reward is None else step.reward
+                prompt_ids = self.tokenizer.extend(turns[-1].prompt_ids + turns[-1].token_ids, step.messages)
+            if step.reward is None:
+                on_error = Outcome.JUDGE_ERROR
+                reward, problem = await score_again(self.reward, task, turns[-1].text)
+            else:
+                reward = step.reward
         except Exception as error:
-            if isinstance(error, ReplicaError | DeadlineError):
+            late = isinstance(error, DeadlineError) and on_error is not Outcome.JUDGE_ERROR
+            if late or isinstance(error, ReplicaError):
                 on_error = Outcome.INFRASTRUCTURE_ERROR
             if on_error is None:
                 raise

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ForgeError, TaskError
+from forge_rl.errors import ContextError, ForgeError, TaskError
 from forge_rl.metrics import RolloutStatus
 from forge_rl.rollout.dispatcher import Decoder, Dispatcher, PolicyClient
 from forge_rl.rollout.placement import DeviceHandover
@@ -39,7 +39,7 @@ class RolloutExecutor:
         episodes: G.
         devices: handed to the engines and back.
         seed: of the sampling. The same seed gives the same batches where the schedule has no lag.
-        version: returns the version of the trainer's weights.
+        version: returns the latest version that is published.
         warn: takes a line for the user.
         on_episode: takes each episode that ends, but for evaluations that end well.
         clock: monotonic seconds.
@@ -82,25 +82,34 @@ class RolloutExecutor:
         generator.listeners.append(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
+        """Error that the next batch ends with; nothing starts meanwhile."""
+        self._in_streak: set[str] = set()
+        """What the user was told of the last batch, or of earlier ones if it has been true of all since."""
         self._changed = asyncio.Event()
         self._most_engines = 0
 
     async def next_batch(self) -> Batch:
-        """Return the next batch, complete: P groups in the mixture's proportions, with at least two different rewards.
+        """Return the next batch, complete: P groups in the mixture's proportions.
 
         Work in flight for later batches then pauses at a token boundary, unless the schedule decodes while training,
-        and resumes with the next call.
+        and resumes with the next call. After an error, the next call goes on from where this one stood.
 
         Raises:
             TaskError: a source gives nothing but groups that cannot be used.
         """
+        if self._failure is not None:  # what is not mended will fail again
+            self._warn(f"rollouts go on after an error: {str(self._failure).splitlines()[0]}")
+            self._failure = None
         await self._devices.hand_to_engines()
         self._scheduler.capacity.set_paused(False)
+        self._set_versions()
+        self._scheduler.planner.await_batch()
         while True:
             self._changed.clear()
             self._advance()
             if self._failure is not None:
                 raise self._failure
+            version, number = self._scheduler.planner.published, self._scheduler.planner.next_batch
             if (groups := self._scheduler.planner.pop_batch()) is not None:
                 break
             self._advance()  # groups planned by pop_batch() have episodes to start
@@ -111,38 +120,59 @@ class RolloutExecutor:
             await self._devices.hand_to_trainer(idle=not self._scheduler.states["decoding"])
         self._advance()
         made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
-        self.last = Batch(groups=made, version=self._version())
+        self.last = Batch(groups=made, version=version)
+        self._tell_of(self.last, number)
         return self.last
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
-        """Run one greedy episode of each task, before all others; returns them in the order of the tasks."""
+        """Run one greedy episode of each task, before all others; returns them in the order of the tasks.
+
+        Episodes that fail through no fault of the policy are left out, and the user is told.
+
+        Raises:
+            ForgeError: all failed.
+        """
         greedy = Sampling(max_tokens=self._generator.sampling.max_tokens, temperature=0)
         await self._devices.hand_to_engines()
         async with task_group() as running:
-            episodes = [running.create_task(self.episode(task, greedy)) for task in tasks]
-        return [episode.result() for episode in episodes]
+            ended = [running.create_task(self.episode(task, greedy)) for task in tasks]
+        episodes = [task.result() for task in ended]
+        scored = [episode for episode in episodes if episode.outcome.scored]
+        if failed := len(episodes) - len(scored):
+            last = next(episode for episode in reversed(episodes) if not episode.outcome.scored)
+            cause = f"{last.task.source} {last.task.id} ended with {last.outcome}: {last.problem}"
+            if not scored:
+                raise ForgeError(f"all {failed} evaluations failed; {cause}", hint=last.outcome.hint)
+            self._warn(f"{failed} of {len(tasks)} evaluations failed and are left out of the score; {cause}")
+        return scored
 
     async def episode(self, task: Task, sampling: Sampling) -> Episode:
-        """Run one episode that belongs to no batch, before all others.
+        """Run one episode that belongs to no batch, before all others; again where the infrastructure failed.
 
-        Raises:
-            ForgeError: it failed again and again through no fault of the policy.
+        Other failures come again where decoding is greedy.
         """
         self._dispatcher.update_engines()
-        for _ in range(1 + self.config.retries):
+        for tries in range(1 + self.config.retries):
             episode = self._scheduler.start_evaluation(task)
             try:
-                result = await self._run_episode(task, self._dispatcher.client(episode, sampling))
+                result = await self._attempt(task, self._dispatcher.client(episode, sampling))
+            except ContextError as error:
+                problem = f"{error.message}; {error.hint}"
+                return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
             finally:
                 self._scheduler.end_evaluation(episode)
                 self._dispatcher.grant()
-            if result.outcome.scored:
-                return result
-            self._on_episode(result)
-        raise ForgeError(
-            f"an evaluation of {task.source} {task.id} ended with {result.outcome}: {result.problem}",
-            hint="see the services' logs in the run folder",
-        )
+            if not result.outcome.scored:
+                self._on_episode(result)
+            if result.outcome is not Outcome.INFRASTRUCTURE_ERROR or tries == self.config.retries:
+                break
+        return result
+
+    def reward_replaced(self) -> None:
+        """Tell the user how many scores of the replaced reward are in the batches to come."""
+        scored = sum(len(group.results) for group in self._scheduler.planner.groups())
+        if scored:
+            self._warn(f"{scored} episodes of batches to come were scored before the reward was replaced, and stay so")
 
     async def close(self) -> None:
         """End all episodes in flight."""
@@ -178,7 +208,7 @@ class RolloutExecutor:
             queue=scheduler.states["waiting"],
             engines_serving=serving,
             engines=self._most_engines,
-            lag_max=planner.next_batch - planner.oldest_version(),
+            lag_max=max(0, planner.published - planner.oldest_version()),
         )
 
     def waiting_for(self) -> str:
@@ -224,40 +254,91 @@ class RolloutExecutor:
         self._dispatcher.grant()
         self._changed.set()
 
+    def _set_versions(self) -> None:
+        planner = self._scheduler.planner
+        served = self._generator.version
+        planner.set_versions(planner.served if served is None else served, self._version())
+
     def _advance(self) -> None:
         """Carry out the scheduler's decisions of now."""
         scheduler = self._scheduler
         self._dispatcher.update_engines()
-        scheduler.planner.version = self._generator.version or 0
+        self._set_versions()
         try:
-            for episode in scheduler.pop_starts():
+            for episode in scheduler.pop_starts() if self._failure is None else ():
                 self._running[episode] = asyncio.get_running_loop().create_task(self._run(episode))
-            for episode in scheduler.pop_cancelled():
-                if episode in self._running and self._running[episode] is not asyncio.current_task():
-                    self._running[episode].cancel()
         except ForgeError as error:
-            self._failure = self._failure or error
-            self._changed.set()
+            self._fail(error)
+        for episode in scheduler.pop_cancelled():
+            if episode in self._running and self._running[episode] is not asyncio.current_task():
+                self._running[episode].cancel()
         self._dispatcher.grant()
+
+    def _fail(self, error: BaseException) -> None:
+        """End the wait for the next batch with an error."""
+        self._failure = self._failure or error
+        self._changed.set()
 
     async def _run(self, episode: InflightEpisode) -> None:
         """Run an episode of a batch to its end; an error that is not an outcome fails the next batch."""
-        task = episode.group.task
+        task, scheduler = episode.group.task, self._scheduler
         seed = zlib.crc32("/".join(map(str, (self._seed, *episode.place))).encode())
         client = self._dispatcher.client(episode, replace(self._generator.sampling, seed=seed))
+        result: Episode | ContextError
         try:
             try:
-                result = await self._run_episode(task, client)
+                result = await self._attempt(task, client)
             finally:
                 self._running.pop(episode, None)
-            self._on_episode(result)
-            if result.problem:
-                self._warn(f"{task.source} {task.id}: {result.outcome}: {result.problem}")
-            self._scheduler.record_result(episode, result)
         except asyncio.CancelledError:
             raise
+        except ContextError as error:
+            result = error
         except BaseException as error:
-            self._failure = self._failure or error
-        else:
-            self._advance()
+            scheduler.restart(episode)
+            self._fail(error)
+            return
+        try:
+            if isinstance(result, ContextError):
+                self._warn(f"{task.source} {task.id}: skipped: {result.message}")
+                scheduler.skip(episode, f"the last one: {result.message}")
+            else:
+                self._on_episode(result)
+                if result.problem:
+                    self._warn(f"{task.source} {task.id}: {result.outcome}: {result.problem}")
+                scheduler.record_result(episode, result)
+        except Exception as error:
+            self._fail(error)
+        self._advance()
         self._changed.set()
+
+    async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
+        """Run an episode; a CancelledError of its own code is a failure of that, and no end of the run."""
+        try:
+            return await self._run_episode(task, client)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current.cancelling():
+                raise
+            problem = "its code let a CancelledError out, which was not meant for it"
+            return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
+
+    def _tell_of(self, batch: Batch, number: int) -> None:
+        """Tell the user of a batch that teaches little, once until there is a better one."""
+        episodes = batch.episodes
+        cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
+        found = {}
+        if 2 * cut > len(episodes):
+            found["cut"] = (
+                f"{cut} of {len(episodes)} episodes were cut, by --generator.max-new-tokens "
+                f"{self._generator.sampling.max_tokens} or by the context: raise it if answers need more"
+            )
+        if all(max(group.rewards) == min(group.rewards) for group in batch.groups):
+            found["uniform"] = (
+                f"within each group all rewards are equal, {batch.groups[0].rewards[0]:g} in the first, so "
+                "group-relative advantages are 0: tasks may be too easy or too hard for this model, or its answers not "
+                "recognised; look at episodes.jsonl"
+            )
+        for kind in found.keys() - self._in_streak:
+            self._warn(f"batch {number}: {found[kind]}")
+        self._in_streak = set(found)

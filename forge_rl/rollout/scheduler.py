@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.errors import TaskError
 from forge_rl.rollout.batch_planner import BatchPlanner
 from forge_rl.rollout.capacity import EngineCapacity
 from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig, State
-from forge_rl.types import Episode, Task
+from forge_rl.types import Episode, Outcome, Task
 
 _MEMORY = 0.95
 """Weight of the past in a source's expected length."""
@@ -57,6 +58,7 @@ class Scheduler:
         self.states: Counter[State] = Counter()
         """Number of episodes in each state."""
         self._config = config
+        self._clock = clock
         self._expected_tokens: dict[str, float] = {}
         """Length of an episode, by source, as far as known."""
         self._new: list[tuple[int, float, int, int, InflightEpisode]] = []
@@ -96,8 +98,28 @@ class Scheduler:
         episode.interrupted = interrupted
         self._set_state(episode, "in_env")
 
+    def restart(self, episode: InflightEpisode) -> None:
+        """Start an episode of a batch again, from its beginning."""
+        if episode.group.dropped:
+            return
+        self._set_state(episode, "new")
+        episode.engine = None
+        self._queue(episode)
+
+    def skip(self, episode: InflightEpisode, problem: str) -> None:
+        """Replace the group of an episode whose prompt leaves no room for an answer.
+
+        Raises TaskError as BatchPlanner does.
+        """
+        if not episode.group.dropped:
+            self._set_state(episode, "new")
+            hint = "raise --generator.max-model-tokens, or choose tasks with shorter prompts"
+            self.planner.replace(episode.group, "too_long", problem, hint)
+
     def record_result(self, episode: InflightEpisode, result: Episode) -> None:
         """End an episode of a batch. One that failed through no fault of the policy restarts, or its group is replaced.
+
+        One that could not be scored does not restart: its score was tried again.
 
         Raises TaskError as BatchPlanner does.
         """
@@ -106,13 +128,13 @@ class Scheduler:
         if group.dropped:
             return
         if not result.outcome.scored:
-            self._set_state(episode, "new")
             episode.tries += 1
-            episode.engine = None
-            if episode.tries <= self._config.retries:
-                self._queue(episode)
+            if episode.tries <= self._config.retries and result.outcome is not Outcome.JUDGE_ERROR:
+                self.restart(episode)
             else:
-                self.planner.replace(group, "failed", f"the last one ended with {result.outcome}: {result.problem}")
+                self._set_state(episode, "new")
+                problem = f"the last one ended with {result.outcome}: {result.problem}"
+                self.planner.replace(group, "failed", problem, result.outcome.hint)
             return
         episode.result = result
         self._set_state(episode, "done")
@@ -121,10 +143,27 @@ class Scheduler:
         if all(each.result is not None for each in group.episodes):
             self.planner.complete(group)
 
+    def stopwatch(self, episode: InflightEpisode) -> Callable[[], float]:
+        """Return what tells the seconds that an episode has had since now: neither waiting for an engine nor paused.
+
+        Evaluations go on while others are paused, and so does their time.
+        """
+        clock = self._clock_of(episode)
+        began, waited_s = clock(), episode.waited_s
+
+        def used_s() -> float:
+            waits_s = clock() - episode.waiting_since if episode.state == "waiting" else 0.0
+            return clock() - began - (episode.waited_s - waited_s) - waits_s
+
+        return used_s
+
     # Decisions.
 
     def pop_starts(self) -> list[InflightEpisode]:
-        """Return the episodes to start now, so that engines find work waiting; they are "in_env" from then on."""
+        """Return the episodes to start now, so that engines find work waiting; they are "in_env" from then on.
+
+        Raises TaskError where a source gives no task; what was found before that is returned first.
+        """
         found: list[InflightEpisode] = []
         slots = self.capacity.slots
         wanted = slots + 1 + slots // 8  # a little more than engines take: an environment needs time to open
@@ -133,8 +172,15 @@ class Scheduler:
             and slots
             and self.states["waiting"] + self.states["decoding"] + len(found) < wanted
             and self.in_flight < self._config.max_episodes
-            and (episode := self._next_episode()) is not None
         ):
+            try:
+                episode = self._next_episode()
+            except TaskError:
+                if not found:
+                    raise
+                break
+            if episode is None:
+                break
             self.planner.start(episode.group)
             self._set_state(episode, "in_env")
             found.append(episode)
@@ -181,9 +227,14 @@ class Scheduler:
         del states["done"]
         words = {"new": "not started", "in_env": "with tools or judges", "waiting": "wait for an engine"}
         shown = ", ".join(f"{states[state]} {words.get(state, state)}" for state in sorted(states))
-        return f"batch {self.planner.next_batch} lacks {sum(states.values())} episodes" + (
-            f": {shown}" if shown else ""
-        )
+        planner = self.planner
+        missing = f"batch {planner.next_batch} lacks {sum(states.values())} episodes" + (f": {shown}" if shown else "")
+        if planner.published - planner.served > self._config.lag:
+            missing += (
+                f"; none can start, as the engines serve version {planner.served} and the latest is "
+                f"{planner.published}: load it"
+            )
+        return missing
 
     def _next_episode(self) -> InflightEpisode | None:
         """Return the next episode to start, of the earliest batch that has one."""
@@ -219,7 +270,14 @@ class Scheduler:
                 self._cancelled.append(episode)
             self._set_state(episode, "done")
 
+    def _clock_of(self, episode: InflightEpisode) -> Callable[[], float]:
+        return self._clock if episode.group.batch == EVALUATION else self.capacity.running_s
+
     def _set_state(self, episode: InflightEpisode, state: State) -> None:
+        if state == "waiting":
+            episode.waiting_since = self._clock_of(episode)()
+        elif episode.state == "waiting":
+            episode.waited_s += self._clock_of(episode)() - episode.waiting_since
         if "decoding" in (episode.state, state) and episode.state != state:
             assert episode.engine is not None, "an episode that decodes has an engine"
             self.capacity.add_requests(episode.engine, 1 if state == "decoding" else -1)

@@ -19,17 +19,18 @@ class ScheduleConfig:
     groups are trained in the order in which they complete, and engines never pause; groups that would be too old are
     left out, and counted as groups/replaced_aged. All but asynchronous keep the mixture exact."""
     max_lag: int = 1
-    """Most optimizer steps between the weights that made a token and those that train on it; also the number of batches
-    that pipelined works ahead. With 0, pipelined is synchronous."""
+    """Most versions between the weights that made a token and the latest when its batch is delivered; also, with one
+    version a batch, the number of batches that pipelined works ahead. With 0, pipelined is synchronous."""
     over_sampling: float = 1.0
     """Factor by which more groups start than a batch needs; the first to complete make the batch, the others are
     carried on to the next one. In rare cases one cannot be used in time; it is counted as groups/replaced_aged."""
     replace_uniform: bool = False
     """Dynamic sampling: replace a group whose rewards are all equal by another task of the same source."""
     most_replaced: int = 64
-    """Stop when a source gave so many groups in a row that could not be used."""
+    """Stop when a source gave so many batches' worth of groups in a row that replace_uniform replaced."""
     retries: int = 2
-    """Times that an episode starts again after a failure that is not the policy's, before its group is replaced."""
+    """Times that an episode starts again after a failure that is not the policy's, before its group is replaced. One
+    that could not be scored does not: its score is tried again, and then its group is replaced."""
     max_episodes: int = 16384
     """Most episodes in flight at a time, those that wait for tools included."""
 
@@ -125,6 +126,9 @@ class InflightEpisode:
     engine: int | None = None
     """Engine that it decodes on, or decoded on last."""
     result: Episode | None = None
+    waited_s: float = 0.0
+    """Seconds without pauses that it has waited for engines."""
+    waiting_since: float = 0.0
     ticket: int = 0
     """Place in the order of first requests for an engine, from 1; 0 before the first request."""
     interrupted: bool = False

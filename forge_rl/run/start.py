@@ -191,6 +191,7 @@ class Starting(Generic[C]):
                     on_episode=log.episode,
                 )
                 stack.push_async_callback(rollouts.close)
+                services.reward.replaced.append(rollouts.reward_replaced)
                 monitor.follow(rollouts.status, rollouts.waiting_for)
                 checkpointer = Checkpointer(checkpoints, services, rollouts, model)
                 if checkpoint is not None:

@@ -27,6 +27,7 @@ _STOPPED_POLLS = 3
 _SILENT_POLLS = 60
 """Number of looks, over 30 s, during which a link may leave its poll unanswered. Looks are counted, not seconds: when
 this process itself was stopped, nobody is late."""
+_LOOKS_A_SECOND = 2
 _MOST_PROCESSES = 64
 """Number of a replica's processes that are looked at."""
 
@@ -81,6 +82,8 @@ class Replica:
     """Other load than calls, such as environments between two steps; routing counts each as one call."""
     answered: bool = False
     """True once a piece of work, other than control, has ended while it lived."""
+    may_block_s: float = 0.0
+    """Time for which what it runs may block its event loop, where that is longer than others may."""
     stopped_polls: int = 0
     """Number of the watchdog's last looks in a row that saw one of its processes stopped."""
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -208,7 +211,7 @@ class Replica:
         if self.stopped_polls >= _STOPPED_POLLS:
             return "hung: its process was stopped"
         self.link.silent_polls += self.link.open
-        if self.link.silent_polls > _SILENT_POLLS:
+        if self.link.silent_polls > max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND):
             return "hung: its event loop does not answer (what blocks it for long must run in a thread)"
         return ""
 

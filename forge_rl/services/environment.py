@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ class Environment:
         replicas: int = 1
         """Number of processes that run environments."""
         deadline_s: float = 600.0
-        """Longest time for one step of an environment."""
+        """Longest time for one step of an environment; one that blocks its process for longer is ended, with the others
+        there."""
         restart: Restart = field(default_factory=Restart)
         """Policy for processes that die."""
 
@@ -59,6 +61,7 @@ class Environment:
 
         async def start_one(index: int) -> None:
             replica = service.spawn(EnvironmentActor, factory, env={"OMP_NUM_THREADS": "1"}, index=index)
+            replica.may_block_s = config.deadline_s  # else one environment that blocks would end all of its process
             await service.watch(replica, deadline_s=deadline_s)
 
         await service.start(config.replicas, start_one, config.restart)
@@ -108,15 +111,15 @@ class EnvSession:
         observation: Observation = await self._ask("reset", task)
         return observation
 
-    async def step(self, answer: str) -> Step:
-        """Respond to one turn of the model.
+    async def step(self, answer: str, *, truncated: bool = False) -> Step:
+        """Respond to one turn of the model, which was cut by a token limit if `truncated`.
 
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
             ReplicaError: its replica died, and the environment with it.
             ServiceError: the environment raised something.
         """
-        step: Step = await self._ask("step", answer)
+        step: Step = await self._ask("step", answer, truncated)
         if step.done:
             self._end()
         return step
@@ -139,9 +142,9 @@ class EnvSession:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _ask(self, method: str, argument: object) -> Any:
+    async def _ask(self, method: str, *args: object) -> Any:
         try:
-            return await self._replica.ask(method, self._key, argument, deadline_s=self._deadline_s)
+            return await self._replica.ask(method, self._key, *args, deadline_s=self._deadline_s)
         except BaseException:
             self.abandon()
             raise
@@ -162,8 +165,9 @@ class EnvironmentActor(ServiceActor):
         env = self._envs[key] = self._factory(task)
         return await env.reset()
 
-    async def step(self, key: int, answer: str) -> Step:
-        step = await self._envs[key].step(answer)
+    async def step(self, key: int, answer: str, truncated: bool) -> Step:
+        env = self._envs[key]
+        step = await (env.step(answer, truncated=truncated) if _takes_truncated(type(env)) else env.step(answer))
         if step.done:
             await self.close(key)
         return step
@@ -172,3 +176,10 @@ class EnvironmentActor(ServiceActor):
         close = getattr(self._envs.pop(key, None), "close", None)
         if close is not None and inspect.isawaitable(closed := close()):
             await closed
+
+
+@functools.cache
+def _takes_truncated(kind: type[Env]) -> bool:
+    """Return whether the step of such an environment wants to know that a completion was cut."""
+    parameters = inspect.signature(kind.step).parameters.values()
+    return any(each.name == "truncated" or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -136,6 +136,11 @@ class Generator:
         return Sampling(max_tokens=self.config.max_new_tokens, temperature=self.config.temperature)
 
     @property
+    def max_model_tokens(self) -> int:
+        """Most tokens of a prompt and its completion together."""
+        return self.config.max_model_tokens
+
+    @property
     def dtype(self) -> str:
         """Format of the engines' weights, and so of published versions: "float32" or "bfloat16"."""
         return str(resolve_dtype(self.config.dtype)).removeprefix("torch.")

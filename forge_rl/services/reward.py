@@ -8,12 +8,12 @@ import inspect
 import math
 import os
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.errors import ForgeError, ReplicaError, check_flags
+from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
@@ -23,6 +23,10 @@ from forge_rl.types import Task
 RewardFunction = Callable[[Task, str], float | Awaitable[float]]
 """Maps a task and the model's last answer to a score; plain or async. It must pickle."""
 
+_QUEUE_DEADLINE_S = 3600.0
+"""Longest wait for a score, with those before it."""
+_LAST_WORDS_S = 1.0
+"""Time for a process that ends to tell the caller why."""
 REWARD_STUCK = 72
 """Exit status of a process that ended because its reward function did not come back."""
 
@@ -41,7 +45,7 @@ class Reward:
         replicas: int = 1
         """Number of processes that score."""
         deadline_s: float = 60.0
-        """Longest time for one score."""
+        """Longest time for one score, from when its function is called: scores that wait for others are not late."""
         restart: Restart = field(default_factory=Restart)
         """Policy for processes that die."""
 
@@ -52,6 +56,8 @@ class Reward:
         self._config = config
         self._service = service
         self._function = function
+        self.replaced: list[Callable[[], None]] = []
+        """Callbacks, run after the function was replaced."""
 
     @classmethod
     async def start(
@@ -68,7 +74,7 @@ class Reward:
         reward = cls(config, service, function)
 
         async def start_one(index: int) -> None:
-            replica = service.spawn(RewardActor, config.deadline_s, env={"OMP_NUM_THREADS": "1"}, index=index)
+            replica = service.spawn(RewardActor, config.deadline_s, index, env={"OMP_NUM_THREADS": "1"}, index=index)
             await service.watch(replica, deadline_s=deadline_s)
             given = None
             while given is not reward._function:  # replaced meanwhile
@@ -82,12 +88,12 @@ class Reward:
         """Score an answer. If the replica dies meanwhile, another one scores it.
 
         Raises:
-            DeadlineError: it took longer than the config's deadline_s.
+            DeadlineError: the function took longer than the config's deadline_s.
             ReplicaError: several replicas died of it, one after another.
             ForgeError: the function raised it, or returned no finite number.
             ServiceError: the function raised something else; or no replica is left.
         """
-        score: float = await self._service.route("score", task, text, deadline_s=self._config.deadline_s)
+        score: float = await self._service.route("score", task, text, deadline_s=_QUEUE_DEADLINE_S)
         return score
 
     async def replace(self, function: RewardFunction) -> None:
@@ -105,6 +111,8 @@ class Reward:
         except BaseException:
             self._function = previous
             raise
+        for listener in self.replaced:
+            listener()
 
     async def stop(self) -> None:
         """End the service."""
@@ -114,18 +122,32 @@ class Reward:
         return f"Reward  {self._function!r}  {len(self._service.replicas)} replica(s)"
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """Call of a plain function, in the thread."""
+
+    limit: asyncio.Timeout | None
+    """Ends the wait for it; None once nobody waits."""
+    began: float = 0.0
+
+
 class RewardActor(ServiceActor):
     """One process that scores: async functions run concurrently, plain ones in a thread, one by one.
 
     Args:
-        deadline_s: longest time for a plain function. A thread cannot be ended, so the process is.
+        deadline_s: longest time for a function. A thread cannot be ended, so the process is.
+        index: its number, for errors.
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, index: int) -> None:
         self._deadline_s = deadline_s
+        self._index = index
         self._function: RewardFunction | None = None
         self._thread = ThreadPoolExecutor(1)
-        self._began = 0.0
+        self._running: _Call | None = None
+        self._pending = 0
+        """Calls in the thread, or waiting for it."""
+        self._watch: asyncio.TimerHandle | None = None
 
     @concurrent_endpoint
     async def replace(self, function: RewardFunction) -> None:
@@ -139,7 +161,15 @@ class RewardActor(ServiceActor):
             result = function(task, text)
         else:
             result = await self._in_thread(function, task, text)
-        score = float(await result if inspect.isawaitable(result) else result)
+        if inspect.isawaitable(result):
+            try:
+                async with asyncio.timeout(self._deadline_s) as limit:
+                    result = await result
+            except TimeoutError:
+                if limit.expired():
+                    raise self._late() from None
+                raise
+        score = float(result)
         if not math.isfinite(score):
             raise ForgeError(
                 f"the reward of {task.id} is {score}", hint="return a finite number from the reward function"
@@ -150,18 +180,51 @@ class RewardActor(ServiceActor):
         loop = asyncio.get_running_loop()
 
         def run() -> float | Awaitable[float]:
-            self._began = loop.time()
-            return function(task, text)
+            call.began = loop.time()  # only its own time counts, not the wait for others
+            self._running = call
+            try:
+                return function(task, text)
+            finally:
+                self._running = None
 
-        running = self._thread.submit(run)
+        limit = asyncio.timeout(None)
+        call = _Call(limit)
+        self._pending += 1
+        if self._watch is None:
+            self._watch = loop.call_later(self._deadline_s, self._look)
         try:
-            return await asyncio.wrap_future(running)
-        except asyncio.CancelledError:
-            if running.running():  # only its own time counts, not the wait for others
-                loop.call_at(self._began + self._deadline_s, _exit_if_stuck, running)
+            async with limit:
+                return await asyncio.wrap_future(self._thread.submit(run))
+        except TimeoutError:
+            if limit.expired():
+                raise self._late() from None
             raise
+        finally:
+            call.limit = None
+            self._pending -= 1
 
+    def _look(self) -> None:
+        """End the wait for a function that takes too long, and the process if it still does not come back."""
+        loop, call, self._watch = asyncio.get_running_loop(), self._running, None
+        due = loop.time() + self._deadline_s
+        if call is not None and (due := call.began + self._deadline_s) <= loop.time():
+            if call.limit is not None:
+                call.limit.reschedule(loop.time())
+            loop.call_later(_LAST_WORDS_S, self._exit_if_stuck, call)
+        elif call is not None or self._pending:
+            self._watch = loop.call_at(due, self._look)
 
-def _exit_if_stuck(running: Future[float | Awaitable[float]]) -> None:
-    if running.running():
-        os._exit(REWARD_STUCK)
+    def _exit_if_stuck(self, call: _Call) -> None:
+        if self._running is call:
+            os._exit(REWARD_STUCK)
+        if self._pending and self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(self._deadline_s, self._look)
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(
+            f"no answer within {self._deadline_s:g} s",
+            service="reward",
+            replica=self._index,
+            call="score",
+            hint="make the reward function faster, or raise --reward.deadline-s",
+        )
