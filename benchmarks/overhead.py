@@ -13,10 +13,12 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.staged_services import Kind, StagedGenerator, StagedSource
@@ -29,13 +31,15 @@ from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import rare_collections
+from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import Environment
 from forge_rl.services.reward import Reward
-from forge_rl.types import Chunk, Message, Sampling, Task
+from forge_rl.types import Chunk, Message, Task, TokenIds
 
 _DEADLINE_S = 300.0
 _GROUP_SIZE = 4
 _ENGINES = 8
+_REPLY = np.array([1, 2, 3], np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +116,13 @@ class PromptEngines(StagedGenerator):
         super().__init__(engines=engines, budget=budget)
         self.answered = 0
 
-    async def stream_once(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         self.answered += 1
         versions = (self.version,) * 4
-        yield Chunk(
-            token_ids=(1, 2, 3, 4), logprobs=(-1.0,) * 4, versions=versions, text=str(self.answered), finish="stop"
+        completion.on_chunk(
+            Chunk(
+                token_ids=(1, 2, 3, 4), logprobs=(-1.0,) * 4, versions=versions, text=str(self.answered), finish="stop"
+            )
         )
 
 
@@ -128,8 +132,8 @@ class PromptTokenizer:
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (1, 2, 3)
 
-    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        return (*ids, 1, 2, 3)
+    def extend(self, ids: TokenIds, messages: Sequence[Message]) -> TokenIds:
+        return np.concatenate([ids, _REPLY])
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,15 @@ def test_sessions_record_what_a_real_engine_draws(tiny_model: Path, tmp_path: Pa
             assert session.close() == ()
 
         tokenizer = Tokenizer(tiny_model)
-        assert turns[0].prompt_ids == tokenizer.render([HI])
+        assert tuple(turns[0].prompt_ids) == tokenizer.render([HI])
         assert [token.logprob for token in entries.content] == list(turns[0].logprobs)
         assert all(-30 < logprob < 0 for turn in turns for logprob in turn.logprobs)
-        assert turns[1].prompt_ids == tokenizer.extend(turns[0].prompt_ids + turns[0].token_ids, [messages[2]])
+        assert tuple(turns[1].prompt_ids) == tuple(tokenizer.extend(tuple(turns[0].context), [messages[2]]))
         assert turns[1].text == text
         assert [turn.text for turn in turns[2:]] == [choice.message.content for choice in several.choices]
-        assert len({turn.token_ids for turn in turns if turn.prompt_ids == turns[0].prompt_ids}) == 4
+        assert (
+            len({tuple(turn.token_ids) for turn in turns if tuple(turn.prompt_ids) == tuple(turns[0].prompt_ids)}) == 4
+        )
         assert {version for turn in turns for version in turn.versions} == {0}
         task = Task(id="1", source="s", messages=(HI,))
         segments = Episode(task=task, turns=turns[:2], reward=0.0).segments

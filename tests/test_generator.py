@@ -38,7 +38,7 @@ async def publish(store: WeightStore, model: torch.nn.Module, version: int) -> M
 
 def gap(model: torch.nn.Module, turn: Turn) -> float:
     """Largest difference between the engine's logprobs and transformers'."""
-    ids = torch.tensor(turn.prompt_ids + turn.token_ids)
+    ids = torch.tensor(tuple(turn.context))
     with torch.no_grad():
         logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
     expected = logprobs[:-1].gather(1, ids[1:, None])[len(turn.prompt_ids) - 1 :, 0]
@@ -73,11 +73,11 @@ async def _check_engine(folder: Path, tmp_path: Path) -> None:
             for turn in turns:
                 assert gap(model, turn) < 1e-4
                 assert set(turn.versions) == {version}
-                assert turn.prompt_ids == PROMPT
+                assert tuple(turn.prompt_ids) == PROMPT
         assert 0 < generator.attested_in_place <= 1
 
         again = await generator.generate(PROMPT, Sampling(max_tokens=8, seed=0))
-        assert again.token_ids == turns[0].token_ids, "a seed decides an answer"
+        assert tuple(again.token_ids) == tuple(turns[0].token_ids), "a seed decides an answer"
         assert isinstance(await generator.chat("What is 2 + 3?"), str)
         with pytest.raises(ConfigError, match=r"--generator\.max-model-tokens"):
             await generator.generate(PROMPT * 10)

@@ -28,19 +28,19 @@ def group(*rewards: float) -> Group:
 
 def test_one_turn_is_one_segment_that_trains_only_the_completion():
     (segment,) = episode(turn([1, 2, 3], [4, 5], version=7)).segments
-    assert segment.token_ids == (1, 2, 3, 4, 5)
-    assert segment.trained == (False, False, False, True, True)
-    assert segment.logprobs == (0.0, 0.0, 0.0, -0.5, -0.5)
-    assert segment.versions == (-1, -1, -1, 7, 7)
+    assert segment.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert segment.trained.tolist() == [False, False, False, True, True]
+    assert segment.logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.5]
+    assert segment.versions.tolist() == [-1, -1, -1, 7, 7]
 
 
 def test_a_turn_that_extends_the_history_joins_its_segment():
     first = turn([1, 2], [3, 4], version=0)
     second = turn([1, 2, 3, 4, 9, 9], [5], version=1)
     (segment,) = episode(first, second).segments
-    assert segment.token_ids == (1, 2, 3, 4, 9, 9, 5)
-    assert segment.trained == (False, False, True, True, False, False, True)
-    assert segment.versions == (-1, -1, 0, 0, -1, -1, 1)
+    assert segment.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 5]
+    assert segment.trained.tolist() == [False, False, True, True, False, False, True]
+    assert segment.versions.tolist() == [-1, -1, 0, 0, -1, -1, 1]
 
 
 def test_a_rewritten_history_starts_a_new_segment():
@@ -48,21 +48,21 @@ def test_a_rewritten_history_starts_a_new_segment():
     rewritten = turn([1, 2, 8], [5])
     extended = turn([1, 2, 8, 5, 9], [6])
     segments = episode(first, rewritten, extended).segments
-    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 8, 5, 9, 6)]
-    assert segments[1].trained == (False, False, False, True, False, True)
+    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4], [1, 2, 8, 5, 9, 6]]
+    assert segments[1].trained.tolist() == [False, False, False, True, False, True]
 
 
 def test_a_turn_joins_the_segment_with_the_longest_prefix_of_its_prompt():
     root, other = turn([1, 2], [3]), turn([1, 2], [7])
     deeper, late = turn([1, 2, 3, 4], [5]), turn([1, 2, 7, 8], [9])
     segments = episode(root, other, deeper, late).segments
-    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4, 5), (1, 2, 7, 8, 9)]
+    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4, 5], [1, 2, 7, 8, 9]]
 
 
 def test_a_prompt_shorter_than_the_history_starts_a_new_segment():
     segments = episode(turn([1, 2], [3, 4]), turn([1, 2, 3], [4])).segments
-    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 3, 4)]
-    assert segments[1].trained == (False, False, False, True)
+    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4], [1, 2, 3, 4]]
+    assert segments[1].trained.tolist() == [False, False, False, True]
 
 
 def test_an_episode_without_turns_has_no_segments_and_no_text():

@@ -143,7 +143,7 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
         for g, episode in enumerate(group.episodes):
             for s, segment in enumerate(episode.segments):
                 branch = make_branch(segment, p * shape[1] + g, s, float(advantages[p, g]))
-                unscored += sum(segment.trained) - int(branch.mask.sum())
+                unscored += int(segment.trained.sum()) - int(branch.mask.sum())
                 if branch.mask.any():
                     branches.append(branch)
         trees += build_trees(branches, first_key=len(trees), share_prefixes=layout.share_prefixes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -15,7 +15,7 @@ from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import Session
-from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task
+from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task, TokenIds
 
 if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
@@ -32,7 +32,7 @@ class PolicyClient(Protocol):
     def sampling(self) -> Sampling:
         """Sampling settings of its turns."""
 
-    def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Decode a completion; one at a time."""
 
 
@@ -58,16 +58,14 @@ class SessionBackend:
         finally:
             del self._clients[session.key]
 
-    def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
-    ) -> AsyncGenerator[Chunk, None]:
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None) -> AsyncGenerator[Chunk, None]:
         """Decode as Backend.stream says. Requests of one session are decoded one after the other."""
         if session is None:
             return self._outside.stream(prompt_ids, sampling, session=None)
         return self._in_turn(*self._clients[session], prompt_ids, sampling)
 
     async def _in_turn(
-        self, client: PolicyClient, turn: asyncio.Lock, prompt_ids: Sequence[int], sampling: Sampling
+        self, client: PolicyClient, turn: asyncio.Lock, prompt_ids: TokenIds, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
         async with turn, contextlib.aclosing(client.stream(prompt_ids, sampling)) as chunks:
             async for chunk in chunks:

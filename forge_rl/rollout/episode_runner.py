@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import DeadlineError, ReplicaError
-from forge_rl.types import Episode, Outcome, Task, Turn
+from forge_rl.types import Episode, Outcome, Task, TokenIds, Turn
 
 if TYPE_CHECKING:
     from forge_rl.services.environment import Environment
@@ -30,7 +30,7 @@ class EpisodeRunner:
     """Scores the episodes that their environment does not."""
     clock: Callable[[], float] = time.monotonic
 
-    async def __call__(self, task: Task, decode: Callable[[tuple[int, ...]], Awaitable[Turn]]) -> Episode:
+    async def __call__(self, task: Task, decode: Callable[[TokenIds], Awaitable[Turn]]) -> Episode:
         """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines."""
         began = self.clock()
         turns: list[Turn] = []
@@ -39,7 +39,7 @@ class EpisodeRunner:
         on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
         try:
             session, observation = await self.environment.open(task)
-            prompt_ids = self.tokenizer.render(observation.messages)
+            prompt_ids: TokenIds = self.tokenizer.render(observation.messages)
             while True:
                 on_error = None
                 try:
@@ -59,7 +59,7 @@ class EpisodeRunner:
                 if step.done or turn.truncated:
                     break
                 on_error = None
-                prompt_ids = self.tokenizer.extend(turn.prompt_ids + turn.token_ids, step.messages)
+                prompt_ids = self.tokenizer.extend(turn.context, step.messages)
             on_error = Outcome.JUDGE_ERROR
             reward = await self.reward.score(task, turn.text) if step.reward is None else step.reward
         except Exception as error:

@@ -125,7 +125,6 @@ class RolloutExecutor:
         Raises:
             ForgeError: it failed again and again through no fault of the policy.
         """
-        self._dispatcher.update_engines()
         for _ in range(1 + self.config.retries):
             episode = self._scheduler.start_evaluation(task)
             try:
@@ -223,7 +222,6 @@ class RolloutExecutor:
     def _advance(self) -> None:
         """Carry out the scheduler's decisions of now."""
         scheduler = self._scheduler
-        self._dispatcher.update_engines()
         scheduler.planner.version = self._generator.version or 0
         try:
             for episode in scheduler.pop_starts():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,34 +165,24 @@ class Replica:
             ]
         return [call.result() for call in calls]
 
-    async def ask(self, method: str, *args: object, deadline_s: float) -> Any:
+    async def ask(
+        self, method: str, *args: object, deadline_s: float, on_item: Callable[[Any], object] | None = None
+    ) -> Any:
         """Await a method of the actor over the link; of rank 0, if there are several.
 
         If this is cancelled, so is the method.
+
+        Args:
+            on_item: makes this a stream: the method is an async generator, and this is called with each of its items.
+                It ends the stream by returning True. What it raises is raised here. The deadline is then for each
+                item, counted from the one before it.
 
         Raises:
             ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
         """
         key = self._begin(method)  # no `with`: that costs as much as all else here
         try:
-            return await self.link.ask(method, args, deadline_s)
-        finally:
-            self._end(key)
-
-    async def stream(self, method: str, *args: object, deadline_s: float) -> AsyncGenerator[Any, None]:
-        """Iterate over an async generator of the actor, over the link; items before an error are yielded first.
-
-        `aclose` it when you leave early: that ends the generator in the replica, which does not wait for its consumer.
-        The deadline is for each item, counted from the one before it, or from when the first is asked for.
-
-        Raises:
-            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
-        """
-        key = self._begin(method)
-        try:
-            async with contextlib.aclosing(self.link.stream(method, args, deadline_s)) as items:
-                async for item in items:
-                    yield item
+            return await self.link.ask(method, args, deadline_s, on_item)
         finally:
             self._end(key)
 
