@@ -8,6 +8,7 @@ token for token, and trained.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ async def step(run: Run[Config]) -> None:
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
-        packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
+        packed = await asyncio.to_thread(pack, batch, group_advantages(batch.rewards), run.trainer.layout)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

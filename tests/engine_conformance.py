@@ -214,6 +214,11 @@ async def a_completion_comes_in_pieces_and_ends_with_a_reason(decoder: Decoder) 
     check_logprobs(turn, models)
     again = await decoder.complete(completion(0))
     assert again.token_ids.tolist() == turn.token_ids.tolist(), "a seed draws the same tokens again"
+    (gathered,) = [chunk async for chunk in decoder.engine.stream(PROMPT, completion(0), gather_s=3600)]
+    assert gathered.token_ids.tolist() == turn.token_ids.tolist(), "what is gathered is sent with the end, not later"
+    assert (gathered.text, gathered.finish) == (turn.text, "length")
+    assert gathered.logprobs.tolist() == pytest.approx(turn.logprobs.tolist(), abs=1e-4)
+    assert gathered.versions.tolist() == turn.versions.tolist()
     assert again.text == turn.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,6 +49,36 @@ def test_a_completion_of_one_engine_is_what_the_engine_sent(tokenizer: Tokenizer
     turn = completion.turn()
     assert (*turn.prompt_ids, *turn.token_ids) == (1, 2, 5, 6, 7)
     assert (turn.text, turn.truncated) == ("ab", False)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_came_is_kept_and_garbage_costs_its_engine(tokenizer: Tokenizer, streamed: bool) -> None:
+    async def main() -> None:
+        completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
+        begun: list[tuple[int, ...]] = []
+
+        def check(part: Chunk | None) -> None:
+            if part is None or part.text == "garbage":
+                raise DIED
+
+        async def decode(resumed: ResumableCompletion) -> None:
+            begun.append(tuple(resumed.shown.tolist()))
+            resumed.check = check
+            resumed.on_chunk(chunk((3 + len(begun),)))
+            if len(begun) == 1:
+                resumed.on_chunk(chunk((9,), "garbage"))
+            if len(begun) == 3:
+                resumed.on_chunk(chunk((7,), finish="length"))
+
+        if streamed:
+            parts = [part async for part in completion.stream(decode)]
+            assert [part.finish for part in parts] == ["", "", "", "length"]
+        else:
+            await completion.run(decode)
+        assert completion.turn().context.tolist() == [1, 2, 4, 5, 6, 7]
+        assert begun == [(1, 2), (1, 2, 4), (1, 2, 4, 5)], "one sent garbage, one ended without a finish"
+
+    asyncio.run(main())
 
 
 def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_token(tokenizer: Tokenizer) -> None:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
+from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.link import LinkEnd
 from forge_rl.runtime.replica import Replica
@@ -389,6 +391,28 @@ def test_replies_wait_in_the_replica_until_the_controller_collects_some():
         assert sorted(number for number, *_ in found) == [0] * (items + 1) + list(range(1, items))
 
     asyncio.run(main())
+
+
+def test_a_large_value_travels_in_slices():
+    rows = [np.full(1 << 20, number, np.int32) for number in range(5)]
+    parts = replica_module._Parts()
+    pickle.Pickler(parts, pickle.HIGHEST_PROTOCOL).dump(rows)
+    sizes = []
+
+    class Actor(ServiceActor):
+        def __init__(self) -> None:
+            self.receive = ServiceActor.receive_parcel._method
+
+    async def main() -> None:
+        actor = Actor()
+        for number, data in enumerate(parts.slices()):
+            sizes.append(len(data))
+            await actor.receive(actor, data, number == 0)
+        assert all(np.array_equal(a, b) for a, b in zip(actor.take_parcel(), rows, strict=True))
+
+    asyncio.run(main())
+    assert len(sizes) == 6, "a row each, and the end"
+    assert max(sizes) < replica_module._SLICE_BYTES + (1 << 20)
 
 
 def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):

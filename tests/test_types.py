@@ -1,19 +1,26 @@
 """Turns become segments by exact token prefix; groups know when they are uniform; batches give their rewards."""
 
+import gc
+import math
+import pickle
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 
-from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.types import Batch, Chunk, Episode, Group, Task, Turn
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
 
 
-def turn(prompt: list[int], answer: list[int], version: int = 0) -> Turn:
+def turn(prompt: Sequence[int], answer: Sequence[int], version: int = 0) -> Turn:
     return Turn(
-        prompt_ids=tuple(prompt),
-        token_ids=tuple(answer),
-        logprobs=tuple(-0.5 for _ in answer),
-        versions=tuple(version for _ in answer),
+        prompt_ids=prompt,
+        token_ids=answer,
+        logprobs=np.full(len(answer), -0.5),
+        versions=np.full(len(answer), version),
         text="",
     )
 
@@ -63,6 +70,54 @@ def test_a_prompt_shorter_than_the_history_starts_a_new_segment():
     segments = episode(turn([1, 2], [3, 4]), turn([1, 2, 3], [4])).segments
     assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4], [1, 2, 3, 4]]
     assert segments[1].trained.tolist() == [False, False, False, True]
+
+
+def test_arrays_are_made_of_any_sequence_and_nobody_writes_into_them():
+    made = turn([1, 2], [3, 4], version=7)
+    assert [made.prompt_ids.dtype, made.logprobs.dtype, made.versions.dtype] == [np.int32, np.float32, np.int32]
+    with pytest.raises(ValueError, match="read-only"):
+        made.token_ids[0] = 9
+    assert made == turn([1, 2], [3, 4], version=7) == pickle.loads(pickle.dumps(made))
+    assert made != turn([1, 2], [3, 5], version=7)
+    assert made != turn([1, 2], [3, 4], version=8)
+    with pytest.raises(TypeError, match="prompt_ids"):
+        Turn(token_ids=(1,), logprobs=(-1.0,), versions=(0,), text="")  # type: ignore[call-arg]
+
+
+def test_a_chunk_travels_whole():
+    chunk = Chunk(
+        token_ids=(1, 2), logprobs=(-0.5, math.nan), versions=(3, 4), text="x", finish="stop", top=(((1, -0.5),),)
+    )
+    assert pickle.loads(pickle.dumps(chunk)) == chunk
+    assert pickle.loads(pickle.dumps(chunk)).logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize("turns", [1, 32])
+def test_a_batch_takes_less_than_31_bytes_a_token_however_many_turns_repeat_their_history(turns: int):
+    drawn, tokens = np.random.default_rng(0), 1 << 16
+
+    def long_episode() -> Episode:
+        piece, parts = tokens // turns // 2, []
+        context = np.empty(0, np.int32)
+        for _ in range(turns):
+            prompt = np.concatenate([context, drawn.integers(0, 50_000, piece, np.int32)])
+            ids = drawn.integers(0, 50_000, piece, np.int32)
+            parts.append(turn(prompt, ids))
+            context = parts[-1].context
+        return episode(*parts)
+
+    tracemalloc.start()
+    try:
+        batch = Batch(groups=(Group(task=TASK, episodes=(long_episode(), long_episode())),), version=0)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert sum(len(segment.token_ids) for each in batch.episodes for segment in each.segments) == 2 * tokens
+    assert held < 31 * 2 * tokens
+    assert all(
+        np.shares_memory(turn.prompt_ids, each.segments[0].token_ids) for each in batch.episodes for turn in each.turns
+    )
 
 
 def test_an_episode_without_turns_has_no_segments_and_no_text():

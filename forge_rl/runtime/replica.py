@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ _STOPPED_POLLS = 3
 _SILENT_POLLS = 60
 """Number of looks, over 30 s, during which a link may leave its poll unanswered. Looks are counted, not seconds: when
 this process itself was stopped, nobody is late."""
+_SLICE_BYTES = 4 << 20
+"""Bytes of a message by which a large value travels."""
 _MOST_PROCESSES = 64
 """Number of a replica's processes that are looked at."""
 
@@ -165,6 +168,19 @@ class Replica:
             ]
         return [call.result() for call in calls]
 
+    async def send(self, value: object, *, deadline_s: float, rank: int | None = None) -> None:
+        """Bring a large value to one process, for the call that follows: `ServiceActor.take_parcel` returns it there.
+
+        It is pickled in a thread and travels in slices, so that this event loop is not held up.
+
+        Raises:
+            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`, whose deadline is for each slice.
+        """
+        parts = _Parts()
+        await asyncio.to_thread(pickle.Pickler(parts, pickle.HIGHEST_PROTOCOL).dump, value)
+        for number, data in enumerate(parts.slices()):
+            await self.call("receive_parcel", data, number == 0, deadline_s=deadline_s, rank=rank)
+
     async def ask(
         self, method: str, *args: object, deadline_s: float, on_item: Callable[[Any], object] | None = None
     ) -> Any:
@@ -225,6 +241,28 @@ class Replica:
 
     def _error(self, kind: type[ServiceError], method: str, message: str) -> ServiceError:
         return kind(message, service=self.service, replica=self.index, call=method, hint=f"see {self.log}")
+
+
+class _Parts:
+    """File that keeps what is written in parts: one large buffer would be copied again and again as it grows."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._parts.append(bytes(data))
+        return len(data)
+
+    def slices(self) -> Iterator[bytes]:
+        """Yield what was written, about _SLICE_BYTES at a time."""
+        held, size = list[bytes](), 0
+        for part in self._parts:
+            held.append(part)
+            size += len(part)
+            if size >= _SLICE_BYTES:
+                yield b"".join(held)
+                held, size = [], 0
+        yield b"".join(held)
 
 
 async def _call_one(actor: Any, method: str, args: Sequence[object]) -> Any:

@@ -22,7 +22,7 @@ EnvFactory = Callable[[Task], Env]
 
 
 class Environment:
-    """Typed handle of the Environment service.
+    """Typed handle of the Environment service. It has no processes where the factory says `in_process`.
 
     session, observation = await environment.open(task)
     step = await session.step("the answer is 5")
@@ -42,9 +42,10 @@ class Environment:
         def __post_init__(self) -> None:
             check_flags(self, "--environment.", least={"replicas": 1}, above={"deadline_s": 0})
 
-    def __init__(self, config: Config, service: Service) -> None:
+    def __init__(self, config: Config, service: Service | None, factory: EnvFactory) -> None:
         self._config = config
         self._service = service
+        self._factory = factory
         self._opened = 0
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that close abandoned sessions."""
@@ -54,6 +55,8 @@ class Environment:
         cls, config: Config, cluster: Cluster, faults: Faults, *, factory: EnvFactory, deadline_s: float
     ) -> Environment:
         """Spawn the service with a factory of environments."""
+        if getattr(factory, "in_process", False):
+            return cls(config, None, factory)
         # An environment's processes may run what a model wrote, which may stop itself: no reason to end the replica.
         service = Service("environment", cluster, faults, descendants=False)
 
@@ -62,9 +65,9 @@ class Environment:
             await service.watch(replica, deadline_s=deadline_s)
 
         await service.start(config.replicas, start_one, config.restart)
-        return cls(config, service)
+        return cls(config, service, factory)
 
-    async def open(self, task: Task) -> tuple[EnvSession, Observation]:
+    async def open(self, task: Task) -> tuple[EnvSession | LocalSession, Observation]:
         """Open a session and reset its environment; if its replica dies meanwhile, on another one.
 
         Raises:
@@ -72,6 +75,10 @@ class Environment:
             ReplicaError: several replicas died of it, one after another.
             ServiceError: the environment raised something; or no replica is left.
         """
+        if self._service is None:
+            self._opened += 1
+            local = LocalSession(self._factory(task))
+            return local, await local.env.reset()
         return await self._service.try_on(lambda replica: self._open(replica, task))
 
     async def _open(self, replica: Replica, task: Task) -> tuple[EnvSession, Observation]:
@@ -81,12 +88,14 @@ class Environment:
 
     async def stop(self) -> None:
         """End the service."""
-        await self._service.stop()
+        if self._service is not None:
+            await self._service.stop()
         if self._closing:
             await asyncio.wait(self._closing)
 
     def __repr__(self) -> str:
-        return f"Environment  {len(self._service.replicas)} replica(s)  {self._opened} sessions opened"
+        where = "in process" if self._service is None else f"{len(self._service.replicas)} replica(s)"
+        return f"Environment  {where}  {self._opened} sessions opened"
 
 
 class EnvSession:
@@ -149,6 +158,23 @@ class EnvSession:
     def _end(self) -> None:
         self._over = True
         self._replica.held -= 1
+
+
+@dataclass(frozen=True)
+class LocalSession:
+    """An environment in this process, which only shows something: it has nothing to close."""
+
+    env: Env
+
+    async def step(self, answer: str) -> Step:
+        """Respond to one turn of the model."""
+        return await self.env.step(answer)
+
+    async def close(self) -> None:
+        """Close an environment that is not done."""
+
+    def abandon(self) -> None:
+        """Close the environment."""
 
 
 class EnvironmentActor(ServiceActor):

@@ -18,6 +18,7 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
+from forge_rl.runtime.tasks import task_group
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import TensorSpec
@@ -190,10 +191,8 @@ class Trainer:
         Returns:
             Metrics, merged over microbatches and ranks.
         """
-        ranks = self.config.ranks
-        parts = await self._each(
-            "step", lambda rank: (packed.rows[rank::ranks], loss, packed.trained_tokens, temperature, self._total_steps)
-        )
+        await self._send_rows(packed)
+        parts = await self._all("step", loss, packed.trained_tokens, temperature, self._total_steps)
         self.version += 1
         self.busy_s += max(seconds for _, seconds in parts)
         return reduce(merge_all([metrics for metrics, _ in parts]))
@@ -205,7 +204,8 @@ class Trainer:
             A tensor for each row of `packed`, `[L] float32`. `unpack` sorts them by episode.
         """
         ranks = self.config.ranks
-        parts = await self._each("logprobs", lambda rank: (packed.rows[rank::ranks], temperature))
+        await self._send_rows(packed)
+        parts = await self._all("logprobs", temperature)
         return [parts[index % ranks][index // ranks] for index in range(len(packed.rows))]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
@@ -281,6 +281,14 @@ class Trainer:
 
     def _spent(self, cause: str) -> str:
         return f"{cause}; it has been restarted {self.restarts} times, of at most {self.config.max_restarts}"
+
+    async def _send_rows(self, packed: Packed) -> None:
+        """Send each rank its rows, for the call that follows."""
+        replica, ranks = self._replica, self.config.ranks
+        async with task_group() as group:
+            for rank in range(ranks):
+                rows = packed.rows[rank::ranks]
+                group.create_task(replica.send(rows, deadline_s=self._deadline_s, rank=rank))
 
     async def _all(self, method: str, *args: object) -> list[Any]:
         return await self._each(method, lambda _: args)

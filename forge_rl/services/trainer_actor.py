@@ -6,14 +6,12 @@ import asyncio
 import functools
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.losses import Loss
-from forge_rl.data.packing import Row
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import device_type, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
@@ -57,20 +55,25 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def step(
-        self, rows: Sequence[Row], loss: Loss, trained_tokens: int, temperature: float, total_steps: int
+        self, loss: Loss, trained_tokens: int, temperature: float, total_steps: int
     ) -> tuple[dict[str, Value], float]:
-        """Take one optimizer step; returns metrics of this rank, and the seconds that it took."""
+        """Take one optimizer step on the rows that were sent; returns this rank's metrics, and the step's seconds."""
         async with self._lock:
             began = time.monotonic()
             metrics = self.engine.train_step(
-                rows, loss, trained_tokens=trained_tokens, temperature=temperature, total_steps=total_steps
+                self.take_parcel(),
+                loss,
+                trained_tokens=trained_tokens,
+                temperature=temperature,
+                total_steps=total_steps,
             )
             return metrics, time.monotonic() - began
 
     @concurrent_endpoint
-    async def logprobs(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+    async def logprobs(self, temperature: float) -> list[torch.Tensor]:
+        """Score the rows that were sent."""
         async with self._lock:
-            return self.engine.logprobs(rows, temperature=temperature)
+            return self.engine.logprobs(self.take_parcel(), temperature=temperature)
 
     @concurrent_endpoint
     async def specs(self) -> tuple[TensorSpec, ...]:
