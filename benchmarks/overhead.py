@@ -47,6 +47,8 @@ _DEADLINE_S = 300.0
 _GROUP_SIZE = 4
 _ENGINES = 8
 _REPLY = np.array([1, 2, 3], np.int32)
+_ANSWER = np.array([1, 2, 3, 4], np.int32)
+_LOGPROBS = np.full(4, -1.0, np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +131,9 @@ class PromptEngines(StagedGenerator):
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         self.answered += 1
-        versions = (self.version,) * 4
+        versions = np.full(4, self.version, np.int32)
         completion.on_chunk(
-            Chunk(
-                token_ids=(1, 2, 3, 4), logprobs=(-1.0,) * 4, versions=versions, text=str(self.answered), finish="stop"
-            )
+            Chunk(token_ids=_ANSWER, logprobs=_LOGPROBS, versions=versions, text=str(self.answered), finish="stop")
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -38,7 +38,7 @@ class TokenArray(Generic[D]):
     """
 
     def __init__(self, dtype: type[D]) -> None:
-        self._dtype = dtype
+        self._dtype = np.dtype(dtype)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -50,11 +50,10 @@ class TokenArray(Generic[D]):
         return array
 
     def __set__(self, instance: object, values: Sequence[int] | Sequence[float] | npt.NDArray[Any]) -> None:
-        array = np.asarray(values, self._dtype)
-        if array.flags.writeable:
-            array = array.view()
-            array.flags.writeable = False
-        instance.__dict__[self._name] = array
+        if not isinstance(values, np.ndarray) or values.dtype is not self._dtype or values.flags.writeable:
+            values = np.asarray(values, self._dtype).view()
+            values.flags.writeable = False
+        instance.__dict__[self._name] = values
 
 
 class _ByValue:
@@ -242,8 +241,8 @@ def _continues(turn: Turn, last: Turn) -> bool:
     shown, prompt, end = turn.prompt_ids, len(last.prompt_ids), _length(last)
     return (
         len(shown) >= end
-        and np.array_equal(shown[prompt:end], last.token_ids)
-        and np.array_equal(shown[:prompt], last.prompt_ids)
+        and shown[prompt:end].tobytes() == last.token_ids.tobytes()
+        and shown[:prompt].tobytes() == last.prompt_ids.tobytes()
     )
 
 
@@ -256,13 +255,15 @@ def _join(turns: list[Turn], run: list[int]) -> Segment:
         turn = turns[place]
         here = slice(len(turn.prompt_ids), _length(turn))
         trained[here], logprobs[here], versions[here] = True, turn.logprobs, turn.versions
-        turns[place] = replace(
-            turn,
-            prompt_ids=ids[: here.start],
-            token_ids=ids[here],
-            logprobs=logprobs[here],
-            versions=versions[here],
-        )
+    for array in (ids, trained, logprobs, versions):
+        array.flags.writeable = False
+    for place in run:
+        here = slice(len(turns[place].prompt_ids), _length(turns[place]))
+        views: dict[str, npt.NDArray[Any]] = {"prompt_ids": ids[: here.start], "token_ids": ids[here]}
+        views |= {"logprobs": logprobs[here], "versions": versions[here]}
+        view = object.__new__(Turn)  # by its constructor it would take three times as long
+        view.__dict__.update(turns[place].__dict__, **views)
+        turns[place] = view
     return Segment(token_ids=ids, trained=trained, logprobs=logprobs, versions=versions)
 
 

@@ -14,7 +14,7 @@ from forge_rl.runtime.processes import process_space
 
 
 class ServiceActor(Actor):
-    """Base of every service's actor: endpoints are for `Replica.call`, plain methods for `ask`, `stream` and `route`.
+    """Base of every service's actor: endpoints are for `Replica.call`, plain methods for `ask` and `route`.
 
         class Adder(ServiceActor):
             async def add(self, a: int, b: int) -> int:

@@ -251,7 +251,7 @@ class _Parts:
 
     def write(self, data: bytes) -> int:
         self._parts.append(bytes(data))
-        return len(data)
+        return len(self._parts[-1])
 
     def slices(self) -> Iterator[bytes]:
         """Yield what was written, about _SLICE_BYTES at a time."""
