@@ -13,6 +13,7 @@ PLAIN = [
     errors.ConfigError,
     errors.ModelError,
     errors.TaskError,
+    errors.ContextError,
     errors.CheckpointError,
     errors.WeightsError,
     errors.AttestationError,

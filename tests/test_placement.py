@@ -212,7 +212,7 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
 
     async def run() -> None:
         nothing: Any = None
-        given: Any = {"model": tmp_path, "reward": len, "environment": None, "resume": None}
+        given: Any = {"model": tmp_path, "folder": tmp_path, "reward": len, "environment": None, "resume": None}
         async with asyncio.TaskGroup() as group:
 
             async def opened() -> None:

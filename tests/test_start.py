@@ -33,6 +33,7 @@ class Handle:
         self.name = name
         self.stopped = stopped
         self.listeners: list[object] = []
+        self.replaced: list[object] = []
 
     def engines(self) -> dict[int, int]:
         return {}
