@@ -16,7 +16,7 @@ from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceErr
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
-from forge_rl.services.environment import EnvFactory, Environment, EnvSession
+from forge_rl.services.environment import EnvFactory, Environment, EnvSession, LocalSession
 from tests.fake_actors import cluster
 from tests.fake_envs import NotingEnv, PlainlyClosed, Unclosed, task_of
 
@@ -63,6 +63,19 @@ def test_a_world_that_only_shows_its_task_runs_in_process():
         await service.stop()
 
     asyncio.run(main())
+
+
+def test_a_world_in_process_is_told_of_a_cut_answer_if_its_step_takes_that():
+    class Deaf(SingleTurn):
+        async def step(self, answer: str) -> Step:  # type: ignore[override]
+            return Step(done=True, reward=0.0)
+
+    class Hearing(SingleTurn):
+        async def step(self, answer: str, *, truncated: bool = False) -> Step:
+            return Step(done=True, reward=float(truncated))
+
+    for factory, reward in ((Deaf, 0.0), (Hearing, 1.0)):
+        assert asyncio.run(LocalSession(factory(task_of())).step("a", truncated=True)).reward == reward
 
 
 @pytest.mark.parametrize(("factory", "word"), [(NotingEnv, "close"), (PlainlyClosed, "plainly")])
