@@ -26,7 +26,7 @@ def test_a_step_of_grpo_on_the_bundled_model_leaves_a_whole_run_folder(commands:
     out = tmp_path / "run"
     command = Command(
         "recipes.grpo",
-        *("--steps", "1", "--groups-per-batch", "2", "--group-size", "2", "--held-out-tasks", "4"),
+        *("--steps", "1", "--groups-per-batch", "4", "--group-size", "4", "--held-out-tasks", "4"),
         *("--eval-every", "1", "--checkpoint-every", "1", "--out", str(out), "--display", "plain"),
     )
     commands.append(command)

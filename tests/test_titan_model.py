@@ -63,6 +63,8 @@ def row_of(token_ids: torch.Tensor) -> Row:
         versions=zeros - 1,
         episodes=zeros - 1,
         segments=zeros - 1,
+        turns=zeros - 1,
+        lengths=zeros + 1,
     )
 
 
