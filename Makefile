@@ -44,7 +44,7 @@ fast: $(STAMP)
 test: $(STAMP)  ## all tests but the long ones
 	$(PYTEST) $(ARGS)
 
-test-long: $(STAMP)  ## whole runs under every fault, wheels in fresh environments; one at a time, as each fills the machine
+test-long: $(STAMP)  ## whole runs under every fault, two hosts, wheels in fresh environments; one at a time, as each fills the machine
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy

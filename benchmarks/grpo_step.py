@@ -273,7 +273,7 @@ def gold_answer(task: Task) -> str:
 
 
 def _logged_steps(size: Size, out: Path, tasks: Sequence[str]) -> list[dict[str, float]]:
-    """What our side's run folder says of each step: seconds, tokens, reward, and how many tasks were TRL's too."""
+    """Read our side's run folder: seconds, tokens and reward of each step, and how many tasks were TRL's too."""
     rows, samples = _read_lines(out / "metrics.jsonl"), _read_lines(out / "episodes.jsonl")
     if len(rows) != size.steps:
         raise BenchmarkError(f"our side logged {len(rows)} steps, not {size.steps}")

@@ -97,7 +97,7 @@ class Outcome(enum.StrEnum):
 
     @property
     def hint(self) -> str:
-        """What a user can do about episodes that fail so; "" for those that do not fail."""
+        """Advice to a user whose episodes fail so; "" for those that do not fail."""
         return {
             Outcome.ENVIRONMENT_ERROR: "mend the environment or the agent, which raised this",
             Outcome.JUDGE_ERROR: "mend the reward function, which raised this; a live run takes another one with "

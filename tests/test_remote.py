@@ -19,7 +19,7 @@ from forge_rl.weights.manifest import Manifest, TensorSpec
 from tests.fake_actors import cluster_of, new_service_name
 from tests.fake_remote import RemoteActor
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
 
 LONG_S = 120.0
 SPECS = [TensorSpec(name=f"layer.{i}", shape=(64, 256)) for i in range(6)] + [TensorSpec(name="norm", shape=(7,))]

@@ -15,7 +15,7 @@ from forge_rl.weights.manifest import Manifest
 from tests.fake_actors import cluster_of, new_service_name, pid_of
 from tests.fake_ranks import LAYOUT, RANKS, FakeRank, specs, values_of
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
 
 LONG_S = 120.0
 

@@ -84,7 +84,7 @@ class RolloutExecutor:
         self._failure: BaseException | None = None
         """Error that the next batch ends with; nothing starts meanwhile."""
         self._in_streak: set[str] = set()
-        """What the user was told of the last batch, or of earlier ones if it has been true of all since."""
+        """Warnings about the last batch that the user was given, then or of earlier ones if they have held since."""
         self._changed = asyncio.Event()
         self._most_engines = 0
 

@@ -322,7 +322,7 @@ class Service:
         return replica.alive
 
     def _is_hopeless(self, index: int) -> bool:
-        """Whether a replica died as another one did before any has answered; kills from outside do not count."""
+        """True once a replica died as another one did before any has answered; kills from outside do not count."""
         self._answered |= any(replica.answered for replica in self.replicas)
         cause = re.sub(r"\d+", "#", self.replicas[index].death.result())
         known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
