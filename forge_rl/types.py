@@ -34,7 +34,8 @@ D = TypeVar("D", bound=np.generic)
 class TokenArray(Generic[D]):
     """Field of a frozen dataclass that holds an array, whatever sequence the constructor is given.
 
-    Nobody can write into it. Four bytes a token, where a tuple of Python's numbers takes ten times as many.
+    Four bytes a token, where a tuple of Python's numbers takes ten times as many. An array of the right kind is kept as
+    it is: nobody may write into it.
     """
 
     def __init__(self, dtype: type[D]) -> None:
@@ -43,15 +44,15 @@ class TokenArray(Generic[D]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: object, owner: type | None = None) -> npt.NDArray[D]:
-        if instance is None:
-            raise AttributeError(self._name)  # the field has no default
-        array: npt.NDArray[D] = instance.__dict__[self._name]
-        return array
+    if TYPE_CHECKING:  # without it attributes are looked up in the instance at once
+
+        def __get__(self, instance: object, owner: type | None = None) -> npt.NDArray[D]: ...
 
     def __set__(self, instance: object, values: Sequence[int] | Sequence[float] | npt.NDArray[Any]) -> None:
-        if not isinstance(values, np.ndarray) or values.dtype is not self._dtype or values.flags.writeable:
-            values = np.asarray(values, self._dtype).view()
+        if values is self:  # what a dataclass takes for the default
+            raise TypeError(f"{type(instance).__name__} needs the argument {self._name}")
+        if type(values) is not np.ndarray or values.dtype is not self._dtype:
+            values = np.array(values, self._dtype)
             values.flags.writeable = False
         instance.__dict__[self._name] = values
 
@@ -211,27 +212,37 @@ class Episode:
 
     task: Task
     turns: tuple[Turn, ...]
-    """Turns, whose arrays are views of those of the segments: a prompt repeats all that was before it."""
+    """Turns; a prompt that repeats the turns before it is a view of the same memory."""
     reward: float
     outcome: Outcome = Outcome.COMPLETED
     problem: str = ""
     """Cause of the error, where the outcome is one; what failed at first, where the score was tried again."""
     seconds: float = 0.0
     """Wall time from the first request to the score."""
-    segments: tuple[Segment, ...] = field(init=False, repr=False, compare=False)
-    """Turns joined by longest exact token prefix; a rewritten history starts a new segment of the same reward."""
+    _runs: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    """Indices of the turns of each segment."""
 
     def __post_init__(self) -> None:
-        turns, joined = list(self.turns), list[list[int]]()
+        turns, runs = list(self.turns), list[list[int]]()
         for place, turn in enumerate(turns):
-            fitting = [run for run in joined if _continues(turn, turns[run[-1]])]
+            fitting = [run for run in runs if _continues(turn, turns[run[-1]])]
             if fitting:
                 max(fitting, key=lambda run: _length(turns[run[-1]])).append(place)
             else:
-                joined.append([place])
-        segments = tuple(_join(turns, run) for run in joined)
-        object.__setattr__(self, "segments", segments)
+                runs.append([place])
+        for run in runs:
+            if len(run) > 1:
+                _share_prompts(turns, run)
         object.__setattr__(self, "turns", tuple(turns))
+        object.__setattr__(self, "_runs", tuple(map(tuple, runs)))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Turns joined by longest exact token prefix; a rewritten history starts a new segment of the same reward.
+
+        They are made anew for each caller: most episodes are asked for them once.
+        """
+        return tuple(_join(self.turns, run) for run in self._runs)
 
     @property
     def response_tokens(self) -> int:
@@ -258,8 +269,19 @@ def _continues(turn: Turn, last: Turn) -> bool:
     )
 
 
-def _join(turns: list[Turn], run: list[int]) -> Segment:
-    """Make the segment of a run of turns, and replace them in the list by views of it."""
+def _share_prompts(turns: list[Turn], run: list[int]) -> None:
+    """Replace the turns of a run by views of the last one's context, which repeats all the others."""
+    ids = turns[run[-1]].context
+    ids.flags.writeable = False
+    for place in run:
+        begin, end = len(turns[place].prompt_ids), _length(turns[place])
+        view = object.__new__(Turn)  # by its constructor it would take three times as long
+        view.__dict__.update(turns[place].__dict__, prompt_ids=ids[:begin], token_ids=ids[begin:end])
+        turns[place] = view
+
+
+def _join(turns: Sequence[Turn], run: Sequence[int]) -> Segment:
+    """Make the segment of a run of turns."""
     ids = turns[run[-1]].context
     trained, logprobs = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
     versions, indices = np.full((2, len(ids)), -1, np.int32)
@@ -267,15 +289,6 @@ def _join(turns: list[Turn], run: list[int]) -> Segment:
         turn = turns[place]
         here = slice(len(turn.prompt_ids), _length(turn))
         trained[here], logprobs[here], versions[here], indices[here] = True, turn.logprobs, turn.versions, place
-    for array in (ids, trained, logprobs, versions, indices):
-        array.flags.writeable = False
-    for place in run:
-        here = slice(len(turns[place].prompt_ids), _length(turns[place]))
-        views: dict[str, npt.NDArray[Any]] = {"prompt_ids": ids[: here.start], "token_ids": ids[here]}
-        views |= {"logprobs": logprobs[here], "versions": versions[here]}
-        view = object.__new__(Turn)  # by its constructor it would take three times as long
-        view.__dict__.update(turns[place].__dict__, **views)
-        turns[place] = view
     return Segment(token_ids=ids, trained=trained, logprobs=logprobs, versions=versions, turns=indices)
 
 

@@ -117,7 +117,7 @@ def test_a_batch_takes_less_than_31_bytes_a_token_however_many_turns_repeat_thei
     assert sum(len(segment.token_ids) for each in batch.episodes for segment in each.segments) == 2 * tokens
     assert held < 31 * 2 * tokens
     assert all(
-        np.shares_memory(turn.prompt_ids, each.segments[0].token_ids) for each in batch.episodes for turn in each.turns
+        np.shares_memory(turn.prompt_ids, each.turns[-1].prompt_ids) for each in batch.episodes for turn in each.turns
     )
 
 

@@ -115,7 +115,7 @@ class PolicyClient:
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {self.max_model_tokens}",
                 hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
             )
-        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+        sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
         return await ResumableCompletion(prompt_ids, sampling, self.tokenizer).run(self.decode)
 
     def stream(self, prompt_ids: TokenIds, sampling: Sampling) -> AsyncGenerator[Chunk, None]:

@@ -56,6 +56,8 @@ class ResumableCompletion:
     @property
     def shown(self) -> npt.NDArray[np.int32]:
         """Prompt of the next engine: the completion's own, and all tokens so far."""
+        if not self._chunks:
+            return self.prompt_ids
         return np.concatenate([self.prompt_ids, *(chunk.token_ids for chunk in self._chunks)])
 
     @property
