@@ -108,7 +108,7 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
     packed = await asyncio.to_thread(pack, batch, advantages, Layout(ranks=len(ranks), row_tokens=4 * _EPISODE_TOKENS))
     async with asyncio.TaskGroup() as group:
         for rank, replica in enumerate(ranks):
-            group.create_task(replica.send(packed.rows[rank :: len(ranks)], deadline_s=300.0))
+            group.create_task(replica.send(packed.rows[rank :: len(ranks)], for_call="step", deadline_s=300.0))
     seconds = time.perf_counter() - began
     blocked = await _ended(heart)
     rows = [await replica.ask("count_rows", deadline_s=300.0) for replica in ranks]

@@ -116,8 +116,10 @@ class Replica:
         self.death.set_result(cause)
         self.link.fail(cause, died=True)
 
-    async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None) -> Any:
+    async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None, name: str = "") -> Any:
         """Call an endpoint of one process: its only one, or the given rank. For control; `ask` is cheaper.
+
+        Errors and traces call it `name`, by default that of the method.
 
         Raises:
             ForgeError: the actor raised it.
@@ -125,11 +127,12 @@ class Replica:
             ReplicaError: the replica died or hung.
             ServiceError: the actor raised something else; see the replica's log.
         """
+        name = name or method
         actor = self.actor if rank is None else self.actor.slice(ranks=rank)
         if not self.alive:
-            raise self._error(ReplicaError, method, self.death.result())
+            raise self._error(ReplicaError, name, self.death.result())
         try:
-            key, began = self._begin(method), self.clock()
+            key, began = self._begin(name), self.clock()
             answer = asyncio.ensure_future(_call_one(actor, method, args))
             try:
                 done, _ = await asyncio.wait(
@@ -139,22 +142,22 @@ class Replica:
                 answer.cancel()
                 self._end(key)
                 if not rank:  # of calls to all ranks side by side, the first is traced
-                    self._trace(method, began, self.clock(), True)
+                    self._trace(name, began, self.clock(), True)
             if answer in done:
                 return answer.result()
             if self.death in done:
-                raise self._error(ReplicaError, method, self.death.result())
-            raise self._error(DeadlineError, method, f"no answer within {deadline_s:g} s")
+                raise self._error(ReplicaError, name, self.death.result())
+            raise self._error(DeadlineError, name, f"no answer within {deadline_s:g} s")
         except ForgeError:
             raise
         except SupervisionError as error:
             self.on_lost(self, str(error))
-            raise self._error(ReplicaError, method, self.death.result()) from error
+            raise self._error(ReplicaError, name, self.death.result()) from error
         except Exception as error:
             raised = getattr(error, "exception", error)  # Monarch wraps what an endpoint raises
             if isinstance(raised, ForgeError):
                 raise raised from error
-            raise self._error(ServiceError, method, f"{type(raised).__name__}: {raised}") from error
+            raise self._error(ServiceError, name, f"{type(raised).__name__}: {raised}") from error
 
     async def call_ranks(
         self, method: str, args_of_rank: Callable[[int], Sequence[object]], *, deadline_s: float
@@ -173,8 +176,10 @@ class Replica:
             ]
         return [call.result() for call in calls]
 
-    async def send(self, value: object, *, deadline_s: float, rank: int | None = None) -> None:
+    async def send(self, value: object, *, for_call: str, deadline_s: float, rank: int | None = None) -> None:
         """Bring a large value to one process, for the call that follows: `ServiceActor.take_parcel` returns it there.
+
+        Errors name that call.
 
         It is pickled in a thread and travels in slices, so that this event loop is not held up.
 
@@ -184,7 +189,8 @@ class Replica:
         parts = _Parts()
         await asyncio.to_thread(pickle.Pickler(parts, pickle.HIGHEST_PROTOCOL).dump, value)
         for number, data in enumerate(parts.slices()):
-            await self.call("receive_parcel", data, number == 0, deadline_s=deadline_s, rank=rank)
+            first = number == 0
+            await self.call("receive_parcel", data, first, deadline_s=deadline_s, rank=rank, name=for_call)
 
     async def ask(
         self, method: str, *args: object, deadline_s: float, on_item: Callable[[Any], object] | None = None

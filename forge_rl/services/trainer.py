@@ -401,7 +401,9 @@ class Trainer:
             if parcel is not None:
                 async with task_group() as sending:
                     for rank in range(replica.ranks):
-                        sending.create_task(replica.send(parcel(rank), deadline_s=deadline_s, rank=rank))
+                        sending.create_task(
+                            replica.send(parcel(rank), for_call=method, deadline_s=deadline_s, rank=rank)
+                        )
             results = await self._call_ranks(replica, method, lambda _: args, deadline_s)
         except DeadlineError as error:
             self._service.mark_failed(replica, f"hung: {error.message}")
