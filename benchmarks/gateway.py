@@ -30,7 +30,7 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
-from forge_rl.types import Chunk, Sampling
+from forge_rl.types import Chunk, Sampling, TokenIds
 
 _DEADLINE_S = 600.0
 
@@ -85,7 +85,7 @@ class StagedBackend:
         self._interval_s = interval_s
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
+        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None
     ) -> AsyncGenerator[Chunk, None]:
         for left in reversed(range(sampling.max_tokens)):
             yield Chunk(

@@ -1,10 +1,12 @@
-"""Cost of a turn beside its decoding: scheduler, router, environment and reward, with engines that answer at once.
+"""Cost of turns and tokens beside their decoding: scheduler, router, environment, reward; engines answer at once.
 
 python -m benchmarks.overhead --json out.json
 
 Rollouts, Environment and Reward are the real ones, with a process each; the engines, the tokenizer and the trainer are
 staged in the controller. An episode is a few turns in its environment, then a score. Few and many episodes in flight
 are measured in turns, and so is the limit below: bare calls of Monarch to the same process, as if each turn made one.
+Then engines in processes of their own answer with 256 tokens at once, through the real Generator; and a large batch is
+counted, logged, packed and sent, while it is measured how long the controller's loop is held up.
 """
 
 from __future__ import annotations
@@ -13,15 +15,21 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+
+from benchmarks.large_batches import ANSWER_TOKENS, PromptEngine, measure_large_batch
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.staged_services import Kind, StagedGenerator, StagedSource
+from forge_rl.data.bundled import default_cache
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.models import resolve_model
 from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
@@ -29,13 +37,18 @@ from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import rare_collections
+from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import Environment
+from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward
-from forge_rl.types import Chunk, Message, Sampling, Task
+from forge_rl.types import Chunk, Message, Task, TokenIds
 
 _DEADLINE_S = 300.0
 _GROUP_SIZE = 4
 _ENGINES = 8
+_REPLY = np.array([1, 2, 3], np.int32)
+_ANSWER = np.array([1, 2, 3, 4], np.int32)
+_LOGPROBS = np.full(4, -1.0, np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +67,10 @@ class Config(BenchmarkConfig):
     """Rounds of each."""
     warm_up: int = 1
     """Rounds that come first and do not count."""
+    answers: int = 4_000
+    """Answers of 256 tokens that a round waits for."""
+    batch_tokens: int = 16_000_000
+    """Tokens of the large batch."""
     smoke: bool = False
     """One short round: shows that everything runs, and measures nothing."""
 
@@ -112,13 +129,11 @@ class PromptEngines(StagedGenerator):
         super().__init__(engines=engines, budget=budget)
         self.answered = 0
 
-    async def stream_once(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         self.answered += 1
-        versions = (self.version,) * 4
-        yield Chunk(
-            token_ids=(1, 2, 3, 4), logprobs=(-1.0,) * 4, versions=versions, text=str(self.answered), finish="stop"
+        versions = np.full(4, self.version, np.int32)
+        completion.on_chunk(
+            Chunk(token_ids=_ANSWER, logprobs=_LOGPROBS, versions=versions, text=str(self.answered), finish="stop")
         )
 
 
@@ -128,8 +143,8 @@ class PromptTokenizer:
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (1, 2, 3)
 
-    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        return (*ids, 1, 2, 3)
+    def extend(self, ids: TokenIds, messages: Sequence[Message]) -> TokenIds:
+        return np.concatenate([ids, _REPLY])
 
 
 @dataclass(frozen=True)
@@ -137,7 +152,10 @@ class Services:
     """The services that have processes."""
 
     environment: Environment
+    shown: Environment
+    """Shows its tasks, and has no process."""
     reward: Reward
+    generator: Generator
 
 
 def measure(config: Config, report: Report) -> None:
@@ -149,22 +167,34 @@ def measure(config: Config, report: Report) -> None:
 
 async def _measure(config: Config, report: Report) -> None:
     rounds = [True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
-    rates: dict[str, list[float]] = {"many": [], "few": [], "monarch": []}
+    rates: dict[str, list[float]] = {"many": [], "few": [], "monarch": [], "tokens": []}
     async with _services(config) as services:
         for number, counts in enumerate(rounds):
             # Which one comes first changes, so that a machine that slows down favours none.
-            for side in ("few", "many", "monarch") if number % 2 else ("monarch", "many", "few"):
+            sides = ("few", "many", "monarch", "tokens")
+            for side in sides if number % 2 else reversed(sides):
                 if side == "monarch":
                     rate = await _bare_calls(config, services)
+                elif side == "tokens":
+                    rate = await _tokens(config, services)
                 else:
                     rate = await _turns(config, services, config.many if side == "many" else config.few)
                 report.rows.append({"side": side, "warm_up": not counts, "per_s": rate})
                 print(f"{side}: {rate:.0f} a second", flush=True)
                 if counts:
                     rates[side].append(rate)
+        tokens = config.batch_tokens // (100 if config.smoke else 1)
+        with tempfile.TemporaryDirectory() as folder:
+            engines = services.generator._service.replicas
+            large = [await measure_large_batch(tokens, engines, Path(folder)) for _ in rates["many"]]
     report.measure("turns_per_s", rates["many"])
     report.measure("turns_per_s_few", rates["few"])
     report.measure("monarch_calls_per_s", rates["monarch"])
+    report.measure("tokens_per_s", rates["tokens"])
+    report.rows += [dict(row) for row in large]
+    report.results["loop_blocked_ms_max"] = max(row["loop_blocked_ms"] for row in large)
+    report.results["loop_blocked_ms_idle"] = max(row["loop_blocked_ms_idle"] for row in large)
+    report.results["batch_bytes_per_token"] = max(row["batch_bytes_per_token"] for row in large)
     report.results[f"cost_{config.many}_over_{config.few}"] = median(rates["few"]) / median(rates["many"])
 
 
@@ -207,8 +237,38 @@ async def _turns(config: Config, services: Services, in_flight: int) -> float:
         await rollouts.close()
 
 
+async def _tokens(config: Config, services: Services) -> float:
+    """Tokens a second from engines in other processes, through generator, dispatcher and reward to whole batches."""
+    generator, tokenizer = services.generator, PromptTokenizer()
+    decoder: Any = generator
+    groups = config.few if config.smoke else 256
+    rollouts = RolloutExecutor(
+        mixture=Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))}),
+        groups=groups // _GROUP_SIZE,
+        episodes=_GROUP_SIZE,
+        schedule=ScheduleConfig(max_lag=2),
+        tokenizer=cast(Any, tokenizer),
+        generator=decoder,
+        run_episode=EpisodeRunner(cast(Any, tokenizer), services.shown, services.reward),
+        devices=DeviceHandover(decoder),
+        seed=0,
+        version=lambda: 0,
+        warn=print,
+    )
+    try:
+        await rollouts.next_batch()
+        tokens, began = 0, time.perf_counter()
+        while tokens < (groups if config.smoke else config.answers) * ANSWER_TOKENS:
+            batch = await rollouts.next_batch()
+            tokens += sum(episode.response_tokens for episode in batch.episodes)
+        return tokens / (time.perf_counter() - began)
+    finally:
+        await rollouts.close()
+
+
 async def _bare_calls(config: Config, services: Services) -> float:
     """Calls a second of an endpoint that does nothing, as many at a time as few episodes make."""
+    assert services.environment._service is not None
     actor = services.environment._service.replicas[0].actor
     calls = config.few if config.smoke else config.least_turns // 2
     left = iter(range(calls))
@@ -241,8 +301,22 @@ async def _services(config: Config) -> AsyncIterator[Services]:
                 Reward.Config(), cluster, faults, function=half_are_right, deadline_s=_DEADLINE_S
             )
             stack.push_async_callback(reward.stop)
+            shown = await Environment.start(
+                Environment.Config(), cluster, faults, factory=SingleTurn, deadline_s=_DEADLINE_S
+            )
+            generator = await Generator.start(
+                Generator.Config(replicas=2, max_new_tokens=ANSWER_TOKENS, max_requests=512),
+                cluster,
+                faults,
+                model=resolve_model("smollm2-135m", default_cache()),
+                seed=0,
+                deadline_s=_DEADLINE_S,
+                actor=PromptEngine,
+            )
+            stack.push_async_callback(generator.stop)
+            await generator.serve_model()
             stack.callback(setattr, faults, "closing", True)
-            yield Services(environment, reward)
+            yield Services(environment, shown, reward, generator)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.types import Episode, Task, Turn
+from forge_rl.types import Episode, Task, TokenIds, Turn
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
@@ -128,7 +128,7 @@ class _Story:
         text = f"Tell me a very long story about {task.id} friends in the mountains."
         return self, Observation(messages=({"role": "user", "content": text},))
 
-    async def decode(self, client: PolicyClient, prompt_ids: tuple[int, ...]) -> Turn:
+    async def decode(self, client: PolicyClient, prompt_ids: TokenIds) -> Turn:
         """Decode one turn, of no more tokens than are left."""
         turn = await replace(client, sampling=replace(client.sampling, max_tokens=self._left))(prompt_ids)
         self._left -= len(turn.token_ids)

@@ -158,7 +158,7 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
         for batch in batches
         for e in batch.episodes
         for turn in e.turns
-        for version in turn.versions
+        for version in turn.versions.tolist()
     )
     tokens = lags.total()
     lengths = [statistics.fmean(e.response_tokens for e in batch.episodes) for batch in batches]

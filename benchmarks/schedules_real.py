@@ -134,7 +134,7 @@ async def _ten_batches(
         for batch in batches
         for episode in batch.episodes
         for turn in episode.turns
-        for version in turn.versions
+        for version in turn.versions.tolist()
     ]
     return {
         "busy_share": busy_share,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.types import Chunk, Message, Sampling, Task
+from forge_rl.services.completion import ResumableCompletion
+from forge_rl.types import Chunk, Message, Sampling, Task, TokenIds
 
 STEP_S = 10.0
 """Seconds of decoding that one staged token stands for: single tokens of half an hour would only cost time."""
@@ -61,7 +62,7 @@ class StagedTokenizer:
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (int(messages[-1]["content"]),)
 
-    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+    def extend(self, ids: TokenIds, messages: Sequence[Message]) -> tuple[int, ...]:
         return self.render(messages)
 
 
@@ -99,10 +100,8 @@ class StagedGenerator:
     def engines(self) -> dict[int, int]:
         return self._budgets
 
-    async def stream_once(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        seconds = prompt_ids[0] / 1000
+    async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
+        seconds = int(completion.prompt_ids[0]) / 1000
         loop = asyncio.get_running_loop()
         request = _Request(seconds=seconds, done=loop.create_future(), began=loop.time())
         request.versions.append((0.0, self.version))
@@ -122,8 +121,8 @@ class StagedGenerator:
             while at + 1 < len(request.versions) and request.versions[at + 1][0] <= token * STEP_S:
                 at += 1
             versions.append(request.versions[at][1])
-        yield Chunk(
-            token_ids=(1,) * tokens, logprobs=(-1.0,) * tokens, versions=tuple(versions), text="", finish="stop"
+        completion.on_chunk(
+            Chunk(token_ids=(1,) * tokens, logprobs=(-1.0,) * tokens, versions=versions, text="", finish="stop")
         )
 
     async def pause(self) -> None:

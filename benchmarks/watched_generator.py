@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.report import BenchmarkError
+from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling
 
@@ -74,27 +74,34 @@ class Watched:
     def engines(self) -> dict[int, int]:
         return self._generator.engines()
 
-    async def stream_once(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        assert sampling is not None, "rollouts say how"
+    async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         assert engine is not None, "rollouts say where"
         version = self.version
         assert version is not None, "the first version was loaded"
-        request = Request(engine=engine, prompt_ids=tuple(prompt_ids), sampling=sampling, least_version=version)
+        request = Request(
+            engine=engine,
+            prompt_ids=tuple(completion.shown.tolist()),
+            sampling=completion.rest,
+            least_version=version,
+        )
+        take = completion.on_chunk
+
+        def watch(chunk: Chunk) -> object:
+            if len(chunk.versions) and chunk.versions.min() < request.least_version:
+                raise BenchmarkError(f"engine {engine} serves version {chunk.versions.min()} after {version}")
+            request.token_ids += chunk.token_ids.tolist()
+            request.ended = bool(chunk.finish)
+            request.first_at = request.first_at or time.monotonic()
+            self.tell()
+            return take(chunk)
+
+        completion.on_chunk = watch
         self.running.append(request)
         self.asked.append(request)
         try:
-            async with contextlib.aclosing(self._generator.stream_once(prompt_ids, sampling, engine=engine)) as chunks:
-                async for chunk in chunks:
-                    if chunk.versions and min(chunk.versions) < request.least_version:
-                        raise BenchmarkError(f"engine {engine} serves version {min(chunk.versions)} after {version}")
-                    request.token_ids += chunk.token_ids
-                    request.ended = bool(chunk.finish)
-                    request.first_at = request.first_at or time.monotonic()
-                    self.tell()
-                    yield chunk
+            await self._generator.decode(completion, engine=engine)
         finally:
+            completion.on_chunk = take
             self.running.remove(request)
             self.tell()
 

@@ -8,6 +8,7 @@ token for token, and trained.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,8 @@ async def step(run: Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = group_advantages(batch.rewards)  # [P, G]
-        packed = pack(batch, advantages, run.trainer.layout, drop_uniform=not run.config.loss.needs_reference)
+        keep_uniform = run.config.loss.needs_reference
+        packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

@@ -5,6 +5,7 @@ python -m recipes.grpo --help
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,7 +40,8 @@ async def step(run: Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = group_advantages(batch.rewards, scale=run.config.advantage_scale)  # [P, G]
-        packed = pack(batch, advantages, run.trainer.layout, drop_uniform=not run.config.loss.needs_reference)
+        keep_uniform = run.config.loss.needs_reference
+        packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

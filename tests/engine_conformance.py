@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,7 +89,7 @@ def changed(model: torch.nn.Module) -> torch.nn.Module:
 
 def gaps(model: torch.nn.Module, turn: Turn) -> torch.Tensor:
     """Distance of each logprob from transformers', computed anew from all tokens before it."""
-    ids = torch.tensor(turn.prompt_ids + turn.token_ids)
+    ids = torch.tensor(tuple(turn.context))
     with torch.no_grad():
         logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
     expected = logprobs[:-1].gather(1, ids[1:, None])[len(turn.prompt_ids) - 1 :, 0]
@@ -98,7 +99,7 @@ def gaps(model: torch.nn.Module, turn: Turn) -> torch.Tensor:
 def check_logprobs(turn: Turn, models: dict[int, torch.nn.Module]) -> None:
     """Each token's version is one of these, and its logprob is that version's alone."""
     assert set(turn.versions) == models.keys()
-    assert turn.versions == tuple(sorted(turn.versions))
+    assert turn.versions.tolist() == sorted(turn.versions.tolist())
     versions = torch.tensor(turn.versions)
     for version, model in models.items():
         assert gaps(model, turn)[versions == version].max() < 1e-4, f"tokens of version {version}"
@@ -125,9 +126,9 @@ class Stream:
         await self._task
         return Turn(
             prompt_ids=self._prompt,
-            token_ids=sum((chunk.token_ids for chunk in self.chunks), ()),
-            logprobs=sum((chunk.logprobs for chunk in self.chunks), ()),
-            versions=sum((chunk.versions for chunk in self.chunks), ()),
+            token_ids=np.concatenate([chunk.token_ids for chunk in self.chunks]),
+            logprobs=np.concatenate([chunk.logprobs for chunk in self.chunks]),
+            versions=np.concatenate([chunk.versions for chunk in self.chunks]),
             text="".join(chunk.text for chunk in self.chunks),
             truncated=self.chunks[-1].finish == "length",
         )
@@ -211,7 +212,12 @@ async def a_completion_comes_in_pieces_and_ends_with_a_reason(decoder: Decoder) 
     assert turn.truncated
     check_logprobs(turn, models)
     again = await decoder.complete(completion(0))
-    assert again.token_ids == turn.token_ids, "a seed draws the same tokens again"
+    assert again.token_ids.tolist() == turn.token_ids.tolist(), "a seed draws the same tokens again"
+    (gathered,) = [chunk async for chunk in decoder.engine.stream(PROMPT, completion(0), gather_s=3600)]
+    assert gathered.token_ids.tolist() == turn.token_ids.tolist(), "what is gathered is sent with the end, not later"
+    assert (gathered.text, gathered.finish) == (turn.text, "length")
+    assert gathered.logprobs.tolist() == pytest.approx(turn.logprobs.tolist(), abs=1e-4)
+    assert gathered.versions.tolist() == turn.versions.tolist()
     assert again.text == turn.text
 
 
@@ -222,7 +228,7 @@ async def a_stop_text_ends_a_completion(decoder: Decoder) -> None:
     turn = await decoder.complete(completion(0, stop=("no such text", stop)))
     assert not turn.truncated
     assert turn.text == whole.text[: whole.text.index(stop)]
-    assert turn.token_ids == whole.token_ids[: len(turn.token_ids)]
+    assert turn.token_ids.tolist() == whole.token_ids[: len(turn.token_ids)].tolist()
     assert stop in decoder.tokenizer.decode(turn.token_ids)
     assert stop not in decoder.tokenizer.decode(turn.token_ids[:-1])
 
@@ -233,7 +239,7 @@ async def the_likeliest_tokens_are_those_of_transformers(decoder: Decoder) -> No
         stream = decoder.stream(completion(1, max_tokens=20, temperature=temperature, top_logprobs=3))
         turn = await stream.turn()
         with torch.no_grad():
-            logits = decoder.model(torch.tensor([turn.prompt_ids + turn.token_ids])).logits[0].float()
+            logits = decoder.model(torch.tensor([tuple(turn.context)])).logits[0].float()
         expected = logits[len(PROMPT) - 1 : -1].log_softmax(-1).topk(3)
         top = [pairs for chunk in stream.chunks for pairs in chunk.top]
         assert [[token for token, _ in pairs] for pairs in top] == expected.indices.tolist()
@@ -350,7 +356,7 @@ async def paused_requests_go_on_as_if_nothing_had_been(decoder: Decoder) -> None
     await decoder.resume()
     for stream, expected in zip(streams, undisturbed, strict=True):
         turn = await stream.turn()
-        assert turn.token_ids == expected.token_ids
+        assert turn.token_ids.tolist() == expected.token_ids.tolist()
         assert turn.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert len((await late.turn()).token_ids) == TOKENS
 
@@ -415,7 +421,7 @@ async def check_switch(
     """Checks that so many tokens are of the old version, and all others of the new one, computed anew."""
     for stream, count in zip(streams, counts, strict=True):
         turn = await stream.turn()
-        assert turn.versions == (*old,) * count + (*new,) * (TOKENS - count)
+        assert turn.versions.tolist() == [*old] * count + [*new] * (TOKENS - count)
         check_logprobs(turn, old | new)
 
 

@@ -80,11 +80,11 @@ class FakeBackend:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
     ) -> AsyncGenerator[Chunk, None]:
         number = len(self.asked)
-        self.asked.append(Asked(tuple(prompt_ids), sampling, session))
+        self.asked.append(Asked(tuple(map(int, prompt_ids)), sampling, session))
         answer = self.answers[min(number, len(self.answers) - 1)]
         ids = ids_of(answer) if isinstance(answer, str) else answer
         if callable(ids):
-            ids = ids(tuple(prompt_ids), sampling)
+            ids = ids(tuple(map(int, prompt_ids)), sampling)
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         finished = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
@@ -13,6 +13,7 @@ from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.services.completion import ResumableCompletion
 from forge_rl.types import Chunk, Message, Sampling, Task
 
 
@@ -45,7 +46,7 @@ class Letters:
         return tuple(ord(letter) for message in messages for letter in message["content"])
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        return (*ids, *self.render(messages))
+        return (*map(int, ids), *self.render(messages))
 
     def text_stream(self, prompt_ids: Sequence[int]) -> LetterStream:
         return LetterStream()
@@ -85,18 +86,18 @@ class StagedGenerator:
     async def wake(self) -> None:
         self.told.append("wake")
 
-    async def stream_once(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
-    ) -> AsyncGenerator[Chunk, None]:
-        self.seen.append((tuple(prompt_ids), sampling))
-        text = str(sampling.seed)
+    async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
+        self.seen.append((tuple(completion.shown.tolist()), completion.rest))
+        text = str(completion.rest.seed)
         ids = tuple(ord(letter) for letter in text)
-        yield Chunk(
-            token_ids=ids,
-            logprobs=(-1.0,) * len(ids),
-            versions=(0,) * len(ids),
-            text=text,
-            finish="length" if self.truncated else "stop",
+        completion.on_chunk(
+            Chunk(
+                token_ids=ids,
+                logprobs=(-1.0,) * len(ids),
+                versions=(0,) * len(ids),
+                text=text,
+                finish="length" if self.truncated else "stop",
+            )
         )
 
 
@@ -191,16 +192,18 @@ class MortalGenerator(StagedGenerator):
         for listener in self.listeners:
             listener()
 
-    async def stream_once(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
-    ) -> AsyncGenerator[Chunk, None]:
-        self.seen.append((tuple(prompt_ids), sampling))
+    async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
+        sampling = completion.rest
+        self.seen.append((tuple(completion.shown.tolist()), sampling))
         for count in range(sampling.max_tokens):
             if count == 3:
                 await asyncio.shield(self.gates[engine])
             letter = str((sampling.seed or 0) % 10)
             finish = "length" if count == sampling.max_tokens - 1 else ""
-            yield Chunk(token_ids=(ord(letter),), logprobs=(-1.0,), versions=(engine,), text=letter, finish=finish)
+            if completion.on_chunk(
+                Chunk(token_ids=(ord(letter),), logprobs=(-1.0,), versions=(engine,), text=letter, finish=finish)
+            ):
+                return
 
 
 async def run_until_idle() -> None:

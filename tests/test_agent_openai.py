@@ -79,9 +79,9 @@ def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
         assert (episode.outcome, episode.reward) == (Outcome.COMPLETED, float(len("It is 5.")))
         assert episode.task is TASK
         first, second = episode.turns
-        assert first.prompt_ids == tokenizer().render(TASK.messages)
-        assert first.token_ids == letters_of("Let me see.")
-        assert second.prompt_ids[: len(first.prompt_ids + first.token_ids)] == first.prompt_ids + first.token_ids
+        assert tuple(first.prompt_ids) == tokenizer().render(TASK.messages)
+        assert tuple(first.token_ids) == letters_of("Let me see.")
+        assert tuple(second.prompt_ids[: len(tuple(first.context))]) == tuple(first.context)
         (segment,) = episode.segments
         assert sum(segment.trained) == len(letters_of("Let me see.")) + len(ids_of("It is 5."))
         assert {asked.sampling.temperature for asked in client.backend.asked} == {0.7}

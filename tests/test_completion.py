@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(bundled_model(default_cache()))
 
 
+def add(completion: ResumableCompletion, part: Chunk) -> Chunk:
+    """Add an engine's chunk; returns it as it is in the whole completion."""
+    completion.add(part)
+    return completion._chunks[-1]
+
+
 def chunk(ids: Sequence[int], text: str = "", finish: Literal["", "stop", "length"] = "") -> Chunk:
     count = len(ids)
     return replace(
@@ -38,9 +45,40 @@ def test_a_completion_of_one_engine_is_what_the_engine_sent(tokenizer: Tokenizer
     assert completion.rest.seed == 3
     assert completion.rest.stop == ("c",)
     parts = [chunk((5,), "a"), chunk((6, 7), "b", "stop")]
-    assert [completion.add(part) for part in parts] == parts
+    assert [add(completion, part) for part in parts] == parts
     turn = completion.turn()
-    assert (turn.prompt_ids, turn.token_ids, turn.text, turn.truncated) == ((1, 2), (5, 6, 7), "ab", False)
+    assert (*turn.prompt_ids, *turn.token_ids) == (1, 2, 5, 6, 7)
+    assert (turn.text, turn.truncated) == ("ab", False)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_came_is_kept_and_garbage_costs_its_engine(tokenizer: Tokenizer, streamed: bool) -> None:
+    async def main() -> None:
+        completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
+        begun: list[tuple[int, ...]] = []
+
+        def check(part: Chunk | None) -> None:
+            if part is None or part.text == "garbage":
+                raise DIED
+
+        async def decode(resumed: ResumableCompletion) -> None:
+            begun.append(tuple(resumed.shown.tolist()))
+            resumed.check = check
+            resumed.on_chunk(chunk((3 + len(begun),)))
+            if len(begun) == 1:
+                resumed.on_chunk(chunk((9,), "garbage"))
+            if len(begun) == 3:
+                resumed.on_chunk(chunk((7,), finish="length"))
+
+        if streamed:
+            parts = [part async for part in completion.stream(decode)]
+            assert [part.finish for part in parts] == ["", "", "", "length"]
+        else:
+            await completion.run(decode)
+        assert completion.turn().context.tolist() == [1, 2, 4, 5, 6, 7]
+        assert begun == [(1, 2), (1, 2, 4), (1, 2, 4, 5)], "one sent garbage, one ended without a finish"
+
+    asyncio.run(main())
 
 
 def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_token(tokenizer: Tokenizer) -> None:
@@ -61,15 +99,15 @@ def test_a_character_that_two_engines_decoded_is_whole(tokenizer: Tokenizer, pla
     assert len(ids) > 8
     begun = tokenizer.text_stream((1,))
     completion = ResumableCompletion((1,), Sampling(max_tokens=64, seed=3), tokenizer)
-    pieces = [completion.add(chunk((token,), begun.add(token))).text for token in ids[:place]]
+    pieces = [add(completion, chunk((token,), begun.add(token))).text for token in ids[:place]]
     completion.fail_over(DIED)
-    assert completion.shown == (1, *ids[:place])
+    assert tuple(completion.shown) == (1, *ids[:place])
     assert completion.rest.max_tokens == 64 - place
     assert completion.rest.seed != 3
-    pieces += [completion.add(chunk((token,), "garbled")).text for token in ids[place:-1]]
-    pieces.append(completion.add(chunk(ids[-1:], "garbled", "length")).text)
+    pieces += [add(completion, chunk((token,), "garbled")).text for token in ids[place:-1]]
+    pieces.append(add(completion, chunk(ids[-1:], "garbled", "length")).text)
     assert "".join(pieces) == completion.turn().text == text
-    assert completion.turn().token_ids == ids
+    assert tuple(completion.turn().token_ids) == ids
     assert completion.turn().truncated
 
 
@@ -82,9 +120,10 @@ def test_a_stop_text_that_two_engines_decoded_ends_the_completion(tokenizer: Tok
     completion.add(chunk(ids[: 4 + place - 1], "one<|END|>"[: max(0, 4 + place - 1 - 6)]))
     completion.fail_over(DIED)
     assert completion.rest.stop == ()
-    assert completion.add(chunk(ids[4 + place - 1 : -1], "garbled")).finish == "stop"
+    assert completion.add(chunk(ids[4 + place - 1 : -1], "garbled")), "the engine must be told to stop"
+    assert completion.finish == "stop"
     assert completion.turn().text == "one"
-    assert completion.turn().token_ids == tuple(ids[:10])
+    assert completion.turn().token_ids.tolist() == ids[:10]
     assert len(completion.turn().logprobs) == len(completion.turn().versions) == 10
 
 
@@ -93,8 +132,8 @@ def test_what_may_become_a_stop_text_is_held_back(tokenizer: Tokenizer) -> None:
     completion = ResumableCompletion((1,), Sampling(max_tokens=64, stop=("<|>",)), tokenizer)
     completion.add(chunk(ids[:1], ""))
     completion.fail_over(DIED)
-    texts = [completion.add(chunk((token,))).text for token in ids[1:-1]]
-    texts.append(completion.add(chunk(ids[-1:], finish="stop")).text)
+    texts = [add(completion, chunk((token,))).text for token in ids[1:-1]]
+    texts.append(add(completion, chunk(ids[-1:], finish="stop")).text)
     assert texts == ["", "a", "b", "<|c"]
 
 

@@ -6,15 +6,17 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
-from forge_rl.services.environment import EnvFactory, Environment, EnvSession
+from forge_rl.services.environment import EnvFactory, Environment, EnvSession, LocalSession
 from tests.fake_actors import cluster
 from tests.fake_envs import NotingEnv, PlainlyClosed, Unclosed, task_of
 
@@ -45,6 +47,35 @@ async def notes_of(service: Environment, notes: Path) -> list[str]:
 
 def pid_of(observation: Observation) -> int:
     return int(str(observation.messages[0]["content"]))
+
+
+def test_a_world_that_only_shows_its_task_runs_in_process():
+    async def main() -> None:
+        nowhere: Any = None  # neither cluster nor faults: nothing is started
+        service = await Environment.start(Environment.Config(), nowhere, nowhere, factory=SingleTurn, deadline_s=LONG_S)
+        task = task_of()
+        session, seen = await service.open(task)
+        assert seen == Observation(messages=task.messages)
+        assert await session.step("a") == Step(done=True)
+        session.abandon()
+        await session.close()
+        assert repr(service) == "Environment  in process  1 sessions opened"
+        await service.stop()
+
+    asyncio.run(main())
+
+
+def test_a_world_in_process_is_told_of_a_cut_answer_if_its_step_takes_that():
+    class Deaf(SingleTurn):
+        async def step(self, answer: str) -> Step:  # type: ignore[override]
+            return Step(done=True, reward=0.0)
+
+    class Hearing(SingleTurn):
+        async def step(self, answer: str, *, truncated: bool = False) -> Step:
+            return Step(done=True, reward=float(truncated))
+
+    for factory, reward in ((Deaf, 0.0), (Hearing, 1.0)):
+        assert asyncio.run(LocalSession(factory(task_of())).step("a", truncated=True)).reward == reward
 
 
 @pytest.mark.parametrize(("factory", "word"), [(NotingEnv, "close"), (PlainlyClosed, "plainly")])

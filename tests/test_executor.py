@@ -68,13 +68,35 @@ def test_a_restored_state_goes_on_with_the_same_batches() -> None:
     asyncio.run(main())
 
 
+def test_engines_are_listed_when_they_change_and_not_for_every_episode() -> None:
+    async def main() -> None:
+        class Listed(StagedGenerator):
+            listed = 0
+
+            def engines(self) -> dict[int, int]:
+                self.listed += 1
+                return super().engines()
+
+        generator = Listed()
+        executor = rollouts(generator=generator)
+        for version in range(3):
+            generator.version = version
+            await executor.next_batch()
+        assert generator.listed == 1
+        for listener in generator.listeners:
+            listener()
+        assert generator.listed == 2
+
+    asyncio.run(main())
+
+
 def test_a_later_turn_is_shown_the_exact_tokens_of_the_earlier_ones() -> None:
     generator = StagedGenerator()
     executor = rollouts(generator=generator, environment=StagedEnvironment(TwoTurns))
     task = CountingSource().draw()
     episode = asyncio.run(executor.episode(task, Sampling(max_tokens=4, seed=8)))
     first, second = episode.turns
-    assert second.prompt_ids == first.prompt_ids + first.token_ids + tuple(map(ord, "again"))
+    assert second.prompt_ids.tolist() == [*first.context, *map(ord, "again")]
     assert episode.reward == 0.75
     assert len(episode.segments) == 1
 

@@ -1,13 +1,13 @@
 """Rollouts go on when engines, environments and judges die; staged services."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from forge_rl.envs.protocol import Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
-from forge_rl.types import Chunk, Outcome, Sampling, Task
+from forge_rl.services.completion import ResumableCompletion
+from forge_rl.types import Outcome, Sampling, Task
 from tests.staged_rollouts import (
     CountingSource,
     MortalGenerator,
@@ -69,8 +69,8 @@ def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had(
             assert turn.text == "".join(map(chr, turn.token_ids))
             if turn.versions[0] == 0:
                 lost += 1
-                assert turn.versions == (0,) * 3 + (1,) * 9
-                (again,) = [each for each in generator.seen if each[0] == turn.prompt_ids + turn.token_ids[:3]]
+                assert turn.versions.tolist() == [0] * 3 + [1] * 9
+                (again,) = [each for each in generator.seen if each[0] == tuple(turn.context[:-9])]
                 assert again[1].max_tokens == 9
         assert lost == len(on_first)
         assert executor._scheduler.states["decoding"] == 0
@@ -115,7 +115,9 @@ def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goes_firs
         generator.gates[2].set_result(None)
         generator.tell()
         batch = await coming
-        assert all(turn.versions == (turn.versions[0],) * 3 + (2,) * 9 for e in batch.episodes for turn in e.turns)
+        assert all(
+            turn.versions.tolist() == [turn.versions[0]] * 3 + [2] * 9 for e in batch.episodes for turn in e.turns
+        )
         assert len(generator.seen) == 24
 
     asyncio.run(main())
@@ -131,7 +133,7 @@ def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches
         generator.kill(0)
         generator.gates[1].set_result(None)
         (episode,) = await task
-        assert episode.turns[0].versions == (0,) * 3 + (1,) * 9
+        assert episode.turns[0].versions.tolist() == [0] * 3 + [1] * 9
 
     asyncio.run(main())
 
@@ -139,14 +141,11 @@ def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches
 def test_a_completion_at_which_engines_die_again_and_again_costs_its_episode_and_not_all_engines() -> None:
     async def main() -> None:
         class Poisonous(StagedGenerator):
-            async def stream_once(
-                self, prompt_ids: Sequence[int], sampling: Sampling, *, engine: int
-            ) -> AsyncGenerator[Chunk, None]:
-                self.seen.append((tuple(prompt_ids), sampling))
-                if prompt_ids == (ord("1"),):
+            async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
+                if completion.prompt_ids.tolist() == [ord("1")]:
+                    self.seen.append(((ord("1"),), completion.rest))
                     raise ReplicaError("gone", service="generator", replica=engine)
-                async for chunk in super().stream_once(prompt_ids, sampling, engine=engine):
-                    yield chunk
+                await super().decode(completion, engine=engine)
 
         environment = StagedEnvironment(SingleTurn)
         generator = Poisonous()

@@ -45,7 +45,7 @@ async def publish(store: WeightStore, model: torch.nn.Module, version: int) -> M
 
 def gap(model: torch.nn.Module, turn: Turn) -> float:
     """Largest difference between the engine's logprobs and transformers'."""
-    ids = torch.tensor(turn.prompt_ids + turn.token_ids)
+    ids = torch.tensor(tuple(turn.context))
     with torch.no_grad():
         logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
     expected = logprobs[:-1].gather(1, ids[1:, None])[len(turn.prompt_ids) - 1 :, 0]
@@ -108,13 +108,14 @@ async def _check_sessions(gateway: Gateway, generator: Generator, folder: Path) 
     assert session.close() == ()
 
     tokenizer = Tokenizer(folder)
-    assert turns[0].prompt_ids == tokenizer.render([hi])
+    assert tuple(turns[0].prompt_ids) == tokenizer.render([hi])
     assert [token.logprob for token in entries.content] == list(turns[0].logprobs)
     assert all(-30 < logprob < 0 for turn in turns for logprob in turn.logprobs)
-    assert turns[1].prompt_ids == tokenizer.extend(turns[0].prompt_ids + turns[0].token_ids, [messages[2]])
+    assert tuple(turns[1].prompt_ids) == tuple(tokenizer.extend(turns[0].context, [messages[2]]))
     assert turns[1].text == text
     assert [turn.text for turn in turns[2:]] == [choice.message.content for choice in several.choices]
-    assert len({turn.token_ids for turn in turns if turn.prompt_ids == turns[0].prompt_ids}) == 4
+    same = [turn for turn in turns if tuple(turn.prompt_ids) == tuple(turns[0].prompt_ids)]
+    assert len({tuple(turn.token_ids) for turn in same}) == 4
     assert {version for turn in turns for version in turn.versions} == {0}
     task = Task(id="1", source="s", messages=(hi,))
     segments = Episode(task=task, turns=turns[:2], reward=0.0).segments
@@ -142,11 +143,11 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
             for turn in turns:
                 assert gap(model, turn) < 1e-4
                 assert set(turn.versions) == {version}
-                assert turn.prompt_ids == PROMPT
+                assert tuple(turn.prompt_ids) == PROMPT
         assert 0 < generator.attested_in_place <= 1
 
         again = await generator.generate(PROMPT, Sampling(max_tokens=8, seed=0))
-        assert again.token_ids == turns[0].token_ids, "a seed decides an answer"
+        assert tuple(again.token_ids) == tuple(turns[0].token_ids), "a seed decides an answer"
         assert isinstance(await generator.chat("What is 2 + 3?"), str)
         with pytest.raises(ConfigError, match=r"--generator\.max-model-tokens"):
             await generator.generate(PROMPT * 20)

@@ -18,6 +18,7 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
+from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling, Turn
 from tests.fake_actors import cluster, new_service_name
@@ -92,14 +93,14 @@ async def stage(tmp_path: Path, engines: int = 2, *, max_restarts: int = 100) ->
 
 def right(turn: Turn, count: int = 20, prompt: tuple[int, ...] = PROMPT) -> bool:
     """Check that a turn is what one undisturbed engine would have decoded."""
-    return turn.prompt_ids == prompt and turn.token_ids == draw(prompt, count) and len(turn.versions) == count
+    return tuple(turn.context) == prompt + draw(prompt, count) and len(turn.versions) == count
 
 
 async def read(chunks: AsyncIterator[Chunk], count: int) -> list[int]:
     """Read the next tokens of a completion."""
     ids: list[int] = []
     while len(ids) < count:
-        ids += (await anext(chunks)).token_ids
+        ids += (await anext(chunks)).token_ids.tolist()
     return ids
 
 
@@ -126,11 +127,13 @@ def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(tmp_pa
                 assert on.faults.seen[-1].recovered_s is not None
                 assert await on.state(0) == (1, [])
 
-            async with contextlib.aclosing(on.generator.stream_once(PROMPT, sampling, engine=0)) as chunks:
-                await read(chunks, 3)
-                os.kill(await on.pid(0), signal.SIGKILL)
-                with pytest.raises(ReplicaError, match="killed by SIGKILL"):
-                    await anext(chunks)
+            completion = ResumableCompletion(PROMPT, sampling, on.generator._tokenizer)
+            once = asyncio.create_task(on.generator.decode(completion, engine=0))
+            await on.until(lambda: completion.tokens == 3)
+            os.kill(await on.pid(0), signal.SIGKILL)
+            with pytest.raises(ReplicaError, match="killed by SIGKILL"):
+                await once
+            assert completion.shown.tolist() == [*PROMPT, *draw(PROMPT, 3)]
 
     asyncio.run(check())
 
@@ -195,7 +198,7 @@ def test_text_is_right_where_engines_took_turns(tmp_path: Path, nothing_left: No
             sampling = Sampling(max_tokens=len(ids), stop=("<|END|>",))
             turn = await on.generator.generate(PROMPT, sampling, engine=0)
             assert turn.text == "say 🦜 "
-            assert turn.token_ids == ids[:ended]
+            assert tuple(turn.token_ids) == ids[:ended]
             assert not turn.truncated
 
     asyncio.run(check())
@@ -296,7 +299,9 @@ def test_an_engine_that_is_brought_back_during_a_load_serves_what_the_others_do(
             assert await on.load(2) == 2, "those that serve do not wait for it"
             assert list(on.generator.engines()) == [1]
             with pytest.raises(ReplicaError, match="does not serve"):
-                await anext(on.generator.stream_once(PROMPT, engine=0))
+                await on.generator.decode(
+                    ResumableCompletion(PROMPT, on.generator.sampling, on.generator._tokenizer), engine=0
+                )
             await on.generator.pause()
             on.orders.tell(0)
             await on.until_serving(0, 1)
@@ -370,12 +375,14 @@ def test_a_completion_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_le
             await on.load(1)
             assert on.generator.engines() == {0: 64, 1: 64}
             on.orders.tell(1, stream="hold", after=3)
-            for answer in (on.generator.stream(PROMPT, engine=1), on.generator.stream_once(PROMPT, engine=1)):
-                before = len(on.orders.notes("closed"))
-                async with contextlib.aclosing(answer) as chunks:
-                    await read(chunks, 3)
-                await on.until(lambda before=before: len(on.orders.notes("closed")) > before)
-                assert on.orders.notes("closed")[-1] == {"what": "closed", "engine": 1, "tokens": 3}
+            async with contextlib.aclosing(on.generator.stream(PROMPT, engine=1)) as chunks:
+                await read(chunks, 3)
+            await on.until(lambda: len(on.orders.notes("closed")) == 1)
+            whole = asyncio.create_task(on.generator.generate(PROMPT, engine=1))
+            await on.until(lambda: len(on.orders.notes("stream")) == 2)
+            whole.cancel()
+            await on.until(lambda: len(on.orders.notes("closed")) == 2)
+            assert {note["engine"] for note in on.orders.notes("closed")} == {1}
             assert not on.faults.seen
 
     asyncio.run(check())

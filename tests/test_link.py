@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
+from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.link import LinkEnd
 from forge_rl.runtime.replica import Replica
@@ -72,6 +74,22 @@ async def held(service: Service) -> AsyncIterator[Replica]:
     finally:
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
+
+
+class Streamed:
+    """A stream that is under way, and its items."""
+
+    def __init__(self, replica: Replica, method: str, *args: object, deadline_s: float = LONG_S) -> None:
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        ask = replica.ask(method, *args, deadline_s=deadline_s, on_item=self._items.put_nowait)
+        self.end = asyncio.create_task(ask)
+
+    async def take(self, count: int) -> list[Any]:
+        return [await self._items.get() for _ in range(count)]
+
+    async def rest(self) -> list[Any]:
+        await self.end
+        return [self._items.get_nowait() for _ in range(self._items.qsize())]
 
 
 class Locked(ForgeError):
@@ -270,18 +288,13 @@ def test_a_stream_comes_item_by_item(shared: Shared):
     async def main() -> None:
         async with held(shared.service) as replica:
             await replica.ask("answer", 0, deadline_s=LONG_S)
-            stream = replica.stream("count", 5000, deadline_s=LONG_S)
-            assert replica.in_flight == 1  # nothing was asked of it yet
-            assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
+            stream = Streamed(replica, "count", 5000)
+            assert await stream.take(3) == [0, 1, 2]
             assert replica.in_flight == 2
-            assert [item async for item in stream] == list(range(3, 5000))
+            assert await stream.rest() == list(range(3, 5000))
             assert replica.in_flight == 1
-            many = [replica.stream("count", n, deadline_s=LONG_S) for n in range(20)]
-
-            async def collected(n: int) -> list[int]:
-                return [item async for item in many[n]]
-
-            assert await asyncio.gather(*map(collected, range(20))) == [list(range(n)) for n in range(20)]
+            many = [Streamed(replica, "count", n) for n in range(20)]
+            assert [await stream.rest() for stream in many] == [list(range(n)) for n in range(20)]
 
     shared.run(main())
 
@@ -289,8 +302,7 @@ def test_a_stream_comes_item_by_item(shared: Shared):
 def test_the_deadline_of_a_stream_is_for_each_item(shared: Shared):
     async def main() -> None:
         async with held(shared.service) as replica:
-            stream = replica.stream("drip", 5, 0.5, deadline_s=2.0)
-            assert [item async for item in stream] == list(range(5))
+            assert await Streamed(replica, "drip", 5, 0.5, deadline_s=2.0).rest() == list(range(5))
 
     shared.run(main())
 
@@ -303,14 +315,36 @@ def test_a_stream_gives_what_came_before_its_error(shared: Shared):
                 ((3, ValueError("mine")), LONG_S, ServiceError),
                 ((-3,), 1.0, DeadlineError),
             ):
-                stream = replica.stream("count", *args, deadline_s=deadline_s)
-                assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
+                stream = Streamed(replica, "count", *args, deadline_s=deadline_s)
+                assert await stream.take(3) == [0, 1, 2]
                 with pytest.raises(ForgeError) as caught:
-                    await anext(stream)
+                    await stream.end
                 assert type(caught.value) is kind
             assert await replica.ask("ended", deadline_s=LONG_S) == ["count"]  # the late one
             with pytest.raises(ServiceError):
-                await anext(replica.stream("answer", 3, deadline_s=LONG_S))  # no stream
+                await Streamed(replica, "answer", 3).end  # no stream
+
+    shared.run(main())
+
+
+def test_whoever_reads_a_stream_may_end_it_or_raise_and_the_replica_hears_of_it(shared: Shared):
+    async def main() -> None:
+        async with held(shared.service) as replica:
+            items: list[int] = []
+
+            def take(item: int) -> bool:
+                items.append(item)
+                return item == 1
+
+            def refuse(item: int) -> None:
+                raise KeyError(item)
+
+            assert await replica.ask("count", -3, deadline_s=LONG_S, on_item=take) is None
+            assert items == [0, 1]
+            with pytest.raises(KeyError, match="0"):
+                await replica.ask("count", -3, deadline_s=LONG_S, on_item=refuse)
+            assert await replica.ask("ended", deadline_s=LONG_S) == ["count", "count"]
+            assert replica.in_flight == 1
 
     shared.run(main())
 
@@ -318,31 +352,65 @@ def test_a_stream_gives_what_came_before_its_error(shared: Shared):
 def test_leaving_a_stream_early_ends_it_in_the_replica(shared: Shared):
     async def main() -> None:
         async with held(shared.service) as replica:
-            stream = replica.stream("count", -3, deadline_s=LONG_S)
-            assert await anext(stream) == 0
-            await stream.aclose()
-            assert await replica.ask("ended", deadline_s=LONG_S) == ["count"]
+            for items in (1, 0):
+                stream = Streamed(replica, "count", -3)
+                await stream.take(items)
+                await replica.ask("answer", 0, deadline_s=LONG_S)
+                stream.end.cancel()
+                await asyncio.gather(stream.end, return_exceptions=True)
+                assert await replica.ask("ended", deadline_s=LONG_S) == ["count"]
             assert replica.in_flight == 1
 
-            async def consume() -> None:
-                async for _ in replica.stream("count", -3, deadline_s=LONG_S):
-                    pass
-
-            task = asyncio.create_task(consume())
-            await replica.ask("answer", 0, deadline_s=LONG_S)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert await replica.ask("ended", deadline_s=LONG_S) == ["count"]
-
     shared.run(main())
+
+
+def test_replies_wait_in_the_replica_until_the_controller_collects_some():
+    size, items = link_module._MOST_WAITING_BYTES // 4, 40
+
+    class Actor:
+        async def pour(self) -> AsyncIterator[bytes]:
+            for _ in range(items):
+                yield bytes(size)
+
+        async def one(self) -> bytes:
+            return bytes(size)
+
+    async def main() -> None:
+        end = LinkEnd(Actor())
+        end.post(pickle.dumps([(0, "pour", pickle.dumps(()), True)]))
+        end.post(pickle.dumps([(number, "one", pickle.dumps(()), False) for number in range(1, items)]))
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert len(end._replies) == 4, "a pickle is a little longer than its bytes"
+        found = []
+        while len(found) < 2 * items:
+            replies = pickle.loads(await end.collect(LONG_S))
+            assert len(replies) <= 2, "a message is bounded too"
+            found += replies
+        assert end._waiting_bytes == 0
+        assert sorted(number for number, *_ in found) == [0] * (items + 1) + list(range(1, items))
+
+    asyncio.run(main())
+
+
+def test_a_large_value_travels_in_slices():
+    rows = [np.full(1 << 20, number, np.int32) for number in range(5)]
+    parts = replica_module._Parts()
+    pickle.Pickler(parts, pickle.HIGHEST_PROTOCOL).dump(rows)
+    actor = ServiceActor()
+    actor._parcel.extend(parts.slices())
+    assert len(actor._parcel) == 6, "a row each, and the end"
+    assert max(map(len, actor._parcel)) < replica_module._SLICE_BYTES + (1 << 20)
+    assert all(np.array_equal(a, b) for a, b in zip(actor.take_parcel(), rows, strict=True))
+    assert actor._parcel == []
 
 
 def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, faults):
             (replica,) = service.replicas
-            stream = replica.stream("count", -3, deadline_s=LONG_S)
-            assert await anext(stream) == 0
+            stream = Streamed(replica, "count", -3)
+            assert await stream.take(3) == [0, 1, 2]
             asks = [asyncio.create_task(replica.ask("hold", deadline_s=LONG_S)) for _ in range(20)]
             await replica.ask("answer", 0, deadline_s=LONG_S)
             os.kill(await pid_of(service), signal.SIGKILL)
@@ -350,9 +418,8 @@ def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):
                 assert isinstance(error, ReplicaError)
                 assert "SIGKILL" in error.message
                 assert (error.service, error.replica, error.call) == (service.name, 0, "hold")
-            assert [await anext(stream), await anext(stream)] == [1, 2]  # had come before
             with pytest.raises(ReplicaError, match="SIGKILL"):
-                await anext(stream)
+                await stream.end
             with pytest.raises(ReplicaError, match="SIGKILL"):
                 await replica.ask("answer", 0, deadline_s=LONG_S)
             assert replica.in_flight == 0
@@ -366,10 +433,10 @@ def test_a_service_that_stops_ends_what_is_in_flight(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, faults), held(service) as replica:
             ask = asyncio.create_task(replica.ask("hold", deadline_s=LONG_S))
-            stream = replica.stream("count", -1, deadline_s=LONG_S)
-            assert await anext(stream) == 0
+            stream = Streamed(replica, "count", -1)
+            assert await stream.take(1) == [0]
             await service.stop()
-            for end in (ask, anext(stream)):
+            for end in (ask, stream.end):
                 with pytest.raises(ServiceError, match="the service has been stopped") as caught:
                     await end
                 assert type(caught.value) is ServiceError

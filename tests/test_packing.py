@@ -364,11 +364,11 @@ def test_each_trained_token_is_a_target_once_and_sees_exactly_what_came_before_i
         if drop_uniform and not advantages[e // size].any():
             continue
         for s, segment in enumerate(episode.segments):
-            for t, trained in enumerate(segment.trained):
+            for t, trained in enumerate(segment.trained.tolist()):
                 if trained:
-                    about = (torch.tensor(segment.logprobs[t]).item(), segment.versions[t])
+                    about = (segment.logprobs[t].item(), segment.versions[t].item())
                     advantage = advantages[e // size, e % size].item()
-                    expected[(e, s, segment.token_ids[: t + 1], *about, advantage)] += 1
+                    expected[(e, s, tuple(segment.token_ids[: t + 1].tolist()), *about, advantage)] += 1
 
     found: Counter[tuple[object, ...]] = Counter()
     for row in result.rows:
@@ -460,7 +460,7 @@ def lone_logprobs(model: TinyModel, episode: Episode) -> torch.Tensor:
     """Each segment by itself under a causal mask, without any packing."""
     parts = []
     for segment in episode.segments:
-        ids = torch.tensor(segment.token_ids)
+        ids = torch.tensor(segment.token_ids, dtype=torch.int64)
         causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         scored = model(ids, torch.arange(len(ids)), causal)
         parts += [scored[t - 1, ids[t]] for t, trained in enumerate(segment.trained) if trained]

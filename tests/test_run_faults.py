@@ -120,7 +120,6 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
     command.wait_for("step +3/")
     # One at a time, so that the machine has room; both engines at once in the end.
     faults = [
-        ("environment", 0, signal.SIGKILL, "SIGKILL"),
         ("reward", 0, signal.SIGKILL, "SIGKILL"),
         ("reward", 1, signal.SIGSTOP, "hung: its process was stopped"),
         ("generator", 0, signal.SIGSTOP, "hung: its process was stopped"),

@@ -165,7 +165,7 @@ def test_logprobs_are_those_of_transformers(temperature: float, tmp_path: Path):
     found = unpack(laid, engine_of(tmp_path).logprobs(laid.rows, temperature=temperature))
     for index, episode in enumerate(batch.episodes):
         (segment,) = episode.segments
-        ids = torch.tensor(segment.token_ids)
+        ids = torch.tensor(segment.token_ids, dtype=torch.int64)
         with torch.no_grad():
             logprobs = (reference(ids[None]).logits[0] / temperature).log_softmax(-1)
         expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(segment.trained[1:])]

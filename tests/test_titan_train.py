@@ -77,7 +77,7 @@ class Plain:
         for episode, advantage in zip(batch.episodes, advantages.flatten(), strict=True):
             losses, tokens = [], 0
             for segment in episode.segments:
-                ids = torch.tensor(segment.token_ids)
+                ids = torch.tensor(segment.token_ids, dtype=torch.int64)
                 trained = torch.tensor(segment.trained[1:])
                 logprobs = self.logprobs(self.model, ids, temperature)[trained]
                 ratio = (logprobs - torch.tensor(segment.logprobs[1:])[trained]).exp()

@@ -70,13 +70,13 @@ def test_extending_a_finished_turn_equals_rendering_it_whole(tokenizer: Tokenize
     reply = {"role": "user", "content": "And 4+4?"}
     answer = {"role": "assistant", "content": "It is 5."}
     turn = (*tokenizer.render(QUESTION), *tokenizer.encode("It is 5."), 2)
-    assert tokenizer.extend(turn, [reply]) == tokenizer.render([*QUESTION, answer, reply])
+    assert tuple(tokenizer.extend(turn, [reply])) == tokenizer.render([*QUESTION, answer, reply])
 
 
 def test_extending_keeps_the_ids_of_the_engine(tokenizer: Tokenizer) -> None:
     odd = (*tokenizer.render(QUESTION), *tokenizer.encode("I"), *tokenizer.encode("t"), 2)  # "It" is one token
     extended = tokenizer.extend(odd, [{"role": "tool", "content": "8"}])
-    assert extended[: len(odd)] == odd
+    assert tuple(extended[: len(odd)]) == odd
     assert tokenizer.decode(extended[len(odd) :], skip_special=False) == (
         "\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -85,7 +85,7 @@ def test_extending_keeps_the_ids_of_the_engine(tokenizer: Tokenizer) -> None:
 def test_extending_a_truncated_turn_ends_it_first(tokenizer: Tokenizer) -> None:
     cut = (*tokenizer.render(QUESTION), *tokenizer.encode("It is"))
     extended = tokenizer.extend(cut, [{"role": "user", "content": "Go on."}])
-    assert extended[: len(cut)] == cut
+    assert tuple(extended[: len(cut)]) == cut
     assert tokenizer.decode(extended[len(cut) :], skip_special=False) == (
         "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     )

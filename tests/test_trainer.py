@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import pickle
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,6 +212,7 @@ def test_a_step_without_room_says_which_flags_help() -> None:
     settings = TrainSettings(dtype="float32", row_tokens=1, optimizer=OptimizerConfig())
     actor = TrainerActor(Path(), settings, False, 1)
     actor._engine = Full()  # type: ignore[assignment]
+    actor._parcel.append(pickle.dumps([]))
     step: Any = inspect.unwrap(TrainerActor.step._method)  # type: ignore[attr-defined]
     arguments = [None] * (len(inspect.signature(step).parameters) - 1)
     with pytest.raises(ForgeError, match=r"no room on the device: CUDA out of memory\. Tried .*GiB\.\n") as caught:

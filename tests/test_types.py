@@ -1,19 +1,26 @@
 """Turns become segments by exact token prefix; batches give their rewards."""
 
+import gc
+import math
+import pickle
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 
-from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.types import Batch, Chunk, Episode, Group, Task, Turn
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
 
 
-def turn(prompt: list[int], answer: list[int], version: int = 0) -> Turn:
+def turn(prompt: Sequence[int], answer: Sequence[int], version: int = 0) -> Turn:
     return Turn(
-        prompt_ids=tuple(prompt),
-        token_ids=tuple(answer),
-        logprobs=tuple(-0.5 for _ in answer),
-        versions=tuple(version for _ in answer),
+        prompt_ids=prompt,
+        token_ids=answer,
+        logprobs=np.full(len(answer), -0.5),
+        versions=np.full(len(answer), version),
         text="",
     )
 
@@ -28,19 +35,19 @@ def group(*rewards: float) -> Group:
 
 def test_one_turn_is_one_segment_that_trains_only_the_completion():
     (segment,) = episode(turn([1, 2, 3], [4, 5], version=7)).segments
-    assert segment.token_ids == (1, 2, 3, 4, 5)
-    assert segment.trained == (False, False, False, True, True)
-    assert segment.logprobs == (0.0, 0.0, 0.0, -0.5, -0.5)
-    assert segment.versions == (-1, -1, -1, 7, 7)
+    assert segment.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert segment.trained.tolist() == [False, False, False, True, True]
+    assert segment.logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.5]
+    assert segment.versions.tolist() == [-1, -1, -1, 7, 7]
 
 
 def test_a_turn_that_extends_the_history_joins_its_segment():
     first = turn([1, 2], [3, 4], version=0)
     second = turn([1, 2, 3, 4, 9, 9], [5], version=1)
     (segment,) = episode(first, second).segments
-    assert segment.token_ids == (1, 2, 3, 4, 9, 9, 5)
-    assert segment.trained == (False, False, True, True, False, False, True)
-    assert segment.versions == (-1, -1, 0, 0, -1, -1, 1)
+    assert segment.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 5]
+    assert segment.trained.tolist() == [False, False, True, True, False, False, True]
+    assert segment.versions.tolist() == [-1, -1, 0, 0, -1, -1, 1]
 
 
 def test_a_rewritten_history_starts_a_new_segment():
@@ -48,22 +55,70 @@ def test_a_rewritten_history_starts_a_new_segment():
     rewritten = turn([1, 2, 8], [5])
     extended = turn([1, 2, 8, 5, 9], [6])
     segments = episode(first, rewritten, extended).segments
-    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 8, 5, 9, 6)]
-    assert segments[1].trained == (False, False, False, True, False, True)
-    assert segments[1].turns == (-1, -1, -1, 1, -1, 2)
+    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4], [1, 2, 8, 5, 9, 6]]
+    assert segments[1].trained.tolist() == [False, False, False, True, False, True]
+    assert segments[1].turns.tolist() == [-1, -1, -1, 1, -1, 2]
 
 
 def test_a_turn_joins_the_segment_with_the_longest_prefix_of_its_prompt():
     root, other = turn([1, 2], [3]), turn([1, 2], [7])
     deeper, late = turn([1, 2, 3, 4], [5]), turn([1, 2, 7, 8], [9])
     segments = episode(root, other, deeper, late).segments
-    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4, 5), (1, 2, 7, 8, 9)]
+    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4, 5], [1, 2, 7, 8, 9]]
 
 
 def test_a_prompt_shorter_than_the_history_starts_a_new_segment():
     segments = episode(turn([1, 2], [3, 4]), turn([1, 2, 3], [4])).segments
-    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 3, 4)]
-    assert segments[1].trained == (False, False, False, True)
+    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4], [1, 2, 3, 4]]
+    assert segments[1].trained.tolist() == [False, False, False, True]
+
+
+def test_arrays_are_made_of_any_sequence_and_nobody_writes_into_them():
+    made = turn([1, 2], [3, 4], version=7)
+    assert [made.prompt_ids.dtype, made.logprobs.dtype, made.versions.dtype] == [np.int32, np.float32, np.int32]
+    with pytest.raises(ValueError, match="read-only"):
+        made.token_ids[0] = 9
+    assert made == turn([1, 2], [3, 4], version=7) == pickle.loads(pickle.dumps(made))
+    assert made != turn([1, 2], [3, 5], version=7)
+    assert made != turn([1, 2], [3, 4], version=8)
+    with pytest.raises(TypeError, match="prompt_ids"):
+        Turn(token_ids=(1,), logprobs=(-1.0,), versions=(0,), text="")  # type: ignore[call-arg]
+
+
+def test_a_chunk_travels_whole():
+    chunk = Chunk(
+        token_ids=(1, 2), logprobs=(-0.5, math.nan), versions=(3, 4), text="x", finish="stop", top=(((1, -0.5),),)
+    )
+    assert pickle.loads(pickle.dumps(chunk)) == chunk
+    assert pickle.loads(pickle.dumps(chunk)).logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize("turns", [1, 32])
+def test_a_batch_takes_less_than_31_bytes_a_token_however_many_turns_repeat_their_history(turns: int):
+    drawn, tokens = np.random.default_rng(0), 1 << 16
+
+    def long_episode() -> Episode:
+        piece, parts = tokens // turns // 2, []
+        context = np.empty(0, np.int32)
+        for _ in range(turns):
+            prompt = np.concatenate([context, drawn.integers(0, 50_000, piece, np.int32)])
+            ids = drawn.integers(0, 50_000, piece, np.int32)
+            parts.append(turn(prompt, ids))
+            context = parts[-1].context
+        return episode(*parts)
+
+    tracemalloc.start()
+    try:
+        batch = Batch(groups=(Group(task=TASK, episodes=(long_episode(), long_episode())),), version=0)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert sum(len(segment.token_ids) for each in batch.episodes for segment in each.segments) == 2 * tokens
+    assert held < 31 * 2 * tokens
+    assert all(
+        np.shares_memory(turn.prompt_ids, each.turns[-1].prompt_ids) for each in batch.episodes for turn in each.turns
+    )
 
 
 def test_an_episode_without_turns_has_no_segments_and_no_text():

@@ -180,7 +180,7 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
                 for s, segment in enumerate(episode.segments)
             ]
             trained = sum(int(branch.mask.sum()) for branch in own)
-            unscored += sum(sum(segment.trained) for segment in episode.segments) - trained
+            unscored += episode.response_tokens - trained
             part.lengths[p * shape[1] + g] = trained
             branches += [branch for branch in own if branch.mask.any()]
         is_uniform = not bool(advantages[p].any())

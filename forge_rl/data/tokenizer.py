@@ -8,7 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from forge_rl.errors import ModelError
+from forge_rl.types import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,7 +28,7 @@ class Tokenizer:
 
         tokenizer = Tokenizer(resolve_model("Qwen/Qwen3-0.6B", cache))
         prompt = tokenizer.render([{"role": "user", "content": "What is 2+3?"}])
-        next_prompt = tokenizer.extend((*prompt, *completion), [{"role": "user", "content": "Are you sure?"}])
+        next_prompt = tokenizer.extend(turn.context, [{"role": "user", "content": "Are you sure?"}])
 
     Raises:
         ModelError: the folder holds no tokenizer, or it has no chat template.
@@ -65,8 +69,8 @@ class Tokenizer:
         return self.encode(self._text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
     def extend(
-        self, ids: Sequence[int], messages: _Messages, *, tools: _Messages | None = None, calls: _Messages = ()
-    ) -> tuple[int, ...]:
+        self, ids: TokenIds, messages: _Messages, *, tools: _Messages | None = None, calls: _Messages = ()
+    ) -> npt.NDArray[np.int32]:
         """Append new messages, such as a tool's output, to a finished turn, up to where the next completion begins.
 
         Starts with `ids` as they are: what the engine produced is never tokenised again, so turns join by exact prefix.
@@ -92,18 +96,20 @@ class Tokenizer:
         end = next((index for index, token in enumerate(delta) if token in self.stop_ids), None)
         if end is not None:
             # Up to `end` is what the template puts behind a completion; one that stopped has that already.
-            delta = delta[end + 1 :] if ids and ids[-1] in self.stop_ids else delta[end:]
-        return (*ids, *delta)
+            delta = delta[end + 1 :] if len(ids) and ids[-1] in self.stop_ids else delta[end:]
+        return np.concatenate([np.asarray(ids, np.int32), np.asarray(delta, np.int32)])
 
     def encode(self, text: str, *, add_special: bool = False) -> tuple[int, ...]:
         """Token ids of a bare text, with the model's BOS and the like only if asked for: templates write their own."""
         return tuple(self.hf(text, add_special_tokens=add_special)["input_ids"])
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    def decode(self, ids: TokenIds, skip_special: bool = True) -> str:
         """Text of token ids, by default without special tokens such as the end of a turn."""
-        return self.hf.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        return self.hf.decode(
+            np.asarray(ids).tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
 
-    def text_stream(self, prompt_ids: Sequence[int], *, skip_special: bool = True) -> TextStream:
+    def text_stream(self, prompt_ids: TokenIds, *, skip_special: bool = True) -> TextStream:
         """Decode one completion of that prompt, token by token."""
         return TextStream(self.hf, prompt_ids, skip_special)
 
@@ -209,13 +215,13 @@ class Tokenizer:
 class TextStream:
     """Text of one completion, token by token: a character that is split over tokens comes with its last one."""
 
-    def __init__(self, hf: PreTrainedTokenizerFast, prompt_ids: Sequence[int], skip_special: bool) -> None:
+    def __init__(self, hf: PreTrainedTokenizerFast, prompt_ids: TokenIds, skip_special: bool) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer = hf.backend_tokenizer
         self._fresh = lambda ids: DecodeStream(ids=ids, skip_special_tokens=skip_special)
         # Whether a word begins with a blank depends on what was there before.
-        self._stream = self._fresh(list(prompt_ids[-8:]))
+        self._stream = self._fresh(np.asarray(prompt_ids[-8:]).tolist())
 
     def add(self, token: int) -> str:
         """Return the text that a token adds, "" while a character is incomplete."""

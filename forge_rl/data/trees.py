@@ -18,7 +18,7 @@ from forge_rl.types import Segment
 class Branch:
     """One segment as the trainer needs it; arrays are [T], entry t about token t, cut after the last target."""
 
-    token_ids: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
     behaviour: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
@@ -72,16 +72,15 @@ _place = operator.attrgetter("episode", "segment")
 
 def make_branch(segment: Segment, episode: int, index: int, advantage: float) -> Branch:
     """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained."""
-    behaviour = np.array(segment.logprobs, dtype=np.float32)
-    mask = np.array(segment.trained, dtype=np.bool_) & np.isfinite(behaviour)
+    mask = segment.trained & np.isfinite(segment.logprobs)
     assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
     end = int(mask.nonzero()[0][-1]) + 1 if mask.any() else 0
     return Branch(
-        token_ids=np.array(segment.token_ids[:end], dtype=np.int64),
+        token_ids=segment.token_ids[:end],
         mask=mask[:end],
-        behaviour=np.where(mask, behaviour, np.float32(0))[:end],
-        versions=np.where(mask, np.array(segment.versions, dtype=np.int32), np.int32(-1))[:end],
-        turns=np.where(mask, np.array(segment.turns, dtype=np.int32), np.int32(-1))[:end],
+        behaviour=np.where(mask, segment.logprobs, np.float32(0))[:end],
+        versions=np.where(mask, segment.versions, np.int32(-1))[:end],
+        turns=np.where(mask, segment.turns, np.int32(-1))[:end],
         episode=episode,
         segment=index,
         advantage=advantage,
@@ -96,7 +95,7 @@ def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool)
     """
     if not share_prefixes:
         return [Tree(first_key + i, 0, (branch,)) for i, branch in enumerate(branches)]
-    branches = sorted(branches, key=lambda b: b.token_ids[: b.shareable].astype(">i8").tobytes())
+    branches = sorted(branches, key=lambda b: b.token_ids[: b.shareable].astype(">i4").tobytes())
     common = [_common_prefix(a.token_ids[: a.shareable], b.token_ids[: b.shareable]) for a, b in pairwise(branches)]
     best = [(0, 0, 0)]
     for j in range(1, len(branches) + 1):
@@ -118,7 +117,7 @@ def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool)
     return [Tree(first_key + i, prefix, run) for i, (prefix, run) in enumerate(runs)]
 
 
-def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
+def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
     """Length of the common prefix."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]

@@ -18,7 +18,7 @@ from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import Dtype
 from forge_rl.metrics import Value
-from forge_rl.types import Chunk, Sampling
+from forge_rl.types import Chunk, Sampling, TokenIds
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard, TensorBucket
 
@@ -50,8 +50,10 @@ class DecodeEngine(Protocol):
         print(chunk.text, chunk.versions)
     """
 
-    def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion, a chunk for each step; closing the generator ends the request.
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float = 0.0) -> AsyncGenerator[Chunk, None]:
+        """Decode one completion, a chunk for each step, or for the steps of so many seconds; the last one at once.
+
+        Closing the generator ends the request.
 
         Each token comes with the logprob that it was drawn with (NaN where temperature is 0: greedy completions are
         for evaluation) and with the version that produced it. The last chunk, and no other, has `finish` set.

@@ -64,7 +64,10 @@ class Env(Protocol):
 
 
 class EnvFactory(Protocol):
-    """Makes a new Env for each episode of a task. It must pickle, so that it can be called in another process."""
+    """Makes a new Env for each episode of a task. It must pickle, so that it can be called in another process.
+
+    One with the attribute `in_process = True` makes environments that only show something, and run in the controller.
+    """
 
     def __call__(self, task: Task) -> Env:
         """Return an environment that is used for one episode."""

@@ -9,6 +9,8 @@ from forge_rl.types import Task
 class SingleTurn:
     """An episode of one turn. The class is its own EnvFactory."""
 
+    in_process = True
+
     def __init__(self, task: Task) -> None:
         self._task = task
 

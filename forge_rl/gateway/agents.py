@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -17,7 +17,7 @@ from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import Session
 from forge_rl.rewards.scorer import score_again
-from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task
+from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task, TokenIds
 
 if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
@@ -41,7 +41,7 @@ class PolicyClient(Protocol):
     def used_s(self) -> Callable[[], float]:
         """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
 
-    def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Decode a completion; one at a time."""
 
 
@@ -67,16 +67,14 @@ class SessionBackend:
         finally:
             del self._clients[session.key]
 
-    def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
-    ) -> AsyncGenerator[Chunk, None]:
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None) -> AsyncGenerator[Chunk, None]:
         """Decode as Backend.stream says. Requests of one session are decoded one after the other."""
         if session is None:
             return self._outside.stream(prompt_ids, sampling, session=None)
         return self._in_turn(*self._clients[session], prompt_ids, sampling)
 
     async def _in_turn(
-        self, client: PolicyClient, turn: asyncio.Lock, prompt_ids: Sequence[int], sampling: Sampling
+        self, client: PolicyClient, turn: asyncio.Lock, prompt_ids: TokenIds, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
         async with turn, contextlib.aclosing(client.stream(prompt_ids, sampling)) as chunks:
             async for chunk in chunks:

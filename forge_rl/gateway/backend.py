@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
-from forge_rl.types import Chunk, Sampling
+from forge_rl.types import Chunk, Sampling, TokenIds
 
 if TYPE_CHECKING:
     from forge_rl.services.generator import Generator
@@ -22,9 +22,7 @@ class Backend(Protocol):
     def max_model_tokens(self) -> int:
         """Most tokens of a prompt and its completion together."""
 
-    def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
-    ) -> AsyncGenerator[Chunk, None]:
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None) -> AsyncGenerator[Chunk, None]:
         """Decode one completion; the last chunk, and no other, has a `finish`. Closing the generator ends the request.
 
         Args:
@@ -48,8 +46,6 @@ class GeneratorBackend:
     def max_model_tokens(self) -> int:
         return self._generator.config.max_model_tokens
 
-    def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
-    ) -> AsyncGenerator[Chunk, None]:
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None) -> AsyncGenerator[Chunk, None]:
         """Decode as Backend.stream and Generator.stream say."""
         return self._generator.stream(prompt_ids, sampling)

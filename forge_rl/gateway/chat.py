@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
+
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sessions import Session
+from forge_rl.types import TokenArray, TokenIds
 
 _LONG_CHARACTERS = 32_768
 """Texts from this length are tokenised beside the event loop: they would hold up everything else in it."""
@@ -70,11 +73,11 @@ class ChatMessage:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
     """Token ids that the model is shown, with what a later request needs to go on from the completion."""
 
-    token_ids: tuple[int, ...]
+    token_ids: TokenArray[np.int32] = TokenArray(np.int32)  # noqa: RUF009  a descriptor
     digest: bytes = b""
     """Digest of the tools and messages."""
     text: str | None = None
@@ -131,29 +134,32 @@ class PromptBuilder:
         recorded = (
             (count, ids)
             for count in range(len(messages), 0, -1)
-            if session and messages[count - 1].role == "assistant" and (ids := session.context(known[count]))
+            if session
+            and messages[count - 1].role == "assistant"
+            and (ids := session.context(known[count])) is not None
         )
         count, context = next(recorded, (0, ()))
         rest = messages[count:]
         shown, shown_tools = self._shown(rest, tools, whole=count == 0)
         if count == 0:
-            work = partial(self.tokenizer.render, shown, tools=shown_tools)
+            work: Callable[[], TokenIds] = partial(self.tokenizer.render, shown, tools=shown_tools)
         else:
             calls = messages[count - 1].template_calls() if self.tokenizer.shows_tools else []
             work = partial(self.tokenizer.extend, context, shown, tools=shown_tools, calls=calls)
-        ids = await self._tokenise(work, sum(len(message.content) for message in rest))
-        return Prompt(token_ids=ids, digest=known[-1])
+        token_ids = await self._tokenise(work, sum(len(message.content) for message in rest))
+        return Prompt(token_ids=token_ids, digest=known[-1])
 
     async def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
         """Make the prompt of a completion."""
         if not isinstance(prompt, str):
-            return Prompt(token_ids=tuple(prompt))
+            # Ids that no array of ours holds are refused as all others that the model does not have.
+            return Prompt(token_ids=[min(max(token, -1), 2**31 - 1) for token in prompt])
         known, context = session.longest_prefix(prompt) if session is not None else ("", ())
         rest = prompt[len(known) :]
-        added = await self._tokenise(partial(self.tokenizer.encode, rest, add_special=not context), len(rest))
-        return Prompt(token_ids=context + added, text=prompt)
+        added = await self._tokenise(partial(self.tokenizer.encode, rest, add_special=not known), len(rest))
+        return Prompt(token_ids=[*context, *added], text=prompt)
 
-    async def _tokenise(self, work: Callable[[], tuple[int, ...]], characters: int) -> tuple[int, ...]:
+    async def _tokenise(self, work: Callable[[], TokenIds], characters: int) -> TokenIds:
         """Run tokenisation, in a thread if it is long; one at a time, so that the loop keeps its core."""
         if characters < _LONG_CHARACTERS:
             return work()

@@ -89,14 +89,15 @@ class Choice:
 
     def add(self, chunk: Chunk, *, streamed: bool) -> ChoiceDelta:
         """Add decoded tokens; return what the client may see of them. Tool calls are found here only if streamed."""
-        self._ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        self._versions += chunk.versions
+        ids = chunk.token_ids.tolist()
+        self._ids += ids
+        self._logprobs += chunk.logprobs.tolist()
+        self._versions += chunk.versions.tolist()
         self.finish = chunk.finish
         tokens = self._token_logprobs(chunk)
         self.tokens += tokens
-        for place, token in enumerate(chunk.token_ids, 1):
-            ends = chunk.finish == "stop" and place == len(chunk.token_ids) and token in self._tokenizer.stop_ids
+        for place, token in enumerate(ids, 1):
+            ends = chunk.finish == "stop" and place == len(ids) and token in self._tokenizer.stop_ids
             if not ends:
                 self._text += self._stream.add(token)
         text = self._next_text()
@@ -107,7 +108,7 @@ class Choice:
             return ChoiceDelta()
         calls: tuple[CallDelta, ...] = ()
         if self._reader is not None:
-            text, found = self._reader.parse_delta(text, chunk.token_ids, finished=bool(self.finish))
+            text, found = self._reader.parse_delta(text, ids, finished=bool(self.finish))
             calls = tuple(call for call in found if call.index == 0 or self._parallel)
             for call in calls:
                 before = self._calls.get(call.index, ToolCall(id="", name="", arguments=""))
@@ -131,9 +132,9 @@ class Choice:
             text = text.partition(self.stop_text)[0]
         return Turn(
             prompt_ids=self.prompt.token_ids,
-            token_ids=tuple(self._ids),
-            logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
+            token_ids=self._ids,
+            logprobs=self._logprobs,
+            versions=self._versions,
             text=text,
             truncated=self.finish == "length",
         )
@@ -159,7 +160,7 @@ class Choice:
             return ()
         found = []
         tops = chunk.top or ((),) * len(chunk.token_ids)
-        for token, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True):
+        for token, logprob, top in zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), tops, strict=True):
             # A greedy completion has no behaviour logprob; the one to report is that of the likeliest token.
             known = logprob if math.isfinite(logprob) else dict(top).get(token, _LEAST)
             likeliest = tuple((other, max(value, _LEAST)) for other, value in top[: self._top_logprobs])

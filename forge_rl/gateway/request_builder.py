@@ -80,9 +80,9 @@ class RequestBuilder:
         found: list[Choice] = []
         size = self.tokenizer.vocab_size
         for prompt in prompts:
-            if not prompt.token_ids:
+            if not len(prompt.token_ids):
                 raise ApiError(400, "the prompt is empty", param=requested.prompt_param)
-            if not all(0 <= token < size for token in prompt.token_ids):
+            if prompt.token_ids.min() < 0 or prompt.token_ids.max() >= size:
                 raise ApiError(400, f"token ids go from 0 to {size - 1}", param=requested.prompt_param)
             sampling = self._sampling(prompt, requested, session)
             for place in range(count):
@@ -90,7 +90,7 @@ class RequestBuilder:
                     sampling = replace(sampling, seed=session.seed_for(prompt.token_ids))
                 elif requested.seed is not None:
                     sampling = replace(sampling, seed=(requested.seed + place) % (1 << 63))
-                reader = self.parser.reader(tools, prompt.token_ids) if tools else None
+                reader = self.parser.reader(tools, prompt.token_ids.tolist()) if tools else None
                 parallel, logprobs = requested.parallel_calls, requested.logprobs
                 choice = Choice(len(found), prompt, sampling, self.tokenizer, reader, parallel, logprobs)
                 found.append(choice)

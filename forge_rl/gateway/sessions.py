@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from array import array
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from forge_rl.gateway.errors import ApiError
-from forge_rl.types import Sampling, Turn
+from forge_rl.types import Sampling, TokenIds, Turn
 
 
 class Session:
@@ -37,9 +39,9 @@ class Session:
         """Error that the last request was answered with, if it was."""
         self._on_close = on_close
         self._turns: list[Turn] = []
-        self._contexts: dict[bytes, tuple[int, ...]] = {}
+        self._contexts: dict[bytes, npt.NDArray[np.int32]] = {}
         """Ids of recorded turns, prompt and completion, by the digest of their messages."""
-        self._texts: dict[str, tuple[int, ...]] = {}
+        self._texts: dict[str, npt.NDArray[np.int32]] = {}
         """Ids of recorded turns that were not of a chat, by their text."""
         self._seeds_used: Counter[int] = Counter()
 
@@ -71,11 +73,11 @@ class Session:
         if running := tuple(self.running):
             await asyncio.wait(running)
 
-    def seed_for(self, prompt_ids: tuple[int, ...]) -> int | None:
+    def seed_for(self, prompt_ids: npt.NDArray[np.int32]) -> int | None:
         """Return a new seed for each completion of a prompt, whatever order concurrent requests come in."""
         if self.sampling.seed is None:
             return None
-        prompt = zlib.crc32(array("q", prompt_ids).tobytes())
+        prompt = zlib.crc32(prompt_ids.astype(np.int64).tobytes())
         self._seeds_used[prompt] += 1
         return zlib.crc32(f"{self.sampling.seed}/{prompt}/{self._seeds_used[prompt]}".encode())
 
@@ -89,17 +91,17 @@ class Session:
         """
         self.refusal = None
         self._turns.append(turn)
-        ids = turn.prompt_ids + turn.token_ids
+        ids = turn.context
         if digest is not None:
             self._contexts[digest] = ids
         if text is not None:
             self._texts.setdefault(text, ids)
 
-    def context(self, digest: bytes) -> tuple[int, ...] | None:
+    def context(self, digest: bytes) -> npt.NDArray[np.int32] | None:
         """Return the ids of the last turn that ended with these messages."""
         return self._contexts.get(digest)
 
-    def longest_prefix(self, text: str) -> tuple[str, tuple[int, ...]]:
+    def longest_prefix(self, text: str) -> tuple[str, TokenIds]:
         """Return the longest recorded text that a prompt begins with, and its ids; both are empty if there is none."""
         known = max(filter(text.startswith, self._texts), key=len, default="")
         return known, self._texts.get(known, ())

@@ -47,8 +47,11 @@ class RunLog:
         self.display.rollback(step, self._history)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
-        """Log the values of a step, and the batch that it trained on, if samples of it shall be kept."""
-        _each((self.display, *self._sinks), lambda sink: sink.log(step, values, batch))
+        """Log the values of a step, and the batch that it trained on, if samples of it shall be kept.
+
+        What is shown has been written.
+        """
+        _each((*self._sinks, self.display), lambda sink: sink.log(step, values, batch))
 
     def episode(self, episode: Episode) -> None:
         """Keep an episode that has ended, if it may be a sample worth reading."""

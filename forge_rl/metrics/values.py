@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from forge_rl.types import Batch
 
 
@@ -103,5 +105,9 @@ def lag_histogram(batch: Batch) -> Histogram:
     versions = Counter[int]()
     for episode in batch.episodes:
         for turn in episode.turns:
-            versions.update(turn.versions)
+            if len(turn.versions):  # they come in runs
+                starts = np.flatnonzero(np.diff(turn.versions, prepend=turn.versions[0] - 1))
+                lengths = np.diff(starts, append=len(turn.versions))
+                for version, length in zip(turn.versions[starts].tolist(), lengths.tolist(), strict=True):
+                    versions[version] += length
     return Histogram({batch.version - version: versions[version] for version in sorted(versions, reverse=True)})

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,8 +12,8 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
-from forge_rl.services.completion import OpenStream, ResumableCompletion
-from forge_rl.types import Chunk, Sampling, Turn
+from forge_rl.services.completion import Decode, ResumableCompletion
+from forge_rl.types import Chunk, Sampling, TokenIds, Turn
 
 
 class Decoder(Protocol):
@@ -34,9 +33,7 @@ class Decoder(Protocol):
 
     def engines(self) -> dict[int, int]: ...
 
-    def stream_once(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
-    ) -> AsyncGenerator[Chunk, None]: ...
+    async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None: ...
 
 
 class Dispatcher:
@@ -47,12 +44,11 @@ class Dispatcher:
         self._generator = generator
         self._tokenizer = tokenizer
         self._grants: dict[InflightEpisode, asyncio.Future[None]] = {}
+        self.update_engines()
 
     def update_engines(self) -> None:
-        """Tell the scheduler which engines serve."""
-        engines = self._generator.engines()
-        if engines != self._scheduler.capacity.engines:
-            self._scheduler.capacity.set_engines(engines)
+        """Tell the scheduler which engines serve; a listener of the generator, as they may be a thousand."""
+        self._scheduler.capacity.set_engines(self._generator.engines())
 
     def grant(self) -> None:
         """Wake the episodes that have an engine now."""
@@ -61,20 +57,15 @@ class Dispatcher:
             if not granted.done():
                 granted.set_result(None)
 
-    @contextlib.asynccontextmanager
-    async def open_stream(
-        self, episode: InflightEpisode, prompt_ids: Sequence[int], sampling: Sampling
-    ) -> AsyncIterator[AsyncIterator[Chunk]]:
-        """Wait for the episode's engine and open its stream; an episode has one at a time."""
+    async def decode(self, episode: InflightEpisode, completion: ResumableCompletion) -> None:
+        """Wait for the episode's engine and decode on it; an episode has one at a time."""
         granted = self._grants[episode] = asyncio.get_running_loop().create_future()
         self._scheduler.request_decode(episode)
         self.grant()
         interrupted = False
         try:
             await granted
-            stream = self._generator.stream_once(prompt_ids, sampling, engine=episode.engine)
-            async with contextlib.aclosing(stream) as chunks:
-                yield chunks
+            await self._generator.decode(completion, engine=episode.engine)
         except ReplicaError:
             interrupted = True
             raise
@@ -86,7 +77,7 @@ class Dispatcher:
     def client(self, episode: InflightEpisode, sampling: Sampling) -> PolicyClient:
         """Return an episode's client of the policy."""
         return PolicyClient(
-            functools.partial(self.open_stream, episode),
+            functools.partial(self.decode, episode),
             episode,
             sampling,
             self._tokenizer,
@@ -102,7 +93,7 @@ class PolicyClient:
     turn = await client(prompt_ids)
     """
 
-    open_stream: OpenStream
+    decode: Decode
     episode: InflightEpisode
     sampling: Sampling
     """Sampling settings of the episode's turns."""
@@ -112,8 +103,8 @@ class PolicyClient:
     used_s: Callable[[], float]
     """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
 
-    async def __call__(self, prompt_ids: Sequence[int]) -> Turn:
-        """Decode one whole completion, as far as the context has room; raises as ResumableCompletion.stream.
+    async def __call__(self, prompt_ids: TokenIds) -> Turn:
+        """Decode one whole completion, as far as the context has room; raises as ResumableCompletion.run.
 
         Raises:
             ContextError: the context has no room for a token.
@@ -124,9 +115,9 @@ class PolicyClient:
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {self.max_model_tokens}",
                 hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
             )
-        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
-        return await ResumableCompletion(prompt_ids, sampling, self.tokenizer).run(self.open_stream)
+        sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
+        return await ResumableCompletion(prompt_ids, sampling, self.tokenizer).run(self.decode)
 
-    def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion, chunk by chunk; see ResumableCompletion.stream."""
-        return ResumableCompletion(prompt_ids, sampling, self.tokenizer).stream(self.open_stream)
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Decode one completion, token by token; see ResumableCompletion.stream."""
+        return ResumableCompletion(prompt_ids, sampling, self.tokenizer).stream(self.decode)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, DeadlineError, ReplicaError
 from forge_rl.rewards.scorer import score_again
-from forge_rl.types import Episode, Outcome, Task, Turn
+from forge_rl.types import Episode, Outcome, Task, TokenIds, Turn
 
 if TYPE_CHECKING:
     from forge_rl.services.environment import Environment
@@ -31,7 +31,7 @@ class EpisodeRunner:
     """Scores the episodes that their environment does not."""
     clock: Callable[[], float] = time.monotonic
 
-    async def __call__(self, task: Task, decode: Callable[[tuple[int, ...]], Awaitable[Turn]]) -> Episode:
+    async def __call__(self, task: Task, decode: Callable[[TokenIds], Awaitable[Turn]]) -> Episode:
         """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines.
 
         Raises:
@@ -44,7 +44,7 @@ class EpisodeRunner:
         on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
         try:
             session, observation = await self.environment.open(task)
-            prompt_ids = self.tokenizer.render(observation.messages)
+            prompt_ids: TokenIds = self.tokenizer.render(observation.messages)
             full = False
             while True:
                 on_error = None
@@ -66,7 +66,7 @@ class EpisodeRunner:
                 if full or step.done:
                     break
                 on_error = None
-                prompt_ids = self.tokenizer.extend(turns[-1].prompt_ids + turns[-1].token_ids, step.messages)
+                prompt_ids = self.tokenizer.extend(turns[-1].context, step.messages)
             if step.reward is None:
                 on_error = Outcome.JUDGE_ERROR
                 reward, problem = await score_again(self.reward, task, turns[-1].text)

@@ -151,7 +151,6 @@ class RolloutExecutor:
 
         Other failures come again where decoding is greedy.
         """
-        self._dispatcher.update_engines()
         for tries in range(1 + self.config.retries):
             episode = self._scheduler.start_evaluation(task)
             try:
@@ -262,7 +261,6 @@ class RolloutExecutor:
     def _advance(self) -> None:
         """Carry out the scheduler's decisions of now."""
         scheduler = self._scheduler
-        self._dispatcher.update_engines()
         self._set_versions()
         try:
             for episode in scheduler.pop_starts() if self._failure is None else ():

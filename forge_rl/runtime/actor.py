@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
+from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -12,7 +14,7 @@ from forge_rl.runtime.processes import process_space
 
 
 class ServiceActor(Actor):
-    """Base of every service's actor: endpoints are for `Replica.call`, plain methods for `ask`, `stream` and `route`.
+    """Base of every service's actor: endpoints are for `Replica.call`, plain methods for `ask` and `route`.
 
         class Adder(ServiceActor):
             async def add(self, a: int, b: int) -> int:
@@ -39,6 +41,23 @@ class ServiceActor(Actor):
     async def link_collect(self, wait_s: float) -> bytes:
         return await self._link_end.collect(wait_s)
 
+    @concurrent_endpoint
+    async def receive_parcel(self, data: bytes, first: bool) -> None:
+        """Take a slice of a large value; see Replica.send."""
+        if first:
+            self._parcel.clear()
+        self._parcel.append(data)
+
+    def take_parcel(self) -> Any:
+        """Return the value that Replica.send brought last."""
+        data = b"".join(self._parcel)
+        self._parcel.clear()
+        return pickle.loads(data)
+
     @functools.cached_property  # subclasses have constructors of their own
+    def _parcel(self) -> list[bytes]:
+        return []
+
+    @functools.cached_property
     def _link_end(self) -> LinkEnd:
         return LinkEnd(self)

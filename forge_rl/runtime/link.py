@@ -14,8 +14,8 @@ import itertools
 import pickle
 import traceback
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -26,6 +26,10 @@ POLL_S = 5.0
 _MOST = 256
 """Most calls or replies in a message. With thousands in flight the two ends would otherwise wait for each other in
 turn, and an event loop would do nothing else for seconds."""
+_MOST_BYTES = 4 << 20
+"""Bytes past which a message takes no other call or reply: an event loop reads so many in a few milliseconds."""
+_MOST_WAITING_BYTES = 16 << 20
+"""Bytes of replies past which the replica's methods wait until the controller has collected some."""
 
 Message: TypeAlias = tuple[int, str, bytes, bool]
 """Message to a replica: number of the call, method, its pickled arguments, whether it streams. "" as method cancels."""
@@ -33,8 +37,11 @@ Message: TypeAlias = tuple[int, str, bytes, bool]
 Reply: TypeAlias = tuple[int, int, bytes]
 """Reply of a replica: number of the call, one of the kinds below, and the pickled value or error."""
 
-_VALUE, _ITEM, _END, _ERROR = range(4)
-_DIED, _STOPPED, _LATE = range(4, 7)  # said by the controller itself, with the cause as text
+T = TypeVar("T", Message, Reply)
+
+_NONE = pickle.dumps(None)
+_VALUE, _ITEM, _ERROR = range(3)
+_DIED, _STOPPED, _LATE = range(3, 6)  # said by the controller itself, with the cause as text
 
 
 class Link:
@@ -71,28 +78,21 @@ class Link:
         """True while the replica owes replies to polls."""
         return self._task is not None and self._broken is None
 
-    async def ask(self, method: str, args: tuple[object, ...], deadline_s: float) -> Any:
+    async def ask(
+        self,
+        method: str,
+        args: tuple[object, ...],
+        deadline_s: float,
+        on_item: Callable[[Any], object] | None = None,
+    ) -> Any:
         """Await a method of the actor; see Replica.ask."""
-        call = _Call(next(self._numbers), deadline_s)
-        self._send(call, method, args)
+        call = _Call(next(self._numbers), method, deadline_s, on_item)
+        self._send(call, args)
         try:
             kind, payload = await call.reply
         finally:
             self._end(call)
         return self._value(method, kind, payload)
-
-    async def stream(self, method: str, args: tuple[object, ...], deadline_s: float) -> AsyncGenerator[Any, None]:
-        """Iterate over an async generator of the actor; see Replica.stream."""
-        call = _Stream(next(self._numbers), deadline_s)
-        self._send(call, method, args)
-        try:
-            while True:
-                kind, payload = await call.next()
-                if kind == _END:
-                    return
-                yield self._value(method, kind, payload)
-        finally:
-            self._end(call)
 
     def fail(self, cause: str, *, died: bool) -> None:
         """End all calls in flight, and all later ones: with ReplicaError if the replica died, else ServiceError."""
@@ -112,7 +112,8 @@ class Link:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def _send(self, call: _Call, method: str, args: tuple[object, ...]) -> None:
+    def _send(self, call: _Call, args: tuple[object, ...]) -> None:
+        method = call.method
         if self._broken is not None:
             self._value(method, *self._broken)  # raises
         try:
@@ -121,7 +122,7 @@ class Link:
             raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
         self._calls[call.number] = call
         self._deadlines.add(call)
-        self._put((call.number, method, payload, call.streams))
+        self._put((call.number, method, payload, call.on_item is not None))
 
     def _put(self, message: Message) -> None:
         self._outbox.append(message)
@@ -159,7 +160,7 @@ class Link:
     async def _post(self) -> None:
         while True:
             await self._waiting.wait()
-            messages = [self._outbox.popleft() for _ in range(min(_MOST, len(self._outbox)))]
+            messages = _pop_message(self._outbox)
             if not self._outbox:
                 self._waiting.clear()
             await self._actor.link_post.call_one(pickle.dumps(messages))
@@ -170,24 +171,34 @@ class Link:
             self.silent_polls = 0
             for number, kind, payload in replies:
                 call = self._calls.get(number) if kind == _ITEM else self._calls.pop(number, None)
-                if call is None:  # it was given up meanwhile
+                if call is None or call.reply.done():  # it was given up meanwhile
                     continue
-                if kind == _ITEM:
-                    self._deadlines.discard(call)
-                    self._deadlines.add(call)
-                call.put((kind, payload))
+                if kind != _ITEM:
+                    call.put((kind, payload))
+                    continue
+                self._deadlines.discard(call)
+                self._deadlines.add(call)
+                assert call.on_item is not None, "a plain method gives no items"
+                try:
+                    if call.on_item(self._value(call.method, kind, payload)) is True:
+                        call.put((_VALUE, _NONE))
+                except Exception as error:  # the caller's, who gets it, unless it has broken this link
+                    if not call.reply.done():
+                        call.reply.set_exception(error)
 
 
 class _Call:
     """Call in flight, with its reply."""
 
-    __slots__ = ("deadline_s", "number", "reply")
+    __slots__ = ("deadline_s", "method", "number", "on_item", "reply")
 
-    streams = False
-
-    def __init__(self, number: int, deadline_s: float) -> None:
+    def __init__(
+        self, number: int, method: str, deadline_s: float, on_item: Callable[[Any], object] | None = None
+    ) -> None:
         self.number = number
+        self.method = method
         self.deadline_s = deadline_s
+        self.on_item = on_item
         self.reply: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
 
     def put(self, reply: tuple[int, bytes]) -> None:
@@ -195,29 +206,7 @@ class _Call:
             self.reply.set_result(reply)
 
     def be_late(self) -> None:
-        self.put((_LATE, f"no {'item' if self.streams else 'answer'} within {self.deadline_s:g} s".encode()))
-
-
-class _Stream(_Call):
-    """Stream in flight, with the replies that were not consumed yet."""
-
-    __slots__ = ("_replies",)
-
-    streams = True
-
-    def __init__(self, number: int, deadline_s: float) -> None:
-        super().__init__(number, deadline_s)
-        self._replies: deque[tuple[int, bytes]] = deque()
-
-    def put(self, reply: tuple[int, bytes]) -> None:
-        self._replies.append(reply)
-        super().put(reply)
-
-    async def next(self) -> tuple[int, bytes]:
-        if not self._replies:
-            self.reply = asyncio.get_running_loop().create_future()
-            await self.reply
-        return self._replies.popleft()
+        self.put((_LATE, f"no {'answer' if self.on_item is None else 'item'} within {self.deadline_s:g} s".encode()))
 
 
 class Deadlines:
@@ -271,8 +260,10 @@ class LinkEnd:
     def __init__(self, actor: object) -> None:
         self._actor = actor
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._replies: list[Reply] = []
+        self._replies: deque[Reply] = deque()
+        self._waiting_bytes = 0
         self._ready = asyncio.Event()
+        self._room = asyncio.Event()
 
     def post(self, messages: bytes) -> None:
         """Start methods that are called and cancel those that are given up."""
@@ -291,12 +282,19 @@ class LinkEnd:
                 async with asyncio.timeout(wait_s):
                     await self._ready.wait()
             await asyncio.sleep(0)  # others of the same post end in the same turn of the loop
-        replies, self._replies = self._replies[:_MOST], self._replies[_MOST:]
+        replies = _pop_message(self._replies)
+        self._waiting_bytes -= sum(len(payload) for _, _, payload in replies)
+        self._room.set()
         if not self._replies:
             self._ready.clear()
         return pickle.dumps(replies)
 
-    def _put(self, number: int, kind: int, payload: bytes) -> None:
+    async def _put(self, number: int, kind: int, payload: bytes) -> None:
+        """Queue a reply; waits first while too many bytes wait already."""
+        while self._waiting_bytes > _MOST_WAITING_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        self._waiting_bytes += len(payload)
         self._replies.append((number, kind, payload))
         self._ready.set()
 
@@ -306,15 +304,25 @@ class LinkEnd:
             if streams:
                 async with contextlib.aclosing(result) as items:
                     async for item in items:
-                        self._put(number, _ITEM, _dumps(item))
-                self._put(number, _END, b"")
+                        await self._put(number, _ITEM, _dumps(item))
+                await self._put(number, _VALUE, _NONE)
             else:
-                self._put(number, _VALUE, _dumps(await result))
+                await self._put(number, _VALUE, _dumps(await result))
         except BaseException as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the controller gave it up
-            self._put(number, _ERROR, _pack(error))
+            await self._put(number, _ERROR, _pack(error))
+
+
+def _pop_message(queue: deque[T]) -> list[T]:
+    """Take the calls or replies of one message."""
+    taken: list[T] = []
+    size = 0
+    while queue and len(taken) < _MOST and size < _MOST_BYTES:
+        taken.append(queue.popleft())
+        size += len(taken[-1][2])
+    return taken
 
 
 def _dumps(value: object) -> bytes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
-from collections.abc import AsyncGenerator, Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ _SILENT_POLLS = 60
 """Number of looks, over 30 s, during which a link may leave its poll unanswered. Looks are counted, not seconds: when
 this process itself was stopped, nobody is late."""
 _LOOKS_A_SECOND = 2
+_SLICE_BYTES = 4 << 20
+"""Bytes of a message by which a large value travels."""
 _MOST_PROCESSES = 64
 """Number of a replica's processes that are looked at."""
 
@@ -114,8 +116,10 @@ class Replica:
         self.death.set_result(cause)
         self.link.fail(cause, died=True)
 
-    async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None) -> Any:
+    async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None, name: str = "") -> Any:
         """Call an endpoint of one process: its only one, or the given rank. For control; `ask` is cheaper.
+
+        Errors and traces call it `name`, by default that of the method.
 
         Raises:
             ForgeError: the actor raised it.
@@ -123,11 +127,12 @@ class Replica:
             ReplicaError: the replica died or hung.
             ServiceError: the actor raised something else; see the replica's log.
         """
+        name = name or method
         actor = self.actor if rank is None else self.actor.slice(ranks=rank)
         if not self.alive:
-            raise self._error(ReplicaError, method, self.death.result())
+            raise self._error(ReplicaError, name, self.death.result())
         try:
-            key, began = self._begin(method), self.clock()
+            key, began = self._begin(name), self.clock()
             answer = asyncio.ensure_future(_call_one(actor, method, args))
             try:
                 done, _ = await asyncio.wait(
@@ -137,22 +142,22 @@ class Replica:
                 answer.cancel()
                 self._end(key)
                 if not rank:  # of calls to all ranks side by side, the first is traced
-                    self._trace(method, began, self.clock(), True)
+                    self._trace(name, began, self.clock(), True)
             if answer in done:
                 return answer.result()
             if self.death in done:
-                raise self._error(ReplicaError, method, self.death.result())
-            raise self._error(DeadlineError, method, f"no answer within {deadline_s:g} s")
+                raise self._error(ReplicaError, name, self.death.result())
+            raise self._error(DeadlineError, name, f"no answer within {deadline_s:g} s")
         except ForgeError:
             raise
         except SupervisionError as error:
             self.on_lost(self, str(error))
-            raise self._error(ReplicaError, method, self.death.result()) from error
+            raise self._error(ReplicaError, name, self.death.result()) from error
         except Exception as error:
             raised = getattr(error, "exception", error)  # Monarch wraps what an endpoint raises
             if isinstance(raised, ForgeError):
                 raise raised from error
-            raise self._error(ServiceError, method, f"{type(raised).__name__}: {raised}") from error
+            raise self._error(ServiceError, name, f"{type(raised).__name__}: {raised}") from error
 
     async def call_ranks(
         self, method: str, args_of_rank: Callable[[int], Sequence[object]], *, deadline_s: float
@@ -171,35 +176,40 @@ class Replica:
             ]
         return [call.result() for call in calls]
 
-    async def ask(self, method: str, *args: object, deadline_s: float) -> Any:
+    async def send(self, value: object, *, for_call: str, deadline_s: float, rank: int | None = None) -> None:
+        """Bring a large value to one process, for the call that follows: `ServiceActor.take_parcel` returns it there.
+
+        Errors name that call.
+
+        It is pickled in a thread and travels in slices, so that this event loop is not held up.
+
+        Raises:
+            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`, whose deadline is for each slice.
+        """
+        parts = _Parts()
+        await asyncio.to_thread(pickle.Pickler(parts, pickle.HIGHEST_PROTOCOL).dump, value)
+        for number, data in enumerate(parts.slices()):
+            first = number == 0
+            await self.call("receive_parcel", data, first, deadline_s=deadline_s, rank=rank, name=for_call)
+
+    async def ask(
+        self, method: str, *args: object, deadline_s: float, on_item: Callable[[Any], object] | None = None
+    ) -> Any:
         """Await a method of the actor over the link; of rank 0, if there are several.
 
         If this is cancelled, so is the method.
+
+        Args:
+            on_item: makes this a stream: the method is an async generator, and this is called with each of its items.
+                It ends the stream by returning True. What it raises is raised here. The deadline is then for each
+                item, counted from the one before it.
 
         Raises:
             ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
         """
         key = self._begin(method)  # no `with`: that costs as much as all else here
         try:
-            return await self.link.ask(method, args, deadline_s)
-        finally:
-            self.answered |= self.alive
-            self._end(key)
-
-    async def stream(self, method: str, *args: object, deadline_s: float) -> AsyncGenerator[Any, None]:
-        """Iterate over an async generator of the actor, over the link; items before an error are yielded first.
-
-        `aclose` it when you leave early: that ends the generator in the replica, which does not wait for its consumer.
-        The deadline is for each item, counted from the one before it, or from when the first is asked for.
-
-        Raises:
-            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
-        """
-        key = self._begin(method)
-        try:
-            async with contextlib.aclosing(self.link.stream(method, args, deadline_s)) as items:
-                async for item in items:
-                    yield item
+            return await self.link.ask(method, args, deadline_s, on_item)
         finally:
             self.answered |= self.alive
             self._end(key)
@@ -243,6 +253,28 @@ class Replica:
 
     def _error(self, kind: type[ServiceError], method: str, message: str) -> ServiceError:
         return kind(message, service=self.service, replica=self.index, call=method, hint=f"see {self.log}")
+
+
+class _Parts:
+    """File that keeps what is written in parts: one large buffer would be copied again and again as it grows."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._parts.append(bytes(data))
+        return len(self._parts[-1])
+
+    def slices(self) -> Iterator[bytes]:
+        """Yield what was written, about _SLICE_BYTES at a time."""
+        held, size = list[bytes](), 0
+        for part in self._parts:
+            held.append(part)
+            size += len(part)
+            if size >= _SLICE_BYTES:
+                yield b"".join(held)
+                held, size = [], 0
+        yield b"".join(held)
 
 
 async def _call_one(actor: Any, method: str, args: Sequence[object]) -> Any:

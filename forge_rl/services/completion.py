@@ -2,106 +2,135 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import functools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from forge_rl.data.tokenizer import TextStream, Tokenizer
 from forge_rl.errors import ReplicaError
-from forge_rl.types import Chunk, Sampling, Turn
+from forge_rl.types import Chunk, Sampling, TokenIds, Turn
 
+GATHER_S = 0.05
+"""Seconds for which an engine gathers tokens before it sends them, where nobody reads them as they come."""
 _MOST_FAILURES = 3
 """Engines that may die in a row without a token: a completion that kills them must not kill them all."""
 _ROUNDING = 1e-4
 """Tolerance by which a logprob may exceed 0."""
-
-OpenStream: TypeAlias = Callable[[tuple[int, ...], Sampling], AbstractAsyncContextManager[AsyncIterator[Chunk]]]
-"""Opens the stream of one engine for a prompt; leaving the context ends the request."""
 
 
 class ResumableCompletion:
     """Decodes one completion. When an engine dies, another one is shown all tokens so far and decodes the rest.
 
     completion = ResumableCompletion(prompt_ids, Sampling(max_tokens=64), tokenizer)
-    turn = await completion.run(open_stream)
+    turn = await completion.run(generator.decode)
     """
 
-    def __init__(self, prompt_ids: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> None:
-        self.prompt_ids = tuple(prompt_ids)
-        self.token_ids: list[int] = []
+    def __init__(self, prompt_ids: TokenIds, sampling: Sampling, tokenizer: Tokenizer) -> None:
+        self.prompt_ids: npt.NDArray[np.int32] = np.asarray(prompt_ids, np.int32)
+        self.tokens = 0
+        """Number of tokens so far."""
         self.text = ""
         """Text handed out so far."""
         self.finish = ""
-        self._sampling = sampling
+        self.on_chunk: Callable[[Chunk], object] = self.add
+        """Takes an engine's next chunk; returns True if the engine must stop."""
+        self.check: Callable[[Chunk | None], None] | None = None
+        """Raises a ReplicaError if an engine's chunk is invalid; None tells that its chunks ended without a finish."""
+        self.gather_s = GATHER_S
+        """Seconds for which engines gather tokens before they send them."""
+        self.sampling = sampling
         self._tokenizer = tokenizer
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._chunks: list[Chunk] = []
+        """Chunks so far, as they are in the whole completion."""
         self._decoder: TextStream | None = None
         self._failures = self._resumed_at = 0
         self._known = ""
         """Text of all tokens, once a second engine decodes."""
 
     @property
-    def shown(self) -> tuple[int, ...]:
+    def shown(self) -> npt.NDArray[np.int32]:
         """Prompt of the next engine: the completion's own, and all tokens so far."""
-        return self.prompt_ids + tuple(self.token_ids)
+        if not self._chunks:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, *(chunk.token_ids for chunk in self._chunks)])
 
     @property
     def rest(self) -> Sampling:
         """Settings for the tokens that are missing."""
-        done = len(self.token_ids)
+        done = self.tokens
         if not done:
-            return self._sampling
-        seed = self._sampling.seed
+            return self.sampling
+        seed = self.sampling.seed
         return replace(
-            self._sampling,
-            max_tokens=self._sampling.max_tokens - done,
+            self.sampling,
+            max_tokens=self.sampling.max_tokens - done,
             # Not the same random numbers again.
             seed=None if seed is None else (seed + 1_000_003 * done) % 2**63,
             # A stop text may have begun in the tokens that this engine has only as its prompt.
             stop=(),
         )
 
-    async def stream(self, open_stream: OpenStream) -> AsyncGenerator[Chunk, None]:
-        """Decode it, engine after engine; the last chunk, and no other, has a `finish`.
+    async def run(self, decode: Decode) -> Turn:
+        """Decode it to its end, engine after engine.
 
         Raises:
             ReplicaError: several engines in a row died without a token.
         """
-        while True:
+        while not self.finish:
             try:
-                async with open_stream(self.shown, self.rest) as chunks:
-                    async for chunk in chunks:
-                        yield self.add(chunk)
-                        if self.finish:
-                            return
+                await decode(self)
+                self._check_end()
             except ReplicaError as error:
                 self.fail_over(error)
-
-    async def run(self, open_stream: OpenStream) -> Turn:
-        """Decode it to its end; raises as `stream` does."""
-        async with contextlib.aclosing(self.stream(open_stream)) as chunks:
-            async for _ in chunks:
-                pass
         return self.turn()
 
-    def add(self, chunk: Chunk) -> Chunk:
-        """Append an engine's next chunk; returns it as it is in the whole completion.
+    async def stream(self, decode: Decode) -> AsyncGenerator[Chunk, None]:
+        """Decode it as `run` does, and yield each token as it comes; the last chunk, and no other, has a `finish`."""
+        self.gather_s = 0.0
+        while not self.finish:
+            came: asyncio.Queue[Chunk | None] = asyncio.Queue()
+            self.on_chunk = came.put_nowait
+            decoding = asyncio.ensure_future(decode(self))
+            decoding.add_done_callback(functools.partial(_put_end, came))
+            try:
+                while (chunk := await came.get()) is not None:
+                    self.add(chunk)
+                    yield self._chunks[-1]
+                    if self.finish:
+                        return
+                await decoding
+                self._check_end()
+            except ReplicaError as error:
+                self.fail_over(error)
+            finally:
+                decoding.cancel()
+                await asyncio.wait([decoding])
+
+    def add(self, chunk: Chunk) -> bool:
+        """Append an engine's next chunk; returns True if it ended the completion, and the engine does not know.
 
         An engine that resumes for another does not see a character or a stop text that began before it: text and end
         are then found here, and tokens after the end are cut off.
+
+        Raises:
+            ReplicaError: the chunk is invalid.
         """
+        if self.check is not None:
+            self.check(chunk)
+        ended = chunk.finish
         if self._decoder is not None:
             chunk = self._decoded(self._decoder, chunk)
-        self.token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        self._versions += chunk.versions
+        self._chunks.append(chunk)
+        self.tokens += len(chunk.token_ids)
         self.text += chunk.text
         self.finish = chunk.finish
-        return chunk
+        return self.finish != ended
 
     def fail_over(self, error: ReplicaError) -> None:
         """Prepare for the next engine, as this one died.
@@ -109,31 +138,43 @@ class ResumableCompletion:
         Raises:
             ReplicaError: `error`, if several engines in a row died without a token.
         """
-        self._failures = 1 if len(self.token_ids) > self._resumed_at else self._failures + 1
-        self._resumed_at = len(self.token_ids)
+        self._failures = 1 if self.tokens > self._resumed_at else self._failures + 1
+        self._resumed_at = self.tokens
         if self._failures == _MOST_FAILURES:
             raise error
-        if self._decoder is None and self.token_ids:
+        if self._decoder is None and self.tokens:
             self._decoder = self._tokenizer.text_stream(self.prompt_ids)
-            self._known = "".join(self._decoder.add(token) for token in self.token_ids)
+            known = self.shown[len(self.prompt_ids) :].tolist()
+            self._known = "".join(self._decoder.add(token) for token in known)
 
     def turn(self) -> Turn:
         """Return the whole completion, once it has ended."""
+        chunks = self._chunks
+        if len(chunks) == 1:
+            ids, logprobs, versions = chunks[0].token_ids, chunks[0].logprobs, chunks[0].versions
+        else:
+            ids = np.concatenate([chunk.token_ids for chunk in chunks])
+            logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+            versions = np.concatenate([chunk.versions for chunk in chunks])
         return Turn(
             prompt_ids=self.prompt_ids,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
+            token_ids=ids,
+            logprobs=logprobs,
+            versions=versions,
             text=self.text,
             truncated=self.finish == "length",
         )
 
+    def _check_end(self) -> None:
+        if not self.finish and self.check is not None:
+            self.check(None)
+
     def _decoded(self, decoder: TextStream, chunk: Chunk) -> Chunk:
-        held_back = max(map(len, self._sampling.stop), default=1) - 1
-        for count, token in enumerate(chunk.token_ids, start=1):
+        held_back = max(map(len, self.sampling.stop), default=1) - 1
+        for count, token in enumerate(chunk.token_ids.tolist(), start=1):
             searched = max(0, len(self._known) - held_back)
             self._known += decoder.add(token)
-            found = [at for stop in self._sampling.stop if (at := self._known.find(stop, searched)) >= 0]
+            found = [at for stop in self.sampling.stop if (at := self._known.find(stop, searched)) >= 0]
             if found:
                 self._known = self._known[: min(found)]
                 chunk = replace(
@@ -149,6 +190,10 @@ class ResumableCompletion:
         return replace(chunk, text=self._known[len(self.text) : max(end, len(self.text))])
 
 
+def _put_end(queue: asyncio.Queue[Chunk | None], _: asyncio.Future[None]) -> None:
+    queue.put_nowait(None)
+
+
 def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size: int, versions: Collection[int]) -> str:
     """Check what an engine sent; returns why it is invalid, or "" if it is valid.
 
@@ -156,25 +201,27 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
     """
     if not isinstance(chunk, Chunk):
         return f"a chunk is of type {type(chunk).__name__}"
-    try:
-        count = len(chunk.token_ids)
-        if len(chunk.logprobs) != count or len(chunk.versions) != count:
-            return f"{count} tokens have {len(chunk.logprobs)} logprobs and {len(chunk.versions)} versions"
-        if sampling.top_logprobs and len(chunk.top) != count:
-            return f"{count} tokens have alternatives for {len(chunk.top)}"
-        if drawn + count > sampling.max_tokens:
-            return f"{drawn + count} tokens came, and {sampling.max_tokens} were requested"
-        for token in chunk.token_ids:
-            if not 0 <= token < vocab_size:
-                return f"token {token} is not one of {vocab_size}"
-        for logprob in chunk.logprobs if sampling.temperature > 0 else ():
-            if not -math.inf < logprob <= _ROUNDING:
-                return f"a logprob is {logprob}"
-    except TypeError as error:
-        return f"a chunk holds values of a wrong type: {error}"
-    for version in chunk.versions:
+    count = len(chunk.token_ids)
+    if len(chunk.logprobs) != count or len(chunk.versions) != count:
+        return f"{count} tokens have {len(chunk.logprobs)} logprobs and {len(chunk.versions)} versions"
+    if sampling.top_logprobs and len(chunk.top) != count:
+        return f"{count} tokens have alternatives for {len(chunk.top)}"
+    if drawn + count > sampling.max_tokens:
+        return f"{drawn + count} tokens came, and {sampling.max_tokens} were requested"
+    for token in (chunk.token_ids.min(), chunk.token_ids.max()) if count else ():
+        if not 0 <= token < vocab_size:
+            return f"token {token} is not one of {vocab_size}"
+    if sampling.temperature > 0:
+        wrong = ~((chunk.logprobs > -math.inf) & (chunk.logprobs <= _ROUNDING))
+        if wrong.any():
+            return f"a logprob is {chunk.logprobs[wrong][0]:g}"
+    for version in set(chunk.versions.tolist()):
         if version not in versions:
             return f"a token is of version {version}, where the engine serves {' or '.join(map(str, versions))}"
     if not isinstance(chunk.text, str) or chunk.finish not in ("", "stop", "length"):
         return f"a chunk has the finish {chunk.finish!r} and the text {chunk.text!r}"
     return ""
+
+
+Decode: TypeAlias = Callable[[ResumableCompletion], Awaitable[None]]
+"""Decodes the rest of a completion on one engine, and gives its `on_chunk` each chunk."""

@@ -23,7 +23,7 @@ EnvFactory = Callable[[Task], Env]
 
 
 class Environment:
-    """Typed handle of the Environment service.
+    """Typed handle of the Environment service. It has no processes where the factory says `in_process`.
 
     session, observation = await environment.open(task)
     step = await session.step("the answer is 5")
@@ -44,9 +44,10 @@ class Environment:
         def __post_init__(self) -> None:
             check_flags(self, "--environment.", least={"replicas": 1}, above={"deadline_s": 0})
 
-    def __init__(self, config: Config, service: Service) -> None:
+    def __init__(self, config: Config, service: Service | None, factory: EnvFactory) -> None:
         self._config = config
         self._service = service
+        self._factory = factory
         self._opened = 0
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that close abandoned sessions."""
@@ -56,6 +57,8 @@ class Environment:
         cls, config: Config, cluster: Cluster, faults: Faults, *, factory: EnvFactory, deadline_s: float
     ) -> Environment:
         """Spawn the service with a factory of environments."""
+        if getattr(factory, "in_process", False):
+            return cls(config, None, factory)
         # An environment's processes may run what a model wrote, which may stop itself: no reason to end the replica.
         service = Service("environment", cluster, faults, descendants=False)
 
@@ -65,9 +68,9 @@ class Environment:
             await service.watch(replica, deadline_s=deadline_s)
 
         await service.start(config.replicas, start_one, config.restart)
-        return cls(config, service)
+        return cls(config, service, factory)
 
-    async def open(self, task: Task) -> tuple[EnvSession, Observation]:
+    async def open(self, task: Task) -> tuple[EnvSession | LocalSession, Observation]:
         """Open a session and reset its environment; if its replica dies meanwhile, on another one.
 
         Raises:
@@ -75,6 +78,10 @@ class Environment:
             ReplicaError: several replicas died of it, one after another.
             ServiceError: the environment raised something; or no replica is left.
         """
+        if self._service is None:
+            self._opened += 1
+            local = LocalSession(self._factory(task))
+            return local, await local.env.reset()
         return await self._service.try_on(lambda replica: self._open(replica, task))
 
     async def _open(self, replica: Replica, task: Task) -> tuple[EnvSession, Observation]:
@@ -84,12 +91,14 @@ class Environment:
 
     async def stop(self) -> None:
         """End the service."""
-        await self._service.stop()
+        if self._service is not None:
+            await self._service.stop()
         if self._closing:
             await asyncio.wait(self._closing)
 
     def __repr__(self) -> str:
-        return f"Environment  {len(self._service.replicas)} replica(s)  {self._opened} sessions opened"
+        where = "in process" if self._service is None else f"{len(self._service.replicas)} replica(s)"
+        return f"Environment  {where}  {self._opened} sessions opened"
 
 
 class EnvSession:
@@ -154,6 +163,23 @@ class EnvSession:
         self._replica.held -= 1
 
 
+@dataclass(frozen=True)
+class LocalSession:
+    """An environment in this process, which only shows something: it has nothing to close."""
+
+    env: Env
+
+    async def step(self, answer: str, *, truncated: bool = False) -> Step:
+        """Respond to one turn of the model, which was cut by a token limit if `truncated`."""
+        return await _step(self.env, answer, truncated)
+
+    async def close(self) -> None:
+        """Close an environment that is not done."""
+
+    def abandon(self) -> None:
+        """Close the environment."""
+
+
 class EnvironmentActor(ServiceActor):
     """One process of environments."""
 
@@ -166,8 +192,7 @@ class EnvironmentActor(ServiceActor):
         return await env.reset()
 
     async def step(self, key: int, answer: str, truncated: bool) -> Step:
-        env = self._envs[key]
-        step = await (env.step(answer, truncated=truncated) if _takes_truncated(type(env)) else env.step(answer))
+        step = await _step(self._envs[key], answer, truncated)
         if step.done:
             await self.close(key)
         return step
@@ -176,6 +201,10 @@ class EnvironmentActor(ServiceActor):
         close = getattr(self._envs.pop(key, None), "close", None)
         if close is not None and inspect.isawaitable(closed := close()):
             await closed
+
+
+async def _step(env: Env, answer: str, truncated: bool) -> Step:
+    return await (env.step(answer, truncated=truncated) if _takes_truncated(type(env)) else env.step(answer))
 
 
 @functools.cache

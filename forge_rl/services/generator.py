@@ -28,11 +28,11 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
-from forge_rl.services.completion import OpenStream, ResumableCompletion, validate_chunk
+from forge_rl.services.completion import Decode, ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.types import Chunk, Message, Sampling, Turn
+from forge_rl.types import Chunk, Message, Sampling, TokenIds, Turn
 from forge_rl.weights.manifest import LoadReport
 
 Lend = Callable[[], AbstractAsyncContextManager[object]]
@@ -154,16 +154,12 @@ class Generator:
         """Return the engines that serve now: by index, the most requests that each decodes at a time."""
         return {replica.index: self.config.max_requests for replica in self._service.replicas if replica.serving}
 
-    async def stream_once(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        """Decode on one engine, chunk by chunk; the last chunk, and no other, has a `finish`.
+    async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
+        """Decode the rest of a completion on one engine, which gives it each chunk.
 
-        `aclose` it when you leave early: that ends the request.
+        If this is cancelled, so is the request.
 
         Args:
-            prompt_ids: the whole prompt.
-            sampling: by default that of training episodes.
             engine: index of the engine; by default the one with the fewest requests in flight.
 
         Raises:
@@ -173,27 +169,34 @@ class Generator:
             DeadlineError: nothing came for config.request_deadline_s.
             ServiceError: no engine is left.
         """
-        chosen = sampling or self.sampling
-        self._check(prompt_ids, chosen)
+        prompt_ids, sampling = completion.shown, completion.rest
+        self._check(prompt_ids, sampling)
         replica = await self._choose(engine)
-        first, drawn = self._pool.current, 0
-        stream = replica.stream("stream", tuple(prompt_ids), chosen, deadline_s=self.config.request_deadline_s)
+        first = self._pool.current
+
+        def check(chunk: Chunk | None) -> None:
+            problem = "its stream ended without a finish"
+            if chunk is not None:
+                problem = validate_chunk(
+                    chunk,
+                    completion.sampling,
+                    drawn=completion.tokens,
+                    vocab_size=self._tokenizer.vocab_size,
+                    versions=self._pool.versions[first:],
+                )
+            if problem:
+                raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+
+        completion.check = check
         try:
-            async with contextlib.aclosing(stream) as chunks:
-                async for chunk in chunks:
-                    if problem := validate_chunk(
-                        chunk,
-                        chosen,
-                        drawn=drawn,
-                        vocab_size=self._tokenizer.vocab_size,
-                        versions=self._pool.versions[first:],
-                    ):
-                        raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
-                    drawn += len(chunk.token_ids)
-                    yield chunk
-                    if chunk.finish:
-                        return
-            raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
+            await replica.ask(
+                "stream",
+                prompt_ids,
+                sampling,
+                completion.gather_s,
+                deadline_s=self.config.request_deadline_s,
+                on_item=completion.on_chunk,
+            )
         except (ReplicaError, DeadlineError):
             raise
         except ServiceError as error:  # the engine raised what is not meant for the caller
@@ -202,21 +205,29 @@ class Generator:
             raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
 
     def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+        self, prompt_ids: TokenIds, sampling: Sampling | None = None, *, engine: int | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Decode as `stream_once`, but when the engine dies, another one resumes from the tokens so far.
+        """Decode one completion, token by token; the last chunk, and no other, has a `finish`.
+
+        When an engine dies, another one resumes from the tokens so far. `aclose` it when you leave early: that ends the
+        request.
+
+        Args:
+            prompt_ids: the whole prompt.
+            sampling: by default that of training episodes.
+            engine: index of the first engine; by default the one with the fewest requests in flight.
 
         Raises:
             ReplicaError: several engines in a row failed without a token.
-            WeightsError, ConfigError, DeadlineError, ServiceError: as `stream_once`.
+            WeightsError, ConfigError, DeadlineError, ServiceError: as `decode`.
         """
-        return self._completion(prompt_ids, sampling).stream(self._opener(engine))
+        return self._completion(prompt_ids, sampling).stream(self._decoder(engine))
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+        self, prompt_ids: TokenIds, sampling: Sampling | None = None, *, engine: int | None = None
     ) -> Turn:
         """Decode one whole completion; arguments and errors as those of `stream`."""
-        return await self._completion(prompt_ids, sampling).run(self._opener(engine))
+        return await self._completion(prompt_ids, sampling).run(self._decoder(engine))
 
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
@@ -306,15 +317,13 @@ class Generator:
                     await replica.call("close", deadline_s=5.0)
         await self._service.stop()
 
-    def _completion(self, prompt_ids: Sequence[int], sampling: Sampling | None) -> ResumableCompletion:
+    def _completion(self, prompt_ids: TokenIds, sampling: Sampling | None) -> ResumableCompletion:
         return ResumableCompletion(prompt_ids, sampling or self.sampling, self._tokenizer)
 
-    def _opener(self, engine: int | None) -> OpenStream:
-        """Open streams on the given engine first, then on the least loaded one."""
+    def _decoder(self, engine: int | None) -> Decode:
+        """Decode on the given engine first, then on the least loaded one."""
         engines = iter((engine,))
-        return lambda prompt_ids, sampling: contextlib.aclosing(
-            self.stream_once(prompt_ids, sampling, engine=next(engines, None))
-        )
+        return lambda completion: self.decode(completion, engine=next(engines, None))
 
     async def _choose(self, engine: int | None) -> Replica:
         if engine is None:
@@ -324,8 +333,8 @@ class Generator:
                 return replica
         raise ReplicaError("it does not serve", service=self._service.name, replica=engine)
 
-    def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
-        """Raise, as `stream_once` does, if the request cannot be served."""
+    def _check(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
+        """Raise, as `decode` does, if the request cannot be served."""
         if self.version is None:
             raise WeightsError(f"the engines hold no weights: {self._pool.refusal}", hint="load a version first")
         if len(prompt_ids) + sampling.max_tokens > self.config.max_model_tokens:

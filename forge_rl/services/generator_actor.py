@@ -11,7 +11,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.engines.factory import start_decode_engine
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.types import Chunk, Sampling
+from forge_rl.types import Chunk, Sampling, TokenIds
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.transports.protocol import Transport
 
@@ -35,8 +35,8 @@ class GeneratorActor(ServiceActor):
         if self._engine is not None:
             self._engine.close()
 
-    def stream(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        return self.engine.stream(prompt_ids, sampling)
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling, gather_s: float) -> AsyncGenerator[Chunk, None]:
+        return self.engine.stream(prompt_ids, sampling, gather_s=gather_s)
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, transport: Transport) -> LoadReport:

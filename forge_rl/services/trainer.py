@@ -19,6 +19,7 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
+from forge_rl.runtime.tasks import task_group
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import TensorSpec
@@ -247,12 +248,16 @@ class Trainer:
             return {"updates": float(self.updates), "updates/skipped": 0.0}
         config = self.config
         version = self.version if self.updates == self._published else None
-
-        def args_of(rank: int) -> Sequence[object]:
-            own = [replace(minibatch, rows=minibatch.rows[rank :: config.ranks]) for minibatch in minibatches]
-            return own, loss, config.epochs, temperature, self._total_updates, version
-
-        parts = await self._each("step", args_of, work=packed.packed_tokens * config.epochs)
+        parts = await self._all(
+            "step",
+            loss,
+            config.epochs,
+            temperature,
+            self._total_updates,
+            version,
+            parcel=lambda rank: [replace(each, rows=each.rows[rank :: config.ranks]) for each in minibatches],
+            work=packed.packed_tokens * config.epochs,
+        )
         self.busy_s += max(seconds for _, seconds in parts)
         skipped = []
         for index, finite in enumerate(metrics is not None for metrics in parts[0][0]):
@@ -289,8 +294,8 @@ class Trainer:
             A tensor for each row of `packed`, `[L] float32`. `unpack` sorts them by episode.
         """
         ranks = self.config.ranks
-        parts = await self._each(
-            "logprobs", lambda rank: (packed.rows[rank::ranks], temperature), work=packed.packed_tokens
+        parts = await self._all(
+            "logprobs", temperature, parcel=lambda rank: packed.rows[rank::ranks], work=packed.packed_tokens
         )
         return [parts[index % ranks][index // ranks] for index in range(len(packed.rows))]
 
@@ -375,11 +380,14 @@ class Trainer:
     def _spent(self, cause: str) -> str:
         return f"{cause}; it has been restarted {self.restarts} times, of at most {self.config.max_restarts}"
 
-    async def _all(self, method: str, *args: object) -> list[Any]:
-        return await self._each(method, lambda _: args)
+    async def _all(
+        self, method: str, *args: object, parcel: Callable[[int], object] | None = None, work: int = 1
+    ) -> list[Any]:
+        """Call a method on all ranks.
 
-    async def _each(self, method: str, args_of_rank: Callable[[int], Sequence[object]], *, work: int = 1) -> list[Any]:
-        """Call a method on all ranks; `work`, such as a number of tokens, is what its time grows with.
+        Args:
+            parcel: returns what each rank is sent before, for its `take_parcel`.
+            work: what its time grows with, such as a number of tokens.
 
         Raises:
             ReplicaError: as `_call_ranks`, or the ranks hang: they take far longer than such calls ever did.
@@ -390,7 +398,13 @@ class Trainer:
             deadline_s = min(deadline_s, max(_LEAST_DEADLINE_S, _SLACK * expected_s))
         began = replica.clock()
         try:
-            results = await self._call_ranks(replica, method, args_of_rank, deadline_s)
+            if parcel is not None:
+                async with task_group() as sending:
+                    for rank in range(replica.ranks):
+                        sending.create_task(
+                            replica.send(parcel(rank), for_call=method, deadline_s=deadline_s, rank=rank)
+                        )
+            results = await self._call_ranks(replica, method, lambda _: args, deadline_s)
         except DeadlineError as error:
             self._service.mark_failed(replica, f"hung: {error.message}")
             hint = f"see {replica.log}; raise --trainer.deadline-s if the work really takes longer"

@@ -6,14 +6,12 @@ import asyncio
 import functools
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.losses import Loss
-from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import device_type, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
@@ -57,19 +55,21 @@ class TrainerActor(ServiceActor):
     @concurrent_endpoint
     async def step(
         self,
-        minibatches: Sequence[Minibatch],
         loss: Loss,
         epochs: int,
         temperature: float,
         total_updates: int,
         version: int | None,
     ) -> tuple[list[dict[str, Value] | None], float]:
-        """Take the updates of a batch; returns metrics of this rank for each, and the seconds that all took."""
+        """Take the updates of a batch on the minibatches that were sent.
+
+        Returns metrics of this rank for each, and the seconds that all took.
+        """
         async with self._lock:
             began = time.monotonic()
             try:
                 metrics = self.engine.train_batch(
-                    minibatches,
+                    self.take_parcel(),
                     loss,
                     epochs=epochs,
                     temperature=temperature,
@@ -84,9 +84,10 @@ class TrainerActor(ServiceActor):
             return metrics, time.monotonic() - began
 
     @concurrent_endpoint
-    async def logprobs(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+    async def logprobs(self, temperature: float) -> list[torch.Tensor]:
+        """Score the rows that were sent."""
         async with self._lock:
-            return self.engine.logprobs(rows, temperature=temperature)
+            return self.engine.logprobs(self.take_parcel(), temperature=temperature)
 
     @concurrent_endpoint
     async def specs(self) -> tuple[TensorSpec, ...]:

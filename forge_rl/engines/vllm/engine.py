@@ -9,11 +9,11 @@ import os
 import pickle
 import sys
 import uuid
-from bisect import bisect_right
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -31,7 +31,7 @@ from forge_rl.engines.vllm.transfer import OWNER, WorkerExtension
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
-from forge_rl.types import Chunk, Sampling
+from forge_rl.types import Chunk, Sampling, TokenIds
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.transports.protocol import TensorBucket
 
@@ -73,22 +73,30 @@ class VLLMEngine:
             ) from error
         return engine
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+    async def stream(
+        self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float = 0.0
+    ) -> AsyncGenerator[Chunk, None]:
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
-        request, sent = uuid.uuid4().hex, 0
-        prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)}
+        request, sent, clock = uuid.uuid4().hex, 0, asyncio.get_running_loop().time
+        prompt = {"type": "token", "prompt_token_ids": np.asarray(prompt_ids).tolist()}
         generated = self._llm.generate(prompt, _parameters(sampling), request_id=request)
+        gathered: list[CompletionOutput] = []
+        begun = 0.0
         try:
             async with contextlib.aclosing(generated) as outputs:
                 async for output in outputs:
                     (completion,) = output.outputs
                     if completion.finish_reason not in (None, "stop", "length"):
                         raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
-                    starts = version_starts(self._llm, request, completion)
-                    count = len(completion.token_ids)
-                    chunk = _chunk(completion, sampling, _versions(starts, sent, sent + count))
-                    sent += count
+                    if not gathered:
+                        begun = clock()
+                    gathered.append(completion)
+                    if completion.finish_reason is None and clock() < begun + gather_s:
+                        continue
+                    chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
+                    sent += len(chunk.token_ids)
+                    gathered = []
                     yield chunk
         except VLLMValidationError as error:
             raise ConfigError(
@@ -240,29 +248,34 @@ def _parameters(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _versions(starts: list[tuple[str, int]], first: int, end: int) -> tuple[int, ...]:
+def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
     """Return the version of each token from `first` up to `end`; -1 where the engine had loaded none."""
-    places = [start for _, start in starts]
-    spans = [bisect_right(places, token) - 1 for token in range(first, end)]
-    return tuple(int(starts[span][0]) if span >= 0 and starts[span][0].isdecimal() else -1 for span in spans)
+    versions = [-1] * (end - first)
+    for version, start in starts:
+        at = max(0, start - first)
+        versions[at:] = [int(version) if version.isdecimal() else -1] * (len(versions) - at)
+    return versions
 
 
-def _chunk(completion: CompletionOutput, sampling: Sampling, versions: tuple[int, ...]) -> Chunk:
-    ids = tuple(completion.token_ids)
-    steps = (
-        []
-        if completion.logprobs is None
-        else [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
-    )
-    if sampling.temperature == 0:
-        logprobs = (math.nan,) * len(ids)
-    else:
-        logprobs = tuple(step[token] for step, token in zip(steps, ids, strict=True))
+def _chunk(completions: list[CompletionOutput], sampling: Sampling, starts: list[tuple[str, int]], sent: int) -> Chunk:
+    """Join what vLLM gave since the last chunk, before which `sent` tokens came."""
+    ids = [token for completion in completions for token in completion.token_ids]
+    steps = [step for completion in completions for step in completion.logprobs or ()]
+    greedy = sampling.temperature == 0
+    logprobs = [math.nan] * len(ids) if greedy else [step[id_].logprob for step, id_ in zip(steps, ids, strict=True)]
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     if sampling.top_logprobs:
-        likeliest = (sorted(step.items(), key=lambda pair: -pair[1]) for step in steps)
+        likeliest = (
+            sorted(((token, entry.logprob) for token, entry in step.items()), key=lambda pair: -pair[1])
+            for step in steps
+        )
         top = tuple(tuple(pairs[: sampling.top_logprobs]) for pairs in likeliest)
-    finish: Literal["", "stop", "length"] = ""
-    if completion.finish_reason is not None:
-        finish = "length" if completion.finish_reason == "length" else "stop"
-    return Chunk(token_ids=ids, logprobs=logprobs, versions=versions, text=completion.text, finish=finish, top=top)
+    reason = completions[-1].finish_reason
+    return Chunk(
+        token_ids=ids,
+        logprobs=logprobs,
+        versions=_versions(starts, sent, sent + len(ids)),
+        text="".join(completion.text for completion in completions),
+        finish="" if reason is None else "length" if reason == "length" else "stop",
+        top=top,
+    )

@@ -1,0 +1,143 @@
+"""Parts of `overhead` about tokens: a generator of engines that answer at once, and a batch of millions of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import torch
+from monarch.actor import concurrent_endpoint
+
+from forge_rl.data.packing import Layout, pack
+from forge_rl.metrics import batch_metrics
+from forge_rl.metrics.sinks import EpisodeSink
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.service import ServiceActor
+from forge_rl.types import Batch, Chunk, Episode, Group, Sampling, Task, TokenIds, Turn
+
+ANSWER_TOKENS = 256
+_GROUP_SIZE = 8
+_PROMPT_TOKENS = 512
+_EPISODE_TOKENS = 8192
+_BEAT_S = 0.002
+
+
+class PromptEngine(ServiceActor):
+    """An engine, in a process of its own, that answers each request at once."""
+
+    def __init__(self, model: Path, settings: object, seed: int, name: str) -> None:
+        self._numbers = itertools.count(seed)
+        self._ids = np.arange(1000, 1000 + ANSWER_TOKENS, dtype=np.int32)
+        self._logprobs = np.full(ANSWER_TOKENS, -1.0, np.float32)
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        """Nothing to start."""
+
+    @concurrent_endpoint
+    async def serve_model(self) -> None:
+        """Tokens are of version 0."""
+
+    @concurrent_endpoint
+    async def hold(self, paused: bool, asleep: bool) -> None:
+        """There is nothing to stop."""
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    async def stream(self, prompt_ids: TokenIds, sampling: Sampling, gather_s: float) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(
+            token_ids=self._ids,
+            logprobs=self._logprobs,
+            versions=np.zeros(ANSWER_TOKENS, np.int32),
+            text=str(next(self._numbers)),
+            finish="stop",
+        )
+
+    async def count_rows(self) -> int:
+        """Return how many rows were sent."""
+        return len(self.take_parcel())
+
+
+def large_batch(tokens: int) -> Batch:
+    """Make a batch of so many tokens, in groups that share their prompts."""
+    drawn = np.random.default_rng(0)
+    task = Task(id="1", source="tasks", messages=({"role": "user", "content": "go"},))
+    answer = _EPISODE_TOKENS - _PROMPT_TOKENS
+    groups = []
+    for _ in range(max(1, tokens // (_EPISODE_TOKENS * _GROUP_SIZE))):
+        prompt = drawn.integers(0, 150_000, _PROMPT_TOKENS, np.int32)
+        turns = (
+            Turn(
+                prompt_ids=prompt,
+                token_ids=drawn.integers(0, 150_000, answer, np.int32),
+                logprobs=-drawn.random(answer, np.float32),
+                versions=np.repeat(np.array([3, 4], np.int32), answer // 2),
+                text="word " * answer,
+            )
+            for _ in range(_GROUP_SIZE)
+        )
+        episodes = tuple(Episode(task=task, turns=(turn,), reward=float(at)) for at, turn in enumerate(turns))
+        groups.append(Group(task=task, episodes=episodes))
+    return Batch(groups=tuple(groups), version=4)
+
+
+async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -> dict[str, float]:
+    """Count, log, pack and send a batch; returns how long that held up the event loop at most, in milliseconds.
+
+    Beside it the same for a loop that does nothing as long, which is what this machine's other work costs, and the
+    memory that a token takes with its text.
+    """
+    before = psutil.Process().memory_info().rss
+    batch = await asyncio.to_thread(large_batch, tokens)
+    found = sum(len(segment.token_ids) for episode in batch.episodes for segment in episode.segments)
+    held = psutil.Process().memory_info().rss - before
+    sink = EpisodeSink(folder / "episodes.jsonl")
+    sink.rollback(0)
+    advantages = torch.randn(len(batch.groups), _GROUP_SIZE)
+    heart = asyncio.create_task(_longest_pause())
+    began = time.perf_counter()
+    values = batch_metrics(batch)
+    sink.log(1, values, batch)
+    packed = await asyncio.to_thread(pack, batch, advantages, Layout(ranks=len(ranks), row_tokens=4 * _EPISODE_TOKENS))
+    async with asyncio.TaskGroup() as group:
+        for rank, replica in enumerate(ranks):
+            group.create_task(replica.send(packed.rows[rank :: len(ranks)], for_call="step", deadline_s=300.0))
+    seconds = time.perf_counter() - began
+    blocked = await _ended(heart)
+    rows = [await replica.ask("count_rows", deadline_s=300.0) for replica in ranks]
+    assert sum(rows) == len(packed.rows), f"{rows} rows arrived, of {len(packed.rows)}"
+    heart = asyncio.create_task(_longest_pause())
+    await asyncio.sleep(seconds)
+    return {
+        "loop_blocked_ms": blocked * 1e3,
+        "loop_blocked_ms_idle": await _ended(heart) * 1e3,
+        "batch_tokens": float(found),
+        "batch_bytes_per_token": held / found,
+        "batch_seconds": seconds,
+    }
+
+
+async def _longest_pause() -> float:
+    """Return, once cancelled, the longest time by which a short sleep was late."""
+    longest = 0.0
+    loop = asyncio.get_running_loop()
+    while True:
+        began = loop.time()
+        try:
+            await asyncio.sleep(_BEAT_S)
+        except asyncio.CancelledError:
+            return longest
+        longest = max(longest, loop.time() - began - _BEAT_S)
+
+
+async def _ended(heart: asyncio.Task[float]) -> float:
+    await asyncio.sleep(2 * _BEAT_S)  # what held it up last is counted too
+    heart.cancel()
+    return await heart
