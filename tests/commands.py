@@ -97,9 +97,9 @@ class Command:
         return "\n".join(self.lines)
 
 
-def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str) -> Command:
+def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str, recipe: str = "tests.tiny") -> Command:
     command = Command(
-        "tests.tiny",
+        recipe,
         *("--model", str(model), "--out", str(out), "--display", "plain"),
         *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
         *arguments,

@@ -76,6 +76,7 @@ _HAD_LOGS = pytest.StashKey[bool]()
 STARTS = {
     "commands": 30,
     "served": 20,
+    "open_trainer": 20,
     "tiny_model": 10,
     "make_tiny_model": 10,
     "store_process": 5,

@@ -17,6 +17,7 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
+from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.types import Chunk, Sampling
@@ -96,7 +97,8 @@ class FakeStore:
 class FakeEngine(ServiceActor):
     """An engine that follows its orders."""
 
-    def __init__(self, model: Path, settings: object, seed: int, name: str) -> None:
+    def __init__(self, model: Path, settings: DecodeSettings, seed: int, name: str) -> None:
+        assert type(settings) is DecodeSettings, "a generator's own config would bring torch and the controller's code"
         self._index = int(name.rpartition(" ")[2])
         self._folder = Path(os.environ[FOLDER])
         self._version = -1

@@ -213,6 +213,17 @@ print(sorted(heavy & set(sys.modules)), dict(os.environ) == before, threading.ac
     assert done.stdout.split("\n")[0] == "[] True 1"
 
 
+def test_processes_that_hold_no_tensors_load_no_torch():
+    script = """
+import sys
+import forge_rl.engines.protocol, forge_rl.services.environment, forge_rl.services.reward
+import forge_rl.services.weight_store_actor
+print(sorted({"torch", "transformers", "rich"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_every_public_name_can_be_imported():
     import forge_rl
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import metrics
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -103,6 +105,8 @@ def test_a_wrong_command_is_one_clear_message(unpacked: Path, tmp_path: Path, ar
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of_its_own(wheel: Path, tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     def run(*command: str | Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
@@ -122,4 +126,8 @@ def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of
     run(environment / "bin" / "python", "mine.py", *flags, "--out", "by-file")
     for name in ("by-command", "by-file"):
         assert (empty / name / "summary.json").is_file()
-        assert (empty / name / "checkpoints" / "step-000001" / "model" / "model.safetensors").is_file()
+        (row,) = metrics(empty / name)
+        assert row["logprob_gap"] <= 1e-4, "the bundled model's, between trainer and engine"
+        folder = empty / name / "checkpoints" / "step-000001" / "model"
+        prompt = AutoTokenizer.from_pretrained(folder)("2 + 2 =", return_tensors="pt")
+        assert AutoModelForCausalLM.from_pretrained(folder)(**prompt).logits.isfinite().all()

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,96 +15,102 @@ import pytest
 
 from forge_rl import launch
 from tests.commands import ROOT, Command, actor_of, forgotten, metrics, shared_memory, tiny_run
+from tests.fake_engine import FOLDER
 
 pytestmark = pytest.mark.processes
 
 
-def test_a_step_of_grpo_on_the_bundled_model_leaves_a_whole_run_folder(commands: list[Command], tmp_path: Path) -> None:
-    before = shared_memory()
-    out = tmp_path / "run"
-    command = Command(
-        "recipes.grpo",
-        *("--steps", "1", "--groups-per-batch", "4", "--group-size", "4", "--held-out-tasks", "4"),
-        *("--eval-every", "1", "--checkpoint-every", "1", "--out", str(out), "--display", "plain"),
-    )
-    commands.append(command)
-    command.wait_for("step +0/1")
-    assert command.end(300) == 0, command.output
-
-    rows = metrics(out)
-    assert [row["step"] for row in rows] == [0, 1]
-    assert rows[1]["logprob_gap"] <= 1e-4
-    assert rows[1]["lag/max"] == 0
-    for name in ("loss", "entropy", "grad_norm", "logprob_gap/max", "seconds/rollout", "seconds/train", "busy/trainer"):
-        assert name in rows[1], name
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["steps"] == 1
-    assert summary["faults"] == []
-    assert 0 <= summary["score_before"] <= 1
-    assert set(summary) == {"score_before", "score_after", "steps", "seconds", "faults"}
-    assert json.loads((out / "config.json").read_text())["steps"] == 1
-    assert "torch" in json.loads((out / "versions.json").read_text())
-    assert (out / "episodes.jsonl").read_text().count("\n") > 0
-    assert list((out / "tensorboard").iterdir())
-    assert rows[1]["lag/hist"].keys() == {"0"}
-    assert 0 < rows[1]["busy_rollout/generator/0"] <= 1
-    drawn = json.loads((out / "trace.json").read_text())
-    lanes = {event["tid"]: event["args"]["name"] for event in drawn if event["name"] == "thread_name"}
-    assert {"controller", "trainer/0", "generator/0", "reward/0"} <= set(lanes.values())
-    assert "environment/0" not in lanes.values(), "a world that only shows its task has no process"
-    controller = [event["name"] for event in drawn if lanes.get(event.get("tid")) == "controller"]
-    assert controller.count("train") == controller.count("publish") == 1
-    assert command.strays() == []
-    assert not forgotten(before)
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = out / "checkpoints" / "step-000001" / "model"
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = AutoTokenizer.from_pretrained(folder)("2 + 2 =", return_tensors="pt")
-    assert model(**prompt).logits.isfinite().all()
-
-
-def test_ctrl_c_saves_the_same_command_continues_and_a_death_that_may_not_be_mended_ends_it(
+def test_ctrl_c_saves_and_the_same_command_continues_and_leaves_a_whole_run_folder(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = ("--steps", "400", "--checkpoint-every", "3", "--eval-every", "0", "--seed", "3")
-    arguments += ("--schedule.max-lag", "0", "--generator.restart.max-restarts", "0")
+    arguments = ("--steps", "25", "--checkpoint-every", "3", "--eval-every", "25", "--seed", "3")
+    arguments += ("--schedule.max-lag", "0")
     stopped = tiny_run(commands, tiny_model, out, *arguments)
-    stopped.wait_for("step +5/400")
+    stopped.wait_for("step +5/25")
     stopped.process.send_signal(signal.SIGINT)
     assert stopped.end() == 130, stopped.output
     assert "Traceback" not in stopped.output
     assert stopped.strays() == []
     before = metrics(out)
     done = int(before[-1]["step"])
-    assert 5 <= done < 400
+    assert 5 <= done < 25
     saved = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
     assert saved[-1] == f"step-{done:06d}"
     assert "saved step" in stopped.output or done % 3 == 0
+    assert not (out / "summary.json").exists()
 
     # From an earlier checkpoint it trains the same steps again.
     for name in saved:
         if name > "step-000003":
             shutil.rmtree(out / "checkpoints" / name)
+    memory = shared_memory()
     continued = tiny_run(commands, tiny_model, out, *arguments)
     continued.wait_for("continued from .*step-000003")
-    continued.wait_for(f"step +{done + 1}/400")
+    continued.wait_for("step +10/25")  # now all its processes are seen
+    assert continued.end(300) == 0, continued.output
     after = metrics(out)
-    assert [row["step"] for row in after[: done + 1]] == list(range(1, done + 2))
-    for ours, theirs in zip(after[3:done], before[3:], strict=True):
+    assert [row["step"] for row in after] == list(range(26))
+    for ours, theirs in zip(after[4 : done + 1], before[4:], strict=True):
         assert ours["seconds/train"] != theirs["seconds/train"], "it was trained again"
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    check_folder(out, steps=25, redone=done - 3)
+    assert continued.strays() == []
+    assert not forgotten(memory)
 
-    actor_of(continued, "generator").kill()
-    assert continued.end(60) == 1, continued.output
-    error = continued.output[continued.output.rindex("error:") :]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = out / "checkpoints" / "step-000025" / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = AutoTokenizer.from_pretrained(folder)("2 + 2 =", return_tensors="pt")
+    assert model(**prompt).logits.isfinite().all()
+
+
+def check_folder(out: Path, *, steps: int, redone: int) -> None:
+    """Checks what a run left that has ended, some of whose steps were done twice."""
+    rows = metrics(out)
+    for row in rows[1:]:
+        assert row["logprob_gap"] <= 1e-4
+        assert row["lag/max"] == 0
+        assert row["lag/hist"].keys() == {"0"}
+        assert 0 < row["busy_rollout/generator/0"] <= 1
+    for name in ("loss", "entropy", "grad_norm", "logprob_gap/max", "seconds/rollout", "seconds/train", "busy/trainer"):
+        assert name in rows[1], name
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == steps
+    assert summary["faults"] == []
+    assert summary["score_before"] == rows[0]["held_out"]
+    assert summary["score_after"] == rows[-1]["held_out"]
+    assert set(summary) == {"score_before", "score_after", "steps", "seconds", "faults"}
+    assert json.loads((out / "config.json").read_text())["steps"] == steps
+    assert "torch" in json.loads((out / "versions.json").read_text())
+    assert (out / "episodes.jsonl").read_text().count("\n") > 0
+    assert list((out / "tensorboard").iterdir())
+    drawn = json.loads((out / "trace.json").read_text())
+    lanes = {event["tid"]: event["args"]["name"] for event in drawn if event["name"] == "thread_name"}
+    assert {"controller", "trainer/0", "generator/0", "reward/0"} <= set(lanes.values())
+    assert "environment/0" not in lanes.values(), "a world that only shows its task has no process"
+    controller = [event["name"] for event in drawn if lanes.get(event.get("tid")) == "controller"]
+    for phase in ("train", "publish"):
+        assert 0 <= controller.count(phase) - steps - redone <= 1, "Ctrl-C may have cut one short"
+
+
+def test_a_death_that_may_not_be_mended_ends_the_run(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    flags = ("--steps", "100000", "--eval-every", "0", "--generator.restart.max-restarts", "0")
+    command = tiny_run(commands, tiny_model, tmp_path / "run", *flags, recipe="tests.tiny_fake")
+    command.wait_for("step +2/")
+    actor_of(command, "generator").kill()
+    assert command.end(60) == 1, command.output
+    error = command.output[command.output.rindex("error:") :]
     for said in ("generator", "SIGKILL", "phase"):
         assert said in error
-    assert "Traceback" not in continued.output
-    assert continued.strays() == []
+    assert "Traceback" not in command.output
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert command.strays() == []
 
 
 class Ended(Exception):
@@ -156,16 +160,10 @@ def test_a_wrong_value_is_one_clear_message(
     assert "Traceback" not in printed.err
 
 
-def test_an_unknown_flag_is_an_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.grpo", "--grup-size", "8"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert "--group-size" in done.stdout + done.stderr, "the nearest flag is named"
+def test_an_unknown_flag_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_here("grpo", "--grup-size", "8", monkeypatch=monkeypatch) == 2
+    printed = capfd.readouterr()
+    assert "--group-size" in printed.out + printed.err, "the nearest flag is named"
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("[!_]*.py")))

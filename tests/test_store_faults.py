@@ -68,6 +68,8 @@ def test_what_is_published_is_read_by_the_controller_and_by_other_processes(tmp_
                     pass
             await publish(store, 8)
             assert len(segments(shm)) == 2 * 2
+            mapped = Path(f"/proc/{await pid_of(store._service)}/maps").read_text()  # noqa: ASYNC240
+            assert "libtorch" not in mapped, "the store's own process moves no tensors, and shall not load it"
 
     run(main())
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 import signal
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -21,7 +22,8 @@ from forge_rl.errors import ServiceError, WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service
-from forge_rl.weights.manifest import Manifest, TensorSpec, complete, draft
+from forge_rl.weights.manifest import Manifest, SegmentRef, TensorSpec, complete, draft
+from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports import torchstore as module
 from forge_rl.weights.transports import torchstore_controller as controller
@@ -463,6 +465,37 @@ def test_a_fetch_that_is_given_up_asks_for_nothing_more():
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
+
+
+def test_a_fetch_that_is_cancelled_waits_for_the_thread_that_fills_a_bucket(monkeypatch: pytest.MonkeyPatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly_writable(segment: SegmentRef) -> torch.Tensor:
+        begun.set()
+        go_on.wait()
+        return writable(segment)
+
+    async def main() -> None:
+        transport = MemoryTransport()
+        manifest = await publish_small(transport)
+        before = held_by_this_process()
+        monkeypatch.setattr(module, "writable", slowly_writable)
+        reading = asyncio.create_task(read(transport, manifest, None))
+        await asyncio.to_thread(begun.wait)
+        try:
+            for _ in range(2):  # the second time while it waits
+                reading.cancel()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                assert not reading.done(), "the thread would map what is being closed"
+        finally:
+            go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert await held_now() == before
+
+    asyncio.run(limited(main()))
 
 
 def test_a_part_that_is_cut_short_is_told():

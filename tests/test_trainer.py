@@ -32,11 +32,13 @@ RANKS = 2
 
 
 @contextlib.asynccontextmanager
-async def open_trainer(folder: Path, *frozen: str, **settings: int) -> AsyncIterator[tuple[Trainer, WeightStore]]:
-    """A trainer of two ranks on a random model, and a store whose segments lie in the folder."""
+async def open_trainer(
+    folder: Path, *frozen: str, ranks: int = RANKS, **settings: int
+) -> AsyncIterator[tuple[Trainer, WeightStore]]:
+    """A trainer on a random model, and a store whose segments lie in the folder."""
     (folder / "shm").mkdir()
     optimizer = OptimizerConfig(lr=1e-2, decay="linear")
-    config = Trainer.Config(ranks=RANKS, row_tokens=256, frozen=frozen, optimizer=optimizer, **settings)
+    config = Trainer.Config(ranks=ranks, row_tokens=256, frozen=frozen, optimizer=optimizer, **settings)
     async with cluster(folder) as (made, faults), contextlib.AsyncExitStack() as stack:
         kept = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
         store = await WeightStore.start(kept, made, faults, deadline_s=60)
@@ -234,7 +236,7 @@ def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):
     make_model(tmp_path / "hf")
 
     async def run() -> None:
-        async with open_trainer(tmp_path, "layers.0.*"):
+        async with open_trainer(tmp_path, "layers.0.*", ranks=1):
             raise AssertionError("the trainer started")
 
     with pytest.raises(ConfigError, match="no weight of the model matches 'layers"):

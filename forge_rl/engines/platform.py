@@ -8,9 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from forge_rl.engines.protocol import Dtype
 from forge_rl.errors import ConfigError
-
-Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def device_type() -> Literal["cuda", "cpu"]:

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-
-from forge_rl.algorithms.losses import Loss
-from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.platform import Dtype
-from forge_rl.metrics import Value
 from forge_rl.types import Chunk, Sampling, TokenIds
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
-from forge_rl.weights.transports.protocol import LocalShard, TensorBucket
+
+if TYPE_CHECKING:  # torch takes seconds, and a process that only holds settings needs none of it
+    import torch
+
+    from forge_rl.algorithms.losses import Loss
+    from forge_rl.data.packing import Minibatch, Row
+    from forge_rl.metrics import Value
+    from forge_rl.weights.transports.protocol import LocalShard, TensorBucket
+
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)

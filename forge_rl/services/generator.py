@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from forge_rl.data.tokenizer import Tokenizer
@@ -116,10 +116,12 @@ class Generator:
         """
         meanings = {ENGINE_DIED: "its vLLM engine process died"}
         service = Service(name, cluster, faults, uniform=True, exit_meanings=meanings)
+        # The config's own class would have the engines' processes import this module, and all that a controller needs.
+        settings = DecodeSettings(**{each.name: getattr(config, each.name) for each in fields(DecodeSettings)})
 
         def spawn(index: int) -> Replica:
             env = decode_environment(first_gpu + index, replicas=config.replicas)
-            return service.spawn(actor, model, config, seed + index, f"{name} replica {index}", env=env, index=index)
+            return service.spawn(actor, model, settings, seed + index, f"{name} replica {index}", env=env, index=index)
 
         pool = EnginePool(service, spawn, deadline_s)
         await service.start(config.replicas, pool.start_one, config.restart)

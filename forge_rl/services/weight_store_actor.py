@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from forge_rl.errors import WeightsError
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.manifest import Manifest, SegmentRef
+from forge_rl.weights.transports.ask import ask
 from forge_rl.weights.transports.remote import Puller, Shared
-from forge_rl.weights.transports.shared_memory import ask
 from forge_rl.weights.versions import VersionIndex
 from forge_rl.weights.volume import Volume
 
@@ -66,6 +67,8 @@ class WeightStoreActor(ServiceActor):
         Returns:
             The folder, and the bytes that a killed run had left behind.
         """
+        if len(volumes) > 1:  # they map their segments for one another, and the first pull shall not wait for torch
+            await asyncio.to_thread(importlib.import_module, "torch")
         self._volume = Volume(self._shm)
         self._puller = Puller(
             self._host,

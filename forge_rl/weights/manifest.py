@@ -25,6 +25,9 @@ _MOST_SHARED = 1.5
 
 _ALIGN = 64
 
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Size of an element of the usual dtypes, known without torch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
@@ -93,7 +96,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        return self.numel * self.torch_dtype.itemsize
+        return self.numel * (_ITEM_BYTES.get(self.dtype) or self.torch_dtype.itemsize)
 
     @property
     def torch_dtype(self) -> torch.dtype:

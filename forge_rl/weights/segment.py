@@ -19,11 +19,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.manifest import SegmentRef, TensorEntry
+
+if TYPE_CHECKING:
+    import torch  # takes seconds, and a volume that maps none of its segments needs none of it
 
 PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8s16sQ")
@@ -196,6 +198,8 @@ _MAPPINGS = _Mappings()
 
 
 def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
+    import torch
+
     flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
     if not _is_anonymous(ref.path):
         flags |= os.O_NOFOLLOW
@@ -233,6 +237,8 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
 def _register(payload: torch.Tensor) -> bool:
     """Pin pages for CUDA, if this process uses it: copies from the GPU are then several times as fast, and not waited
     for. Pages that can only be read are left as they are, since not every driver pins those."""
+    import torch
+
     if not torch.cuda.is_initialized():
         return False
     begin = payload.data_ptr() - PAGE
@@ -246,6 +252,8 @@ def _register(payload: torch.Tensor) -> bool:
 def _unmap(mapping: _Mapping) -> None:
     """Forget a mapping: its pages go with the last tensor that uses them."""
     if mapping.registered:
+        import torch
+
         torch.cuda.cudart().cudaHostUnregister(mapping.payload.data_ptr() - PAGE)
     os.close(mapping.fd)
 

@@ -11,16 +11,18 @@ import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.volume import Volume, writing
+
+if TYPE_CHECKING:
+    import torch
 
 READS_IN_FLIGHT = 2
 """Reads at a time from one host. While one bucket is checked, another one travels."""
@@ -186,6 +188,8 @@ async def _read(source: RDMABuffer, ref: SegmentRef, memory: torch.Tensor) -> No
 
 
 def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, origin: str) -> None:
+    from forge_rl.weights.fingerprints import Move, move  # with torch, which a volume that pulls nothing does not need
+
     entries = manifest.entries(bucket.key)
     found = move([Move(None, entry.of(memory), entry.shape, TensorSlice.whole(entry.shape)) for entry in entries])
     fingerprints = {entry.name: value for entry, value in zip(entries, found, strict=True)}

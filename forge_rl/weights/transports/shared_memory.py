@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from forge_rl.errors import ForgeError, WeightsError
+from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry
 from forge_rl.weights.segment import SegmentBucket, check, writable
+from forge_rl.weights.transports.ask import ask
 from forge_rl.weights.transports.protocol import LocalShard, to_read, to_write
 from forge_rl.weights.volume import writing
-
-_DEADLINE_S = 600.0
 
 
 class SharedMemoryTransport:
@@ -93,24 +92,6 @@ class SharedMemoryTransport:
 
     async def _ask(self, host: str, method: str, *args: object) -> Any:
         return await ask(self._volumes[host], method, *args, what=f"the weight store on host {host!r}")
-
-
-async def ask(actor: Any, method: str, *args: object, what: str) -> Any:
-    """Call an actor of the store from any process.
-
-    Raises:
-        ForgeError: what the actor raised, if it was one.
-        WeightsError: it raised something else, died, or did not answer in time; names it as `what`.
-    """
-    try:
-        async with asyncio.timeout(_DEADLINE_S):
-            return await getattr(actor, method).call_one(*args)
-    except Exception as error:
-        remote = getattr(error, "exception", None)
-        if isinstance(remote, ForgeError):
-            raise remote from error
-        cause = next(iter(str(remote or error).strip().splitlines()), type(error).__name__)
-        raise WeightsError(f"{what} does not answer to {method}: {cause}", hint="see logs/weights-*.log") from error
 
 
 def _place(bucket: Bucket, host: str) -> SegmentRef:

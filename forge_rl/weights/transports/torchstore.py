@@ -14,7 +14,7 @@ import contextlib
 import importlib.util
 import os
 import secrets
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
@@ -110,7 +110,7 @@ class TorchStoreTransport:
             for (bucket, entries), following in zip_longest(wanted, wanted[1:]):
                 with _anonymous(bucket) as segment:
                     coming = coming or asyncio.create_task(self._get_parts(entries))
-                    await asyncio.to_thread(_unpack, await coming, segment, entries)
+                    await _to_its_end(_unpack, await coming, segment, entries)
                     coming = asyncio.create_task(self._get_parts(following[1])) if following else None
                     yield SegmentBucket(segment=segment, entries=entries)
         finally:
@@ -219,6 +219,18 @@ def _anonymous(bucket: Bucket) -> Iterator[SegmentRef]:
     finally:
         release(segment)
         os.close(fd)
+
+
+async def _to_its_end(work: Callable[..., object], *args: object) -> None:
+    """Run a function in a thread, and wait for its end even if this is cancelled: then what it uses may go."""
+    thread = asyncio.create_task(asyncio.to_thread(work, *args))
+    try:
+        await asyncio.shield(thread)
+    finally:
+        while not thread.done():
+            with contextlib.suppress(asyncio.CancelledError):  # the first one is raised, and a second adds nothing
+                await asyncio.wait((thread,))
+        thread.exception()  # is retrieved, so that asyncio prints nothing
 
 
 def _check_room(what: str, needed: int) -> None:
