@@ -120,7 +120,7 @@ def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of
     install = [uv, "pip", "install", "-q", "--python", environment, *where]
     files = ["--overrides", pins / "overrides-cpu.txt", "--constraints", pins / "constraints-cpu.txt"]
     run(*install, *files, f"forge_rl[cpu] @ {wheel.as_uri()}")
-    flags = ["--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--eval-every", "0", "--display", "plain"]
+    flags = ["--steps", "1", "--groups-per-batch", "4", "--group-size", "4", "--eval-every", "0", "--display", "plain"]
     run(environment / "bin" / "forge-rl", "grpo", *flags, "--out", "by-command")
     run(environment / "bin" / "forge-rl", "new", "mine.py", "--from", "grpo")
     run(environment / "bin" / "python", "mine.py", *flags, "--out", "by-file")
