@@ -12,7 +12,7 @@ from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError, TaskError
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.types import Episode, Outcome, Sampling, Task
+from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 from tests.staged_rollouts import (
     CountingSource,
     StagedEnvironment,
@@ -194,7 +194,7 @@ def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once() ->
     asyncio.run(main())
 
 
-def test_the_user_is_told_once_when_most_answers_are_cut() -> None:
+def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
     async def main() -> None:
         generator = StagedGenerator(truncated=True)
         warnings: list[str] = []
@@ -205,6 +205,20 @@ def test_the_user_is_told_once_when_most_answers_are_cut() -> None:
         assert "12 of 12 episodes were cut, by --generator.max-new-tokens 4" in warning
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("rises", "told"), [(True, []), (False, ["batch 4"])])
+def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(rises: bool, told: list[str]) -> None:
+    warnings: list[str] = []
+    executor = rollouts(warn=warnings.append)
+    for number in range(7):
+        task = Task(id="1", source="tasks", messages=())
+        episodes = [
+            Episode(task=task, turns=(), reward=0.1 * number * rises + 0.01 * index, outcome=outcome)
+            for index, outcome in enumerate([Outcome.TRUNCATED] * 3 + [Outcome.COMPLETED] * 2)
+        ]
+        executor._tell_of(Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=number), number)
+    assert [warning.split(":")[0] for warning in warnings] == told
 
 
 def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> None:

@@ -25,6 +25,11 @@ from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.runtime.tasks import task_group
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
+_NEARLY_ALL = 0.9
+"""Share of answers that were cut past which the user is told at once."""
+_CUT_BATCHES = 5
+"""Number of batches in a row, most of whose answers were cut, after which the user is told if rewards do not rise."""
+
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
 """Runs one episode of a task with the client of its policy, such as an EpisodeRunner."""
 
@@ -83,6 +88,8 @@ class RolloutExecutor:
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
         """Error that the next batch ends with; nothing starts meanwhile."""
+        self._cut_rewards: list[float] = []
+        """Mean rewards of the last batches, as far back as most of their answers were cut."""
         self._in_streak: set[str] = set()
         """Warnings about the last batch that the user was given, then or of earlier ones if they have held since."""
         self._changed = asyncio.Event()
@@ -326,7 +333,11 @@ class RolloutExecutor:
         episodes = batch.episodes
         cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
         found = {}
-        if 2 * cut > len(episodes):
+        mean_reward = sum(episode.reward for episode in episodes) / len(episodes)
+        self._cut_rewards = [*self._cut_rewards, mean_reward] if 2 * cut > len(episodes) else []
+        # A policy whose rewards rise is learning to be brief.
+        lasting = len(self._cut_rewards) >= _CUT_BATCHES and mean_reward <= self._cut_rewards[0]
+        if cut > _NEARLY_ALL * len(episodes) or lasting:
             found["cut"] = (
                 f"{cut} of {len(episodes)} episodes were cut, by --generator.max-new-tokens "
                 f"{self._generator.sampling.max_tokens} or by the context: raise it if answers need more"
