@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import getpass
 import mmap
 import os
 import shutil
@@ -24,7 +23,11 @@ ROOT = Path(__file__).parent.parent
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 # Each worker has a mark of its own, which begins with that of the session that started it.
 MARK = f"{os.environ['FORGE_RL_TESTS']}/{WORKER}" if WORKER else uuid.uuid4().hex
-MONARCH_LOGS = Path(tempfile.gettempdir()) / getpass.getuser()
+if not WORKER:
+    # Monarch's log, and the sockets of processes that are killed, stay where they are: here, which goes in the end.
+    # This process, and so pytest's own folders, keep the usual place, which Python has looked up by now.
+    TEMPORARY = tempfile.mkdtemp(prefix="forge_rl-")
+    os.environ["TMPDIR"] = TEMPORARY
 
 # Every process below this one inherits these: small models are quickest on one thread, actors of tests must be
 # importable, and the mark tells our processes from anybody else's.
@@ -53,23 +56,13 @@ def started_processes() -> set[int]:
     return found - {os.getpid()}
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[_HAD_LOGS] = MONARCH_LOGS.is_dir() and any(MONARCH_LOGS.iterdir())
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Ends what is left. A session with workers does it last, also for a worker that has crashed."""
     for pid in started_processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    if not WORKER and not session.config.stash[_HAD_LOGS] and MONARCH_LOGS.is_dir():
-        for path in MONARCH_LOGS.glob("monarch_log*"):
-            path.unlink()
-        with contextlib.suppress(OSError):  # somebody else's file is in it
-            MONARCH_LOGS.rmdir()
-
-
-_HAD_LOGS = pytest.StashKey[bool]()
+    if not WORKER:
+        shutil.rmtree(TEMPORARY, ignore_errors=True)
 
 
 # What a test starts, by the fixtures that it asks for and the helpers that its module has: about how many seconds.
