@@ -85,7 +85,7 @@ class StagedBackend:
         self._interval_s = interval_s
 
     async def stream(
-        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None
+        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None, gather_s: float = 0.0
     ) -> AsyncGenerator[Chunk, None]:
         for left in reversed(range(sampling.max_tokens)):
             yield Chunk(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -22,6 +23,9 @@ from forge_rl.runtime.service import Service, ServiceActor
 
 if TYPE_CHECKING:
     from forge_rl.weights.buckets import Transport
+
+
+_RUNS = (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
 
 
 class FakeActor(ServiceActor):
@@ -148,6 +152,14 @@ async def pid_of(service: Service, replica: int = 0, rank: int = 0) -> int:
     """The process of a rank of a replica."""
     pid: int = await service.replicas[replica].call("process_id", deadline_s=60, rank=rank)
     return pid
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a process a signal; one that stops it takes a moment, which is waited for."""
+    os.kill(pid, number)
+    with contextlib.suppress(psutil.NoSuchProcess):  # whoever watches it has killed it
+        while number == signal.SIGSTOP and psutil.Process(pid).status() in _RUNS:
+            time.sleep(0.001)
 
 
 def new_service_name() -> str:

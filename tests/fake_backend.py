@@ -51,6 +51,7 @@ class Asked:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     session: str | None
+    gather_s: float
 
     @property
     def prompt(self) -> str:
@@ -77,10 +78,10 @@ class FakeBackend:
     aborted: int = 0
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None, gather_s: float = 0.0
     ) -> AsyncGenerator[Chunk, None]:
         number = len(self.asked)
-        self.asked.append(Asked(tuple(map(int, prompt_ids)), sampling, session))
+        self.asked.append(Asked(tuple(map(int, prompt_ids)), sampling, session, gather_s))
         answer = self.answers[min(number, len(self.answers) - 1)]
         ids = ids_of(answer) if isinstance(answer, str) else answer
         if callable(ids):

@@ -35,8 +35,8 @@ class PolicyClient:
     def used_s(self) -> float:
         return self.own_s
 
-    def stream(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        return self.backend.stream(prompt_ids, sampling, session=None)
+    def stream(self, prompt_ids: Sequence[int], sampling: Sampling, *, gather_s: float) -> AsyncGenerator[Chunk, None]:
+        return self.backend.stream(prompt_ids, sampling, session=None, gather_s=gather_s)
 
 
 class Scorer:

@@ -77,6 +77,18 @@ def test_a_stream_adds_up_to_the_answer(chunk_tokens: int):
     asyncio.run(check())
 
 
+def test_engines_gather_tokens_for_clients_that_do_not_stream():
+    async def check() -> None:
+        backend = FakeBackend()
+        async with client_of(backend) as (client, _):
+            await client.chat.completions.create(model="fake", messages=HI)
+            async for _ in await client.chat.completions.create(model="fake", messages=HI, stream=True):
+                pass
+        assert [asked.gather_s for asked in backend.asked] == [0.05, 0.0]
+
+    asyncio.run(check())
+
+
 def test_several_completions_have_their_places_and_seeds():
     async def check() -> None:
         backend = FakeBackend(["One.", "Two, longer.", "Three."])

@@ -16,7 +16,7 @@ import pytest
 from forge_rl.errors import AttestationError, WeightsError
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.weights.manifest import Manifest, TensorSpec
-from tests.fake_actors import cluster_of, new_service_name
+from tests.fake_actors import cluster_of, new_service_name, send_signal
 from tests.fake_remote import RemoteActor
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
@@ -234,7 +234,7 @@ def test_a_host_that_dies_midway_is_named_to_all_who_wait(tmp_path: Path, shm: P
             ref = await hosts.ask(hosts.reader, "local", first)
             waiting = [asyncio.create_task(hosts.ask(hosts.reader, "local", key)) for key in (*rest, *rest)]
             pid = await hosts.ask(hosts.origin, "process_id")
-            os.kill(pid, signal.SIGSTOP)  # a transfer begins and does not end
+            send_signal(pid, signal.SIGSTOP)  # a transfer begins and does not end
             for key in rest:
                 await hosts.ask(hosts.reader, "let_go", key)
             assert not any(task.done() for task in waiting)

@@ -17,7 +17,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.services.reward import Reward, RewardFunction
 from tests import fake_envs
-from tests.fake_actors import cluster
+from tests.fake_actors import cluster, send_signal
 from tests.fake_envs import task_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -113,12 +113,12 @@ def test_a_new_replica_scores_with_the_function_of_the_day(number: signal.Signal
     async def main() -> None:
         async with reward(tmp_path, fake_envs.pid, replicas=1) as (service, faults):
             first = int(await service.score(task_of(), ""))
-            os.kill(first, number)
+            send_signal(first, number)
             waiting = asyncio.create_task(service.score(task_of(), ""))
             assert int(await waiting) not in (first, 0)
             assert (await service.score(task_of(), "")) == waiting.result()
             # Replaced while none is there.
-            os.kill(int(waiting.result()), number)
+            send_signal(int(waiting.result()), number)
             await asyncio.wait_for(asyncio.shield(service._service.replicas[0].death), LONG_S)
             await service.replace(fake_envs.negative)
             assert await service.score(task_of(), "") == -1.0

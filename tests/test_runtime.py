@@ -18,7 +18,15 @@ from forge_rl.runtime import service as service_module
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.service import Service
 from tests.conftest import ROOT
-from tests.fake_actors import FakeActor, cluster, cluster_of, fake_service, new_service_name, pid_of
+from tests.fake_actors import (
+    FakeActor,
+    cluster,
+    cluster_of,
+    fake_service,
+    new_service_name,
+    pid_of,
+    send_signal,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -102,7 +110,7 @@ def test_what_takes_too_long_is_named(tmp_path: Path):
             assert await replica.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
 
             # A process that has just been stopped is not dead; whoever calls it is told.
-            os.kill(await pid_of(service), signal.SIGSTOP)
+            send_signal(await pid_of(service), signal.SIGSTOP)
             with pytest.raises(DeadlineError) as stopped:
                 await replica.call("echo", 1, deadline_s=0.1)
             assert (stopped.value.service, stopped.value.replica, stopped.value.call) == (service.name, 0, "echo")

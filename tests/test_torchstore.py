@@ -30,7 +30,7 @@ from forge_rl.weights.transports import torchstore_controller as controller
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.torchstore import TorchStoreTransport
 from tests.conftest import started_processes
-from tests.fake_actors import FakeActor, cluster, new_service_name, pid_of
+from tests.fake_actors import FakeActor, cluster, new_service_name, pid_of, send_signal
 from tests.fake_ranks import (
     BUCKET_BYTES,
     LAYOUT,
@@ -92,13 +92,6 @@ async def stored(transport: TorchStoreTransport) -> list[str]:
         await transport._strategy.get_storage_volume(volume_id).get_meta.call_one("another")
     (keys,) = re.findall(r"list\(self\.kv\.keys\(\)\)=\[(.*?)\]", str(caught.value))[-1:]
     return sorted(re.findall(r"'([^']+)'", keys))
-
-
-def stop_process(pid: int) -> None:
-    """Halt all of its threads, which takes a moment."""
-    os.kill(pid, signal.SIGSTOP)
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
-        time.sleep(0.01)
 
 
 def drafted_of(version: int, base: Manifest | None = None) -> Manifest:
@@ -232,7 +225,7 @@ def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
             }
             with monkeypatch.context() as patch:
                 patch.setattr(module, "_DEADLINE_S", 0.1)  # before it is killed, as it was stopped
-                stop_process(pid)
+                send_signal(pid, signal.SIGSTOP)
                 try:
                     for method, call in calls.items():
                         with pytest.raises(WeightsError, match=f"torchstore does not answer to {method}: TimeoutError"):

@@ -22,13 +22,16 @@ class Backend(Protocol):
     def max_model_tokens(self) -> int:
         """Most tokens of a prompt and its completion together."""
 
-    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None) -> AsyncGenerator[Chunk, None]:
+    def stream(
+        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None, gather_s: float = 0.0
+    ) -> AsyncGenerator[Chunk, None]:
         """Decode one completion; the last chunk, and no other, has a `finish`. Closing the generator ends the request.
 
         Args:
             prompt_ids: the whole prompt.
             sampling: settings of the completion.
             session: key of the session that the request belongs to; None outside of one.
+            gather_s: seconds for which tokens may be gathered into one chunk.
 
         Raises:
             ForgeError: the request failed; errors.to_api_error makes it the client's error.
@@ -46,6 +49,8 @@ class GeneratorBackend:
     def max_model_tokens(self) -> int:
         return self._generator.config.max_model_tokens
 
-    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None) -> AsyncGenerator[Chunk, None]:
+    def stream(
+        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None, gather_s: float = 0.0
+    ) -> AsyncGenerator[Chunk, None]:
         """Decode as Backend.stream and Generator.stream say."""
-        return self._generator.stream(prompt_ids, sampling)
+        return self._generator.stream(prompt_ids, sampling, gather_s=gather_s)

@@ -12,6 +12,7 @@ from forge_rl.gateway.choices import Choice, ChoiceDelta
 from forge_rl.gateway.http import ResponseWriter
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.tasks import task_group
+from forge_rl.services.completion import GATHER_S
 
 
 class ApiResponse(ABC):
@@ -67,7 +68,8 @@ class ApiResponse(ABC):
         async def decode(choice: Choice) -> None:
             nonlocal left, opening
             key = session.key if session is not None else None
-            stream = backend.stream(choice.prompt.token_ids, choice.sampling, session=key)
+            gather_s = 0.0 if self.streamed else GATHER_S
+            stream = backend.stream(choice.prompt.token_ids, choice.sampling, session=key, gather_s=gather_s)
             async with contextlib.aclosing(stream) as chunks:
                 async for chunk in chunks:
                     added = choice.add(chunk, streamed=self.streamed)

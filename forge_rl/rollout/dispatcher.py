@@ -118,6 +118,6 @@ class PolicyClient:
         sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
         return await ResumableCompletion(prompt_ids, sampling, self.tokenizer).run(self.decode)
 
-    def stream(self, prompt_ids: TokenIds, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion, token by token; see ResumableCompletion.stream."""
-        return ResumableCompletion(prompt_ids, sampling, self.tokenizer).stream(self.decode)
+    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float) -> AsyncGenerator[Chunk, None]:
+        """Decode one completion; see ResumableCompletion.stream."""
+        return ResumableCompletion(prompt_ids, sampling, self.tokenizer).stream(self.decode, gather_s=gather_s)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import gc
 import os
 import pickle
 from typing import Any
@@ -13,9 +11,6 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forge_rl.runtime.link import LinkEnd
 from forge_rl.runtime.processes import process_space
-
-# At its end Python searches all objects for cycles, which takes seconds of a processor where torch is loaded.
-atexit.register(gc.freeze)
 
 
 class ServiceActor(Actor):

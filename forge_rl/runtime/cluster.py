@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -149,6 +151,8 @@ def _start_child(log_file: str, imports: Sequence[str]) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    # At its end Python searches all objects for cycles, which takes seconds of a processor where torch is loaded.
+    atexit.register(gc.freeze)
     for module in imports:
         importlib.import_module(module)
 

@@ -90,9 +90,12 @@ class ResumableCompletion:
                 self.fail_over(error)
         return self.turn()
 
-    async def stream(self, decode: Decode) -> AsyncGenerator[Chunk, None]:
-        """Decode it as `run` does, and yield each token as it comes; the last chunk, and no other, has a `finish`."""
-        self.gather_s = 0.0
+    async def stream(self, decode: Decode, *, gather_s: float = 0.0) -> AsyncGenerator[Chunk, None]:
+        """Decode it as `run` does, and yield chunks as they come; the last one, and no other, has a `finish`.
+
+        A chunk is a token, or what an engine decodes in `gather_s` seconds.
+        """
+        self.gather_s = gather_s
         while not self.finish:
             came: asyncio.Queue[Chunk | None] = asyncio.Queue()
             self.on_chunk = came.put_nowait

@@ -207,7 +207,12 @@ class Generator:
             raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
 
     def stream(
-        self, prompt_ids: TokenIds, sampling: Sampling | None = None, *, engine: int | None = None
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling | None = None,
+        *,
+        engine: int | None = None,
+        gather_s: float = 0.0,
     ) -> AsyncGenerator[Chunk, None]:
         """Decode one completion, token by token; the last chunk, and no other, has a `finish`.
 
@@ -218,12 +223,13 @@ class Generator:
             prompt_ids: the whole prompt.
             sampling: by default that of training episodes.
             engine: index of the first engine; by default the one with the fewest requests in flight.
+            gather_s: seconds for which an engine gathers tokens into one chunk; by default it sends each at once.
 
         Raises:
             ReplicaError: several engines in a row failed without a token.
             WeightsError, ConfigError, DeadlineError, ServiceError: as `decode`.
         """
-        return self._completion(prompt_ids, sampling).stream(self._decoder(engine))
+        return self._completion(prompt_ids, sampling).stream(self._decoder(engine), gather_s=gather_s)
 
     async def generate(
         self, prompt_ids: TokenIds, sampling: Sampling | None = None, *, engine: int | None = None
