@@ -74,12 +74,16 @@ def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path
     assert [(a, b) for a, b in zip(lines, template, strict=True) if a != b] == [
         ("python my_recipe.py --help", "python -m recipes.grpo --help")
     ]
+    (tmp_path / "my_recipe.py").write_text(
+        "\n".join(lines).replace("import forge_rl\n", "from forge_rl import Task\nimport forge_rl\n")
+    )
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     shown = subprocess.run(
         [sys.executable, "my_recipe.py", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert "usage: python my_recipe.py" in shown.stdout
     assert shown.stderr.startswith("loading torch and Monarch takes"), "its first line comes before they load"
+    assert shown.stderr.count("loading torch") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 
+@functools.cache
 def announce() -> None:
-    """Say at once that a program has begun, and how long it takes until its services run."""
+    """Say at once, and once, that a program has begun, and how long it takes until its services run."""
     print(
         "loading torch and Monarch takes 5 to 15 s; then the services start, which takes half a minute, or a few "
         "where the machine is busy or does it for the first time",
