@@ -17,6 +17,7 @@ from forge_rl.metrics import (
     merge_all,
     reduce,
 )
+from forge_rl.run.run import describe_gap
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 
 
@@ -244,3 +245,12 @@ def test_service_errors_in_a_group_learn_the_phase_and_keep_one_that_they_have()
     with pytest.raises(ExceptionGroup), clock.phase("rollout"):
         raise ExceptionGroup("rollouts", [ExceptionGroup("inner", [new]), old, ValueError()])
     assert (new.phase, old.phase) == ("rollout", "evaluate")
+
+
+def test_a_gap_is_told_by_the_formats_of_both_sides():
+    assert describe_gap(1e-4, engines="float32", trainer="float32") == ""
+    assert describe_gap(0.04, engines="bfloat16", trainer="float32") == ""
+    told = describe_gap(0.01, engines="float32", trainer="float32")
+    assert told == "trainer's and engines' logprobs differ by 0.01 on average, more than 0.001"
+    assert "--trainer.dtype" not in describe_gap(0.2, engines="bfloat16", trainer="bfloat16")
+    assert "set --trainer.dtype bfloat16" in describe_gap(0.2, engines="bfloat16", trainer="float32")

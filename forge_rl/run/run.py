@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from forge_rl.checkpoint import Checkpoint
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.packing import Packed
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ReplicaError
 from forge_rl.metrics import Metric, batch_metrics, rewards_by_source
 from forge_rl.rollout.executor import RolloutExecutor
@@ -122,19 +123,16 @@ class Run(Generic[C]):
             self._clock.tokens("train", packed.sequence_tokens)
         values |= self.rollouts.metrics() | self._devices.pop_metrics() | self._monitor.pop_depths() | self._end_step()
         self._checkpointer.end_step()
-        bound, gap = _GAP_BOUND[self.generator.dtype], stats.get("logprob_gap", 0.0)
+        trains_in = str(resolve_dtype(self.config.trainer.dtype)).removeprefix("torch.")
+        problem = describe_gap(stats.get("logprob_gap", 0.0), engines=self.generator.dtype, trainer=trains_in)
         if stats.get("updates/skipped"):
             self._log.event(
                 f"step {self.step}: {stats['updates/skipped']:g} updates were skipped, as their gradient is not "
                 f"finite; what was in them is saved in {self.folder / 'skipped'}",
                 "warning",
             )
-        if gap > bound:
-            self._log.event(
-                f"step {self.step}: trainer's and engines' logprobs differ by {gap:.2g} on average, "
-                f"more than {bound:g}",
-                "warning",
-            )
+        if problem:
+            self._log.event(f"step {self.step}: {problem}", "warning")
         self._log.log(self.step, values, batch)
         return values
 
@@ -222,3 +220,13 @@ class Run(Generic[C]):
             step = await self._checkpointer.rollback()
             self._log.rollback(step)
             self._log.event(f"the trainer was restarted; the run goes on from step {step}", "warning")
+
+
+def describe_gap(gap: float, *, engines: str, trainer: str) -> str:
+    """Describe a gap between logprobs that is too large for the formats of engines and trainer; "" if it is not."""
+    if gap <= _GAP_BOUND[engines]:
+        return ""
+    text = f"trainer's and engines' logprobs differ by {gap:.2g} on average, more than {_GAP_BOUND[engines]:g}"
+    if engines == "bfloat16" != trainer:
+        text += f": updates that bfloat16 rounds away reach the {trainer} trainer alone; set --trainer.dtype bfloat16"
+    return text
