@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,36 +124,43 @@ def _tasks(
     dtype = source.dtype if target is None else target.dtype
     word = _BITS[_word_bytes(shape, dtype)]
     casts = (source.dtype, dtype, word) == (torch.float32, torch.bfloat16, torch.int64) and source.stride(-1) == 1
-    if target is not None and not _is_viewable(target, word):
-        source = source.to(dtype, memory_format=torch.contiguous_format, copy=True)
-        target.copy_(source)
-        target = None
-    elif not casts and (source.dtype != dtype or not _is_viewable(source, word)):
-        source = source.to(dtype, memory_format=torch.contiguous_format, copy=True)
-    read = source.view(torch.int32 if casts and target is not None else word)
-    written = read if target is None else target.view(word)
-    items = 4 if read.dtype != word else 1  # of the source in a word
+    read = _words(source, torch.int32 if casts else word) if casts or source.dtype == dtype else None
+    written = read if target is None else _words(target, word)
+    if read is None or written is None:
+        source, casts = source.to(dtype, memory_format=torch.contiguous_format, copy=True), False
+        read = source.view(word)
+        if written is None and target is not None:
+            target.copy_(source)
+            target = None
+        if target is None:
+            written = read
+    assert written is not None
+    items = 4 if casts else 1  # of the source in a word
     per_word = word.itemsize // dtype.itemsize
     steps = [max(1, step // per_word) for step in _strides(shape)]
     first = sum(start * step for start, step in zip(tensor_slice.start[:-1], steps[:-1], strict=True))
     first += sum(tensor_slice.start[-1:]) // per_word
-    if tensor_slice.size[1:] == tuple(shape[1:]) and read.is_contiguous() and written.is_contiguous():
-        read, written = read.view(1, -1), written.view(1, -1)
-    for index in itertools.product(*map(range, written.shape[:-2])):
-        base = first + sum(at * step for at, step in zip(index, steps, strict=False))
-        (rows, words), step = written[index].shape, steps[-2] if len(shape) > 1 else 0
-        columns = min(words, _TASK_WORDS)
-        lines = _TASK_WORDS // columns
+    step = steps[-2] if len(shape) > 1 else 0
+    if tensor_slice.size[1:] == shape[1:] and read.is_contiguous() and written.is_contiguous():
+        (rows, words), of_step, to_step = (1, written.numel()), 0, 0
+        pieces = [(first, written.numpy().reshape(-1), read.numpy().reshape(-1))]
+    else:
+        (rows, words), of_step, to_step = written.shape[-2:], read.stride(-2), written.stride(-2)
+        pieces = [
+            (first + sum(map(operator.mul, index, steps)), _flat(written[index]), _flat(read[index]))
+            for index in itertools.product(*map(range, written.shape[:-2]))
+        ]
+    columns = min(words, _TASK_WORDS)
+    lines = _TASK_WORDS // columns
+    for base, to, of in pieces:
         for row, column in itertools.product(range(0, rows, lines), range(0, words, columns)):
-            block = slice(row, row + lines), slice(column, column + columns)
-            to = written[index][block]
-            of = read[index][block[0], column * items : (column + columns) * items]
-            where = (*to.shape, base + row * step + column, step)
+            where = (min(lines, rows - row), min(columns, words - column), base + row * step + column, step)
+            block = of[row * of_step + column * items :]
             if target is None:
-                yield partial(kernels.fingerprint_rows, _flat(of), of.stride(0), *where)
+                yield partial(kernels.fingerprint_rows, block, of_step, *where)
             else:
                 run = kernels.cast_rows if casts else kernels.copy_rows
-                yield partial(run, _flat(to), to.stride(0), _flat(of), of.stride(0), *where)
+                yield partial(run, to[row * to_step + column :], to_step, block, of_step, *where)
 
 
 def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice) -> torch.Tensor:
@@ -189,18 +197,20 @@ def _check_words(shape: Sequence[int], tensor_slice: TensorSlice, dtype: torch.d
         )
 
 
-def _is_viewable(values: torch.Tensor, word: torch.dtype) -> bool:
-    """True if a tensor's memory can be seen as words of another dtype."""
+def _words(values: torch.Tensor, word: torch.dtype) -> torch.Tensor | None:
+    """A tensor's memory seen as words of another dtype; None where it can't be."""
+    if values.dim() and values.stride(-1) != 1:
+        return None
     try:
-        values.view(word)
+        return values.view(word)
     except RuntimeError:
-        return False
-    return not values.dim() or values.stride(-1) == 1
+        return None
 
 
 def _flat(block: torch.Tensor) -> Any:
     """A one-dimensional array over the memory from the first item of a `[rows, columns]` view to its last."""
-    return block.as_strided(((block.shape[0] - 1) * block.stride(0) + block.shape[1],), (1,)).numpy()
+    rows, columns = block.shape
+    return block.as_strided(((rows - 1) * block.stride(0) + columns,), (1,)).numpy()
 
 
 def _word_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
