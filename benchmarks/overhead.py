@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.large_batches import ANSWER_TOKENS, PromptEngine, measure_large_batch
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
@@ -131,10 +133,20 @@ class PromptEngines(StagedGenerator):
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         self.answered += 1
-        versions = np.full(4, self.version, np.int32)
         completion.on_chunk(
-            Chunk(token_ids=_ANSWER, logprobs=_LOGPROBS, versions=versions, text=str(self.answered), finish="stop")
+            Chunk(
+                token_ids=_ANSWER,
+                logprobs=_LOGPROBS,
+                versions=_versions(self.version),
+                text=str(self.answered),
+                finish="stop",
+            )
         )
+
+
+@functools.cache
+def _versions(version: int) -> npt.NDArray[np.int32]:
+    return np.full(len(_ANSWER), version, np.int32)
 
 
 class PromptTokenizer:

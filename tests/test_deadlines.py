@@ -1,6 +1,7 @@
 """Deadlines: each call is told when it is due, whatever else began or ended meanwhile."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,51 +12,82 @@ from forge_rl.runtime.link import Deadlines
 class Call:
     def __init__(self, deadline_s: float, be_late: Callable[[], None]) -> None:
         self.deadline_s = deadline_s
-        self.be_late = be_late
+        self.due = math.inf
+        self._be_late = be_late
+
+    def be_late(self) -> None:
+        self.due = math.inf
+        self._be_late()
 
 
 def test_each_is_late_when_it_is_due_and_only_then():
     async def main() -> None:
         loop = asyncio.get_running_loop()
         late: list[tuple[str, float]] = []
-        deadlines: Any = Deadlines()
+        calls: Any = {}
+        deadlines = Deadlines(calls)
         began = loop.time()
 
-        def add(name: str, seconds: float) -> Call:
-            call = Call(seconds, lambda: late.append((name, loop.time() - began)))
-            deadlines.add(call)
-            return call
+        def add(name: str, seconds: float) -> None:
+            calls[name] = Call(seconds, lambda: late.append((name, loop.time() - began)))
+            deadlines.start(calls[name])
 
-        a, ends, _ = (add(name, 2.0) for name in ("a", "ends", "b"))
+        for name in ("a", "ends", "b"):
+            add(name, 2.0)
         add("short", 0.5)
         add("long", 8.0)
         await asyncio.sleep(1)
-        deadlines.discard(ends)
+        del calls["ends"]
         add("c", 2.0)
         await asyncio.sleep(1.5)
         assert late == [("short", 0.5), ("a", 2), ("b", 2)]
-        deadlines.discard(a)  # it is over, as all that is late
+        del calls["a"]
         await asyncio.sleep(1)
         assert late[3:] == [("c", 3)]
-        add("d", 2.0)  # nothing else took as long by then
-        await asyncio.sleep(6)
-        assert late[4:] == [("d", 5.5), ("long", 8)]
+        add("d", 2.0)
+        await asyncio.sleep(1.5)
+        deadlines.start(calls["long"])  # an item came
+        await asyncio.sleep(4.5)
+        assert late[4:] == [("d", 5.5)]
+        await asyncio.sleep(4)
+        assert late[5:] == [("long", 13)]
 
     run(main())
 
 
-def test_what_is_cleared_is_never_late():
+def test_what_is_cancelled_is_never_late():
     async def main() -> None:
         late: list[str] = []
-        deadlines: Any = Deadlines()
-        a, b = (Call(1.0, lambda name=name: late.append(name)) for name in ("a", "b"))
-        deadlines.add(a)
-        deadlines.clear()
-        deadlines.discard(a)
+        calls: Any = {name: Call(1.0, lambda name=name: late.append(name)) for name in ("a", "b")}
+        deadlines = Deadlines(calls)
+        deadlines.start(calls.pop("a"))
+        deadlines.cancel()
         await asyncio.sleep(2)
         assert late == []
-        deadlines.add(b)
+        deadlines.start(calls["b"])
         await asyncio.sleep(2)
         assert late == ["b"]
+
+    run(main())
+
+
+def test_calls_that_are_late_one_after_the_other_are_not_looked_at_each_time():
+    async def main() -> None:
+        looks = 0
+
+        class Calls(dict[int, Any]):
+            def values(self) -> Any:
+                nonlocal looks
+                looks += 1
+                return super().values()
+
+        late: list[int] = []
+        calls = Calls((each, Call(1 + each / 1000, lambda each=each: late.append(each))) for each in range(1000))
+        deadlines = Deadlines(calls)
+        for call in dict.values(calls):
+            deadlines.start(call)
+        await asyncio.sleep(3)
+        assert late == list(range(1000))
+        assert looks <= 21
 
     run(main())

@@ -62,8 +62,7 @@ class EngineCapacity:
 
     def running_s(self) -> float:
         """Return the seconds so far that were no pause."""
-        self._count()
-        return self._unpaused_s
+        return self._unpaused_s if self.paused else self._unpaused_s + self._clock() - self._counted
 
     def pop_busy(self) -> tuple[float, float]:
         """Return requests decoded times seconds, and budgets times seconds, since the last call, without pauses."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -53,18 +53,19 @@ class Dispatcher:
     def grant(self) -> None:
         """Wake the episodes that have an engine now."""
         for episode in self._scheduler.pop_grants():
-            granted = self._grants.pop(episode)
-            if not granted.done():
+            granted = self._grants.pop(episode, None)  # none yet if it asks for its engine just now
+            if granted is not None and not granted.done():
                 granted.set_result(None)
 
     async def decode(self, episode: InflightEpisode, completion: ResumableCompletion) -> None:
         """Wait for the episode's engine and decode on it; an episode has one at a time."""
-        granted = self._grants[episode] = asyncio.get_running_loop().create_future()
         self._scheduler.request_decode(episode)
         self.grant()
         interrupted = False
         try:
-            await granted
+            if episode.state != "decoding":
+                granted = self._grants[episode] = asyncio.get_running_loop().create_future()
+                await granted
             await self._generator.decode(completion, engine=episode.engine)
         except ReplicaError:
             interrupted = True
@@ -103,7 +104,7 @@ class PolicyClient:
     used_s: Callable[[], float]
     """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
 
-    async def __call__(self, prompt_ids: TokenIds) -> Turn:
+    def __call__(self, prompt_ids: TokenIds) -> Awaitable[Turn]:
         """Decode one whole completion, as far as the context has room; raises as ResumableCompletion.run.
 
         Raises:
@@ -116,7 +117,7 @@ class PolicyClient:
                 hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
             )
         sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
-        return await ResumableCompletion(prompt_ids, sampling, self.tokenizer).run(self.decode)
+        return ResumableCompletion(prompt_ids, sampling, self.tokenizer).run(self.decode)
 
     def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float) -> AsyncGenerator[Chunk, None]:
         """Decode one completion; see ResumableCompletion.stream."""

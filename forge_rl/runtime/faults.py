@@ -57,7 +57,8 @@ class Faults:
     def __init__(self, clock: Callable[[], float] = time.monotonic, phase: Callable[[], str] = lambda: "") -> None:
         self._clock = clock
         self._phase = phase
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, tuple[str, int | None, str, float]] = {}
+        """Fields of each call in flight."""
         self._next = 0
         self._actions: dict[str, Callable[[str], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,7 +96,7 @@ class Faults:
     def begin(self, service: str, replica: int | None, method: str) -> int:
         """Note a call as in flight until `end` is given what this returns."""
         key, self._next = self._next, self._next + 1
-        self._calls[key] = Call(service, replica, method, self._clock())
+        self._calls[key] = (service, replica, method, self._clock())
         return key
 
     def end(self, key: int) -> None:
@@ -106,7 +107,7 @@ class Faults:
         """Return the oldest call in flight and the number of those in flight; None if there is none."""
         if not self._calls:
             return None
-        return next(iter(self._calls.values())), len(self._calls)
+        return Call(*next(iter(self._calls.values()))), len(self._calls)
 
     @contextlib.contextmanager
     def deadline(self, phase: str, seconds: float) -> Iterator[None]:

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -39,6 +40,8 @@ Reply: TypeAlias = tuple[int, int, bytes]
 
 T = TypeVar("T", Message, Reply)
 
+_LOOK_S = 0.05
+"""Least seconds between two looks at the deadlines of all calls."""
 _NONE = pickle.dumps(None)
 _VALUE, _ITEM, _ERROR = range(3)
 _DIED, _STOPPED, _LATE = range(3, 6)  # said by the controller itself, with the cause as text
@@ -51,6 +54,8 @@ class Link:
         actor: Monarch's handle of one process with a ServiceActor.
         error: makes the error of a kind for a method from a message.
         lost: told why, when the link breaks by itself. `close` is then called by whoever owns the link.
+        begin: told the method when a call begins.
+        end: given what `begin` returned when that call has ended.
     """
 
     def __init__(
@@ -59,13 +64,17 @@ class Link:
         *,
         error: Callable[[type[ServiceError], str, str], ServiceError],
         lost: Callable[[Exception], None],
+        begin: Callable[[str], int],
+        end: Callable[[int], None],
     ) -> None:
         self._actor = actor
         self._error = error
         self._lost = lost
+        self._begin = begin
+        self._end = end
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self._calls)
         self._outbox: deque[Message] = deque()
         self._waiting = asyncio.Event()
         self._broken: tuple[int, bytes] | None = None
@@ -86,12 +95,17 @@ class Link:
         on_item: Callable[[Any], object] | None = None,
     ) -> Any:
         """Await a method of the actor; see Replica.ask."""
-        call = _Call(next(self._numbers), method, deadline_s, on_item)
-        self._send(call, args)
+        key = self._begin(method)  # a `with` would cost as much as all else here
         try:
-            kind, payload = await call.reply
+            call = _Call(next(self._numbers), method, deadline_s, on_item)
+            self._send(call, args)
+            try:
+                kind, payload = await call.reply
+            finally:
+                if self._calls.pop(call.number, None) is not None:  # it is given up: the replica is to give it up too
+                    self._put((call.number, "", b"", False))
         finally:
-            self._end(call)
+            self._end(key)
         return self._value(method, kind, payload)
 
     def fail(self, cause: str, *, died: bool) -> None:
@@ -102,7 +116,7 @@ class Link:
         for call in self._calls.values():
             call.put(self._broken)
         self._calls.clear()
-        self._deadlines.clear()
+        self._deadlines.cancel()
         if self._task is not None:
             self._task.cancel()
 
@@ -121,7 +135,7 @@ class Link:
         except Exception as error:
             raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
         self._calls[call.number] = call
-        self._deadlines.add(call)
+        self._deadlines.start(call)
         self._put((call.number, method, payload, call.on_item is not None))
 
     def _put(self, message: Message) -> None:
@@ -129,12 +143,6 @@ class Link:
         self._waiting.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
-
-    def _end(self, call: _Call) -> None:
-        """Forget a call, and cancel it in the replica if it is still in flight."""
-        self._deadlines.discard(call)
-        if self._calls.pop(call.number, None) is not None:
-            self._put((call.number, "", b"", False))
 
     def _value(self, method: str, kind: int, payload: bytes) -> Any:
         if kind in (_VALUE, _ITEM):
@@ -176,8 +184,7 @@ class Link:
                 if kind != _ITEM:
                     call.put((kind, payload))
                     continue
-                self._deadlines.discard(call)
-                self._deadlines.add(call)
+                self._deadlines.start(call)
                 assert call.on_item is not None, "a plain method gives no items"
                 try:
                     if call.on_item(self._value(call.method, kind, payload)) is True:
@@ -190,7 +197,7 @@ class Link:
 class _Call:
     """Call in flight, with its reply."""
 
-    __slots__ = ("deadline_s", "method", "number", "on_item", "reply")
+    __slots__ = ("deadline_s", "due", "method", "number", "on_item", "reply")
 
     def __init__(
         self, number: int, method: str, deadline_s: float, on_item: Callable[[Any], object] | None = None
@@ -198,6 +205,8 @@ class _Call:
         self.number = number
         self.method = method
         self.deadline_s = deadline_s
+        self.due = math.inf
+        """Time on the loop's clock when it is late."""
         self.on_item = on_item
         self.reply: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
 
@@ -210,48 +219,39 @@ class _Call:
 
 
 class Deadlines:
-    """Tells calls that they are late: one timer for all with the same deadline, as thousands are in flight.
+    """Tells calls that they are late. One timer serves all, and looks at each: thousands are in flight, few are late.
 
-    Of those, the first added is the first to be late.
+    Args:
+        calls: those in flight.
     """
 
-    def __init__(self) -> None:
-        self._due: dict[float, dict[_Call, float]] = {}
-        """For each deadline in seconds, the calls in order of addition, with the time on the loop's clock when due."""
-        self._timers: dict[float, asyncio.TimerHandle] = {}
+    def __init__(self, calls: Mapping[int, _Call]) -> None:
+        self._calls = calls
+        self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, call: _Call) -> None:
-        """Watch a call, which has its deadline's seconds from now."""
-        loop, seconds = asyncio.get_running_loop(), call.deadline_s
-        due = loop.time() + seconds
-        if seconds not in self._due:
-            self._due[seconds] = {}
-            self._timers[seconds] = loop.call_at(due, self._look, seconds)
-        self._due[seconds][call] = due
-
-    def discard(self, call: _Call) -> None:
-        if call.deadline_s in self._due:
-            self._due[call.deadline_s].pop(call, None)
-
-    def clear(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-        self._due.clear()
-
-    def _look(self, seconds: float) -> None:
+    def start(self, call: _Call) -> None:
+        """Give a call its deadline's seconds from now."""
         loop = asyncio.get_running_loop()
-        calls, late = self._due[seconds], []
-        for call, due in calls.items():
-            if due > loop.time():
-                self._timers[seconds] = loop.call_at(due, self._look, seconds)
-                break
-            late.append(call)
-        else:
-            del self._due[seconds], self._timers[seconds]
-        for call in late:
-            calls.pop(call)
-            call.be_late()
+        call.due = loop.time() + call.deadline_s
+        if self._timer is None or call.due < self._timer.when():
+            self.cancel()
+            self._timer = loop.call_at(call.due, self._look)
+
+    def cancel(self) -> None:
+        """Tell nobody any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now, due = loop.time(), math.inf
+        for call in list(self._calls.values()):
+            if call.due <= now:
+                call.be_late()
+            else:
+                due = min(due, call.due)
+        self._timer = None if due == math.inf else loop.call_at(max(due, now + _LOOK_S), self._look)
 
 
 class LinkEnd:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,13 @@ class Replica:
     def __post_init__(self) -> None:
         self.busy_since = self._span_began = 0.0
         first = self.actor.slice(ranks=0) if self.ranks > 1 else self.actor
-        self.link = Link(first, error=self._error, lost=lambda error: self.on_lost(self, str(error)))
+        self.link = Link(
+            first,
+            error=self._error,
+            lost=lambda error: self.on_lost(self, str(error)),
+            begin=self._begin,
+            end=self._end_work,
+        )
 
     @property
     def alive(self) -> bool:
@@ -192,9 +198,9 @@ class Replica:
             first = number == 0
             await self.call("receive_parcel", data, first, deadline_s=deadline_s, rank=rank, name=for_call)
 
-    async def ask(
+    def ask(
         self, method: str, *args: object, deadline_s: float, on_item: Callable[[Any], object] | None = None
-    ) -> Any:
+    ) -> Coroutine[Any, Any, Any]:
         """Await a method of the actor over the link; of rank 0, if there are several.
 
         If this is cancelled, so is the method.
@@ -207,12 +213,7 @@ class Replica:
         Raises:
             ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
         """
-        key = self._begin(method)  # no `with`: that costs as much as all else here
-        try:
-            return await self.link.ask(method, args, deadline_s, on_item)
-        finally:
-            self.answered |= self.alive
-            self._end(key)
+        return self.link.ask(method, args, deadline_s, on_item)
 
     def look_for_hang(self, *, descendants: bool) -> str:
         """Look at its processes, and those that they started; return how it hangs, or "" if it does not."""
@@ -246,6 +247,10 @@ class Replica:
             now = self.clock()
             self.busy_s += now - self.busy_since
             self._trace("busy", self._span_began, now, False)
+
+    def _end_work(self, key: int) -> None:
+        self.answered = self.answered or self.alive
+        self._end(key)
 
     def _trace(self, name: str, began: float, ended: float, overlapping: bool) -> None:
         if self.faults.on_span is not None:

@@ -159,7 +159,7 @@ class ResumableCompletion:
             ids = np.concatenate([chunk.token_ids for chunk in chunks])
             logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
             versions = np.concatenate([chunk.versions for chunk in chunks])
-        return Turn(
+        return Turn.of_arrays(
             prompt_ids=self.prompt_ids,
             token_ids=ids,
             logprobs=logprobs,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +117,11 @@ class EnvSession:
 
     async def reset(self, task: Task) -> Observation:
         """Make the environment and return its first observation; raises as `step` does."""
-        observation: Observation = await self._ask("reset", task)
+        try:
+            observation: Observation = await self._ask("reset", task)
+        except BaseException:
+            self.abandon()
+            raise
         return observation
 
     async def step(self, answer: str, *, truncated: bool = False) -> Step:
@@ -128,7 +132,11 @@ class EnvSession:
             ReplicaError: its replica died, and the environment with it.
             ServiceError: the environment raised something.
         """
-        step: Step = await self._ask("step", answer, truncated)
+        try:
+            step: Step = await self._ask("step", answer, truncated)
+        except BaseException:
+            self.abandon()
+            raise
         if step.done:
             self._end()
         return step
@@ -138,7 +146,7 @@ class EnvSession:
         if not self._over:
             self._end()
             with contextlib.suppress(ReplicaError):  # it is gone
-                await self._replica.ask("close", self._key, deadline_s=self._deadline_s)
+                await self._ask("close")
 
     def abandon(self) -> None:
         """Close the environment in a task of its own."""
@@ -151,12 +159,8 @@ class EnvSession:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _ask(self, method: str, *args: object) -> Any:
-        try:
-            return await self._replica.ask(method, self._key, *args, deadline_s=self._deadline_s)
-        except BaseException:
-            self.abandon()
-            raise
+    def _ask(self, method: str, *args: object) -> Awaitable[Any]:
+        return self._replica.ask(method, self._key, *args, deadline_s=self._deadline_s)
 
     def _end(self) -> None:
         self._over = True
