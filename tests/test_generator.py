@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from openai import AsyncOpenAI
-from transformers import AutoModelForCausalLM
 
 from apps.gateway import Config, serving
 from forge_rl.data.tokenizer import Tokenizer
@@ -130,6 +129,8 @@ def test_an_engine_computes_with_the_weights_that_were_published_last(served: Se
 async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> None:
     store = await WeightStore.start(WeightStore.Config(), generator._service._cluster, faults, deadline_s=120)
     try:
+        from transformers import AutoModelForCausalLM
+
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for version in (3, 4):
             with torch.no_grad():
