@@ -28,6 +28,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import Decode, ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool
 from forge_rl.services.generator_actor import GeneratorActor
@@ -124,8 +125,10 @@ class Generator:
             return service.spawn(actor, model, settings, seed + index, f"{name} replica {index}", env=env, index=index)
 
         pool = EnginePool(service, spawn, deadline_s)
-        await service.start(config.replicas, pool.start_one, config.restart)
-        return cls(config, service, pool, Tokenizer(model), lend)
+        async with task_group() as group:
+            tokenizer = group.create_task(asyncio.to_thread(Tokenizer, model))  # imports for seconds
+            group.create_task(service.start(config.replicas, pool.start_one, config.restart))
+        return cls(config, service, pool, tokenizer.result(), lend)
 
     @property
     def version(self) -> int | None:
