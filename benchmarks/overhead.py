@@ -38,7 +38,7 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.processes import rare_collections
+from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
@@ -303,7 +303,7 @@ async def _services(config: Config) -> AsyncIterator[Services]:
         faults.install()
         cluster = Cluster(Path(logs))
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(rare_collections())  # as in a run
+            stack.enter_context(responsive_loop())  # as in a run
             stack.push_async_callback(cluster.close)
             environment = await Environment.start(
                 Environment.Config(), cluster, faults, factory=ManyTurnsFactory(config.turns), deadline_s=_DEADLINE_S

@@ -343,6 +343,7 @@ def test_hosts_are_named_one_by_one(tmp_path: Path):
         Cluster(tmp_path, hosts={THIS_HOST: Hosts(1)})
 
 
+SECRET = "nobody-elses-to-read"
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
@@ -374,7 +375,7 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, str(tmp_path), *hosts],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(scratch)},
+        env={**os.environ, "TMPDIR": str(scratch), "FORGE_RL_FAKE": SECRET},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -383,6 +384,9 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
         children = [psutil.Process(int(pid)) for pid in controller.stdout.readline().split()]
         assert len(children) >= 1 + 2 * len(hosts) + bool(hosts)
         assert all(child.is_running() for child in children)
+        assert any(child.environ().get("FORGE_RL_FAKE") == SECRET for child in children)
+        logged = [path for path in scratch.rglob("*.log") if SECRET.encode() in path.read_bytes()]
+        assert not logged, "Monarch's log, which every user can read, tells the environment"
         folders = [*scratch.glob("monarch_process_job_*"), *scratch.glob("hosts-*")]
         assert len(folders) == (2 if hosts else 0)
         controller.kill()

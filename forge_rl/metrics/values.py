@@ -105,9 +105,9 @@ def lag_histogram(batch: Batch) -> Histogram:
     versions = Counter[int]()
     for episode in batch.episodes:
         for turn in episode.turns:
-            if len(turn.versions):  # they come in runs
-                starts = np.flatnonzero(np.diff(turn.versions, prepend=turn.versions[0] - 1))
-                lengths = np.diff(starts, append=len(turn.versions))
-                for version, length in zip(turn.versions[starts].tolist(), lengths.tolist(), strict=True):
-                    versions[version] += length
+            held = turn.versions
+            if len(held):  # they come in runs
+                cuts = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
+                for begin, end in zip([0, *cuts], [*cuts, len(held)], strict=True):
+                    versions[int(held[begin])] += end - begin
     return Histogram({batch.version - version: versions[version] for version in sorted(versions, reverse=True)})

@@ -41,7 +41,7 @@ from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_
 from forge_rl.run.services import running_services, stored_bytes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.processes import rare_collections
+from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import EnvFactory
 from forge_rl.services.reward import RewardFunction
@@ -123,7 +123,7 @@ class Starting(Generic[C]):
             log = RunLog(display, *sinks)
             stack.callback(log.close)
             monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
-            stack.enter_context(rare_collections())
+            stack.enter_context(responsive_loop())
             log.start(
                 RunInfo(
                     recipe=self.recipe,

@@ -105,7 +105,10 @@ class Cluster:
         with quiet_stderr():  # Monarch announces its log file there, in the middle of the display
             from monarch.actor import default_bootstrap_cmd, this_host
 
-            command = default_bootstrap_cmd().with_env({**os.environ, **(env or {})})
+            # They inherit the rest. Monarch logs what stands here to a file that every user can read.
+            command = default_bootstrap_cmd().with_env(
+                {**{each: os.environ[each] for each in _DEFAULTS}, **(env or {})}
+            )
             place = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
             mesh = place.spawn_procs(
                 per_host={"ranks": ranks},
