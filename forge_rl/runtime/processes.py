@@ -213,10 +213,10 @@ def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None)
 def responsive_loop() -> Iterator[None]:
     """Keep garbage collection and other threads from holding up the event loop for long, while the body runs.
 
-    Garbage in cycles is collected once in 50,000 new objects, instead of 700: those of thousands of episodes live longer
-    than that, and Python would look at all of them again and again, which takes as long as all else. What was imported
-    is not looked at. And where another thread computes in Python, the loop, which loses its turn with every file that
-    it reads, gets it back ten times as soon as by default.
+    Garbage in cycles is collected once in 50,000 new objects, instead of 700: those of thousands of episodes live
+    longer, and Python would look at all of them again and again, which takes as long as all else. What was imported is
+    not looked at. And where another thread computes in Python, the loop, which loses its turn with every file that it
+    reads, gets it back ten times as soon as by default.
     """
     before, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.freeze()
