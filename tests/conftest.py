@@ -81,7 +81,7 @@ STARTS = {
     "nothing_left": 2,
     "started_processes": 2,
     "fake_service": 2,
-    "other": 2,
+    "other_process": 2,
     "cluster": 2,
     "process_group": 1,
     "shm": 1,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import select
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from forge_rl.runtime.causes import cause_of, last_error
-from forge_rl.runtime.processes import ProcessTree, describe_exit, exit_status, when_process_ends
+from forge_rl.runtime.processes import ProcessTree, describe_exit, exit_status, responsive_loop, when_process_ends
 
 
 def ended(command: str, *, kill: int | None = None) -> tuple[subprocess.Popen[bytes], int]:
@@ -240,3 +241,12 @@ def test_the_cause_is_quoted_from_the_log_and_not_what_points_to_it(tmp_path: Pa
         "nothing of note\n"
     )
     assert last_error(log) == "ValueError: Head size 16 is not supported"
+
+
+def test_a_responsive_loop_leaves_the_interpreter_as_it_was():
+    before = gc.get_threshold(), sys.getswitchinterval()
+    with responsive_loop():
+        assert gc.get_threshold()[0] > before[0][0]
+        assert sys.getswitchinterval() < before[1]
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_threshold(), sys.getswitchinterval()) == before

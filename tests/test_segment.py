@@ -24,7 +24,7 @@ SIZE = 5000
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[ProcessPoolExecutor]:
+def other_process() -> Iterator[ProcessPoolExecutor]:
     """Another process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield pool
@@ -60,8 +60,8 @@ def files_and_mappings(name: str) -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(name)
 
 
-def test_another_process_reads_what_was_written(tmp_path: Path, other: ProcessPoolExecutor):
-    pid, total = other.submit(sum_of, filled(tmp_path / "s")).result()
+def test_another_process_reads_what_was_written(tmp_path: Path, other_process: ProcessPoolExecutor):
+    pid, total = other_process.submit(sum_of, filled(tmp_path / "s")).result()
     assert (pid != os.getpid(), total) == (True, int(pattern().sum()))
 
 
@@ -146,9 +146,9 @@ def test_a_segment_that_is_gone_is_told(tmp_path: Path):
     assert torch.equal(held, pattern()), "what was mapped stays readable"
 
 
-def test_a_segment_that_was_freed_is_refused(tmp_path: Path, other: ProcessPoolExecutor):
+def test_a_segment_that_was_freed_is_refused(tmp_path: Path, other_process: ProcessPoolExecutor):
     ref = filled(tmp_path / "s")
-    assert other.submit(sum_of, ref).result()[1]
+    assert other_process.submit(sum_of, ref).result()[1]
     again = renew(ref)
     assert (again.path, again.bytes) == (ref.path, ref.bytes)
     assert again.token != ref.token
@@ -157,8 +157,8 @@ def test_a_segment_that_was_freed_is_refused(tmp_path: Path, other: ProcessPoolE
             use(ref)
     # The other process has it mapped already, and notices all the same.
     with pytest.raises(WeightsError, match="was freed and holds another version by now"):
-        other.submit(sum_of, ref).result()
-    assert other.submit(sum_of, again).result()[1] == int(pattern().sum())
+        other_process.submit(sum_of, ref).result()
+    assert other_process.submit(sum_of, again).result()[1] == int(pattern().sum())
 
 
 def test_a_segment_of_another_size_is_refused(tmp_path: Path):
@@ -270,29 +270,29 @@ def test_mappings_of_removed_segments_go_when_the_next_one_is_mapped(tmp_path: P
     assert files_and_mappings(str(tmp_path)) == (before, 0)
 
 
-def test_an_anonymous_segment_is_read_elsewhere_while_it_is_open(other: ProcessPoolExecutor):
+def test_an_anonymous_segment_is_read_elsewhere_while_it_is_open(other_process: ProcessPoolExecutor):
     before = files_and_mappings("forge_rl-weights")
     for number in range(4):
         ref, fd = create_anonymous(SIZE)
         writable(ref).fill_(number)
-        assert other.submit(sum_of, ref).result()[1] == number * SIZE
+        assert other_process.submit(sum_of, ref).result()[1] == number * SIZE
         assert int(readable(ref)[-1]) == number
         release(ref)
         os.close(fd)
         with pytest.raises(WeightsError, match="cannot be opened"):
-            other.submit(sum_of, ref).result()
+            other_process.submit(sum_of, ref).result()
         with pytest.raises(WeightsError, match="cannot be opened"):
             readable(ref)
     assert files_and_mappings("forge_rl-weights") == before
 
 
-def test_readers_of_anonymous_segments_keep_nothing_of_them(other: ProcessPoolExecutor):
+def test_readers_of_anonymous_segments_keep_nothing_of_them(other_process: ProcessPoolExecutor):
     held = []
     for with_check in (True, True, True, False, False, False):
         ref, fd = create_anonymous(SIZE)
-        other.submit(sum_of if with_check else readable_sum, ref).result()
+        other_process.submit(sum_of if with_check else readable_sum, ref).result()
         os.close(fd)
-        held.append(other.submit(files_and_mappings, "forge_rl-weights").result())
+        held.append(other_process.submit(files_and_mappings, "forge_rl-weights").result())
     assert held[:3] == [(held[0][0], 0)] * 3
     # One that does not look again keeps the last one only, until the next takes its place.
     assert held[3:] == [(held[3][0], 1)] * 3

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, ReplicaError
@@ -104,7 +104,7 @@ class PolicyClient:
     used_s: Callable[[], float]
     """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
 
-    def __call__(self, prompt_ids: TokenIds) -> Awaitable[Turn]:
+    def __call__(self, prompt_ids: TokenIds) -> Coroutine[Any, Any, Turn]:
         """Decode one whole completion, as far as the context has room; raises as ResumableCompletion.run.
 
         Raises:

@@ -24,6 +24,7 @@ _CLEAN_UP_S = 10.0
 _NEW_OBJECTS = (50_000, 10, 10)
 """Thresholds of garbage collection: new objects, and collections of one generation to one of the next."""
 _SWITCH_S = 0.0005
+"""Time after which a thread that computes in Python gives another its turn."""
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60
