@@ -62,11 +62,19 @@ def __getattr__(name: str) -> object:
         return version("forge_rl")
     if name not in _HOMES:
         raise AttributeError(f"module 'forge_rl' has no attribute {name!r}")
-    if "torch" not in sys.modules and _asked_by_program():
+    from forge_rl.errors import ForgeError
+
+    is_program = _asked_by_program()
+    if "torch" not in sys.modules and is_program:
         from forge_rl.run.first_line import announce
 
         announce()
-    return getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
+    except ForgeError as error:
+        if is_program:
+            sys.exit(f"error: {error}")
+        raise
 
 
 def _asked_by_program() -> bool:

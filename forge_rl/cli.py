@@ -39,9 +39,12 @@ def main(args: Sequence[str] | None = None) -> None:
     known = commands()
     if given and (name := given[0].replace("_", "-")) in known:
         announce()
-        from forge_rl.run.launch import launch  # which takes a second to load
+        try:
+            from forge_rl.run.launch import launch  # which takes a second to load
 
-        module = importlib.import_module(known[name])
+            module = importlib.import_module(known[name])
+        except ForgeError as error:
+            sys.exit(f"error: {error}")
         launch(module.Config, module.main, prog=f"forge-rl {name}", args=given[1:])
     chosen = _parser(known).parse_args(given)
     try:

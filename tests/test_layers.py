@@ -34,7 +34,9 @@ ONLY_IN = {
     "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform"),
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway"),
     "torchstore": ("forge_rl.weights.transports",),
-    "os.environ": ("forge_rl.runtime.cluster", "apps"),
+    "os.environ": (
+        *("forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log", "forge_rl.runtime.private_network", "apps"),
+    ),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),
     "os.putenv": (),
 }

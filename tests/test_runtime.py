@@ -379,7 +379,13 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, str(tmp_path), *hosts],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(scratch), "FORGE_RL_FAKE": SECRET},
+        env={
+            **os.environ,
+            "TMPDIR": str(scratch),
+            "FORGE_RL_FAKE": SECRET,
+            "FAKE_API_KEY": "for-few",
+            "MONARCH_FILE_LOG": "info",
+        },
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -388,18 +394,21 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
         children = [psutil.Process(int(pid)) for pid in controller.stdout.readline().split()]
         assert len(children) >= 1 + 2 * len(hosts) + bool(hosts)
         assert all(child.is_running() for child in children)
-        assert any(child.environ().get("FORGE_RL_FAKE") == SECRET for child in children)
-        for _ in range(100):  # Monarch writes it in the background
+        actors = [child.environ() for child in children if "FORGE_RL_REPLICA" in child.environ()]
+        assert [actor["FORGE_RL_FAKE"] for actor in actors] == [SECRET] * (1 + len(hosts))
+        assert not any("FAKE_API_KEY" in actor for actor in actors), "only services that need secrets have them"
+        for _ in range(300):  # Monarch writes it in the background
             with log.open("rb") as file:
                 file.seek(logged_before)
                 logged = file.read()
-            if b"LaunchOptions" in logged:
+            if b"LaunchOptions" in logged or hosts:
                 break
             time.sleep(0.1)
-        assert b"LaunchOptions" in logged
+        assert b"LaunchOptions" in logged or hosts, logged[-3000:]  # other hosts' may come much later
         assert SECRET.encode() not in logged, "Monarch's log, which every user can read, tells the environment"
-        folders = [*scratch.glob("monarch_process_job_*"), *scratch.glob("hosts-*")]
-        assert len(folders) == (2 if hosts else 0)
+        folders = [*scratch.glob("monarch_process_job_*"), *scratch.glob("hosts-*"), *scratch.glob("forge_rl-*")]
+        assert len(folders) == (3 if hosts else 1)
+        assert all(folder.stat().st_mode & 0o077 == 0 for folder in folders)
         controller.kill()
         controller.wait()
         _, alive = psutil.wait_procs(children, timeout=60)

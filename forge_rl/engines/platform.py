@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Literal
 
 import torch
@@ -47,6 +48,9 @@ def cpu_cores() -> int:
 def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:
     """Join the trainer's process group: NCCL on CUDA, gloo on CPU. A single rank needs no network.
 
+    Rank 0 listens at the address alone, where torch by itself would on all of the machine's: who connects there is not
+    asked for a name.
+
     Raises:
         ConfigError: the port cannot be bound or reached.
     """
@@ -57,8 +61,9 @@ def init_distributed(rank: int, world_size: int, address: str, port: int) -> Non
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     try:
-        store = dist.TCPStore(address, port, world_size, is_master=rank == 0)
-    except (RuntimeError, dist.DistError) as error:
+        fd = socket.create_server((address, port)).detach() if rank == 0 else None
+        store = dist.TCPStore(address, port, world_size, is_master=rank == 0, master_listen_fd=fd)
+    except (OSError, RuntimeError, dist.DistError) as error:
         cause = str(error).splitlines()[0]
         raise ConfigError(
             f"the trainer's ranks cannot meet at {address}:{port}: {cause}",

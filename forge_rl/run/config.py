@@ -10,6 +10,7 @@ from forge_rl.data.bundled import default_cache
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.runtime.isolation import IsolationConfig
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward
@@ -18,7 +19,7 @@ from forge_rl.services.weight_store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(IsolationConfig):
     """Settings that every recipe shares; a recipe adds its method's own.
 
     @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from forge_rl.errors import ForgeError
+from forge_rl.runtime.isolation import IsolationConfig
+from forge_rl.runtime.private_network import enter, is_private
 
 C = TypeVar("C")
 
@@ -40,6 +42,8 @@ def launch(
     """
     try:
         config = tyro.cli(config_class, prog=prog or _command_of(main), args=args, description=config_class.__doc__)
+        if isinstance(config, IsolationConfig) and config.private_network and not is_private():
+            enter([sys.executable, *sys.orig_argv[1:]])
         status = asyncio.run(_run(main, config))
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)

@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.runtime.isolation import IsolationConfig
 
 _LIBRARY = Path(__file__).parent.parent
-_UNSAID = {"out", "display", "wandb", "cache", "force_continue"}
+_UNSAID = {"out", "display", "wandb", "cache", "force_continue", *IsolationConfig.__dataclass_fields__}
 """Fields that are no part of a run: a change is not even told."""
 _FREE = (
     *("eval_every", "checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),

@@ -41,6 +41,7 @@ from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_
 from forge_rl.run.services import running_services, stored_bytes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.isolation import check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import EnvFactory
@@ -95,6 +96,7 @@ class Starting(Generic[C]):
     @contextlib.asynccontextmanager
     async def _run(self) -> AsyncIterator[Run[C]]:
         config = self.config
+        open_to = check_isolation(config)
         clock = PhaseClock()
         faults = Faults(phase=lambda: clock.current)
         shared = shares_devices(
@@ -136,6 +138,8 @@ class Starting(Generic[C]):
             )
             for note in notes:
                 log.event(note)
+            if open_to:
+                log.event(open_to, "warning")
             faults.install()
             watch = display.watch(waiting=monitor.waiting_for, status=monitor.poll)
             watching = asyncio.get_running_loop().create_task(watch)
@@ -154,7 +158,7 @@ class Starting(Generic[C]):
                 services = await stack.enter_async_context(
                     running_services(
                         config,
-                        Cluster((folder / "logs").resolve()),
+                        Cluster((folder / "logs").resolve(), may_be_public=config.public_ports),
                         faults,
                         display,
                         folder=folder,

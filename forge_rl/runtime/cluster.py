@@ -9,12 +9,18 @@ import functools
 import gc
 import importlib
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil  # type: ignore[import-untyped]
+
 from forge_rl.errors import ConfigError
+from forge_rl.runtime.isolation import public_ports
+from forge_rl.runtime.processes import clean_up_after
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh, ProcMesh
@@ -33,6 +39,19 @@ _DEFAULTS = {
 }
 """Monarch's variables in the environment of every process, unless they are set."""
 
+_CHILDREN_DEFAULTS = {
+    # What the processes of one service open for each other, without asking who connects, stays on this machine.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    # By default a folder under /tmp whose name everybody knows, with code that is loaded.
+    "TORCHINDUCTOR_CACHE_DIR": "~/.cache/torchinductor",
+}
+"""Variables in the environment of spawned processes, unless they are set."""
+
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$", re.IGNORECASE)
+"""Names of variables that are secret."""
+
 
 class Cluster:
     """Hosts of a run, as places for process meshes.
@@ -44,6 +63,7 @@ class Cluster:
     Args:
         logs: existing folder for the output of processes, one file for each mesh. Other hosts use the same path.
         hosts: other hosts than THIS_HOST, by name, each a Monarch job's mesh of one host.
+        may_be_public: True if Monarch may listen where other machines reach it. It runs what it is sent.
 
     Processes on this host, and on `local_hosts`, end with this one, however this one ends. Other hosts, such as those
     of a Slurm job, live on: start them with HYPERACTOR_MESH_ORPHAN_TIMEOUT=60s in their environment, and the processes
@@ -53,9 +73,10 @@ class Cluster:
         ConfigError: a host's name is taken, or a mesh has several hosts.
     """
 
-    def __init__(self, logs: Path, hosts: Mapping[str, HostMesh] | None = None) -> None:
+    def __init__(self, logs: Path, hosts: Mapping[str, HostMesh] | None = None, *, may_be_public: bool = False) -> None:
         set_defaults()
         self._logs = logs
+        self._may_be_public = may_be_public
         self._hosts = dict(hosts or {})
         self._meshes: dict[str, ProcMesh] = {}
         if THIS_HOST in self._hosts:
@@ -88,28 +109,40 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         imports: Sequence[str] = (),
         host: str = THIS_HOST,
+        secrets: bool = False,
     ) -> ProcMesh:
         """Start a mesh of processes with one axis, `ranks`.
 
         Args:
             name: unique among the living meshes.
             env: added to the environment of each.
+            secrets: leave variables in their environment whose names say that they are secret, such as API keys.
             imports: modules that each imports first. Actors that share a process unpickle side by side, and would
                 otherwise find modules half imported.
 
         Raises:
-            ConfigError: there is no such host.
+            ConfigError: there is no such host, or Monarch listens to other machines and must not.
         """
         if host not in self.hosts:
             raise ConfigError(f"there is no host {host!r}", hint=f"choose one of {', '.join(self.hosts)}")
-        with quiet_stderr():  # Monarch announces its log file there, in the middle of the display
+        additions: dict[str, str | None] = {each: os.environ[each] for each in _DEFAULTS}
+        if not secrets:
+            additions |= dict.fromkeys(filter(_SECRET.search, os.environ))
+        with (
+            quiet_stderr(),
+            _scratch_as_temporary() as scratch,
+        ):  # Monarch announces its log, in the middle of the display
             from monarch.actor import default_bootstrap_cmd, this_host
 
-            # They inherit the rest. Monarch logs what stands here to a file that every user can read.
-            command = default_bootstrap_cmd().with_env(
-                {**{each: os.environ[each] for each in _DEFAULTS}, **(env or {})}
-            )
+            # They inherit the rest. Monarch logs what stands here, if its log's level is info.
+            temporary = {"TMPDIR": scratch} if host == THIS_HOST else {}
+            command = default_bootstrap_cmd().with_env({**additions, **temporary, **(env or {})})
             place = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
+            if not self._may_be_public and (ports := public_ports(psutil.Process())):
+                raise ConfigError(
+                    f"Monarch listens on {', '.join(ports)}, where other machines reach it, and runs what it is sent",
+                    hint="keep it on this machine, or give --public-ports where nobody else is in the network",
+                )
             mesh = place.spawn_procs(
                 per_host={"ranks": ranks},
                 bootstrap=functools.partial(_start_child, str(self.log_file(name)), tuple(imports)),
@@ -146,11 +179,35 @@ def set_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
+@functools.cache
+def _scratch() -> str:
+    """Make a folder for sockets and temporary files of this process's children, which goes when this process ends."""
+    folder = tempfile.mkdtemp(prefix="forge_rl-")  # nobody else may look into it; short, for names of sockets
+    clean_up_after([folder])
+    return folder
+
+
+@contextlib.contextmanager
+def _scratch_as_temporary() -> Iterator[str]:
+    """Have Monarch make its own folder, which it does once in a process, in the scratch folder."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = scratch = _scratch()
+    try:
+        yield scratch
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
 def _start_child(log_file: str, imports: Sequence[str]) -> None:
     """Send a new process's output, and that of its own children, to its log file; then import modules."""
+    for name, value in _CHILDREN_DEFAULTS.items():
+        os.environ.setdefault(name, os.path.expanduser(value))
     sys.stdout.flush()
     sys.stderr.flush()
-    fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.processes import clean_up_after
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -44,7 +43,8 @@ async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]
     try:
         with quiet_stderr():
             job.apply()
-            guard = _guard([host.pid for host in job._host_to_pid.values()], [str(job._tmpdir), scratch])
+            # Monarch gives its hosts sessions of their own and lets them live on. Their children end with them.
+            guard = clean_up_after([str(job._tmpdir), scratch], [host.pid for host in job._host_to_pid.values()])
             state = job.state(cached_path=None)
         yield {name: getattr(state, name) for name in names}
     finally:
@@ -53,18 +53,3 @@ async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]
             guard.kill()
             guard.communicate()
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _guard(pids: Sequence[int], folders: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process that notices the end of this one, by its pipe, and then kills others and removes their folders.
-
-    Monarch gives its hosts sessions of their own and lets them live on. Their children end with them.
-    """
-    script = f"cat; kill -9 {' '.join(map(str, pids))}; rm -rf {shlex.join(folders)}"
-    return subprocess.Popen(
-        ["/bin/sh", "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )

@@ -8,13 +8,15 @@ import fcntl
 import gc
 import os
 import select
+import shlex
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -197,6 +199,19 @@ def exit_status(pid: int, pidfd: int) -> int | None:
         if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
             return os.waitstatus_to_exitcode(struct.unpack_from("i", info, _EXIT_CODE_OFFSET)[0])
     return None
+
+
+def clean_up_after(folders: Sequence[str], pids: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start a process that notices the end of this one, by its pipe, and then kills processes and removes folders."""
+    kill = f"kill -9 {' '.join(map(str, pids))}; " if pids else ""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", f"cat; {kill}rm -rf {shlex.join(folders)}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={},
+    )
 
 
 def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None) -> str:

@@ -109,6 +109,7 @@ class Service:
         env: Mapping[str, str] | None = None,
         imports: Sequence[str] = (),
         host: str = THIS_HOST,
+        secrets: bool = False,
         index: int | None = None,
     ) -> Replica:
         """Spawn a replica: `ranks` processes with one actor in each.
@@ -117,6 +118,7 @@ class Service:
             actor: a ServiceActor class, importable in the children.
             args: of its constructor, which should only keep them: Monarch calls it lazily.
             imports: modules that they import first; see Cluster.spawn.
+            secrets: leave API keys and the like in their environment; see Cluster.spawn.
             index: its index, maybe that of a dead replica, which it replaces; the next one by default.
 
         Raises:
@@ -128,7 +130,8 @@ class Service:
         incarnation = 0 if dead is None else dead.incarnation + 1
         mesh_name = f"{self.name}-{number}" + f".{incarnation}" * bool(incarnation)
         mark = f"{self._id}/{mesh_name}"
-        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env={**(env or {}), _MARK: mark}, imports=imports, host=host)
+        marked = {**(env or {}), _MARK: mark}
+        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env=marked, imports=imports, host=host, secrets=secrets)
         # Monarch tells of a failure late, by this name: it must be no other's by then.
         actor_name = f"{self.name}_{number}_{incarnation}_{self._id}"
         replica = Replica(

@@ -63,7 +63,9 @@ class Environment:
         service = Service("environment", cluster, faults, descendants=False)
 
         async def start_one(index: int) -> None:
-            replica = service.spawn(EnvironmentActor, factory, env={"OMP_NUM_THREADS": "1"}, index=index)
+            # The user's world may need keys.
+            env = {"OMP_NUM_THREADS": "1"}
+            replica = service.spawn(EnvironmentActor, factory, env=env, secrets=True, index=index)
             replica.may_block_s = config.deadline_s  # else one environment that blocks would end all of its process
             await service.watch(replica, deadline_s=deadline_s)
 

@@ -74,7 +74,9 @@ class Reward:
         reward = cls(config, service, function)
 
         async def start_one(index: int) -> None:
-            replica = service.spawn(RewardActor, config.deadline_s, index, env={"OMP_NUM_THREADS": "1"}, index=index)
+            # The user's function may ask a judge that wants a key.
+            env = {"OMP_NUM_THREADS": "1"}
+            replica = service.spawn(RewardActor, config.deadline_s, index, env=env, secrets=True, index=index)
             await service.watch(replica, deadline_s=deadline_s)
             given = None
             while given is not reward._function:  # replaced meanwhile

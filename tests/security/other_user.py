@@ -1,0 +1,72 @@
+"""What another user of the machine tries: code that runs as `nobody`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+NOBODY = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+
+
+def as_user(uid: int, work: Callable[[], T]) -> T:
+    """Do work in a child that is another user, and return what it returns.
+
+    Raises:
+        AssertionError: it raised; says what.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            result: tuple[bool, object] = True, work()
+        except BaseException:
+            result = False, traceback.format_exc()
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(result, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        good, value = pickle.load(pipe)
+    os.waitpid(child, 0)
+    assert good, value
+    return value  # type: ignore[no-any-return]
+
+
+def connects(family: socket.AddressFamily, address: object) -> bool:
+    """True if this user is let in at a socket."""
+    with socket.socket(family) as client:
+        client.settimeout(5)
+        try:
+            client.connect(address)  # type: ignore[arg-type]
+        except OSError:
+            return False
+        return True
+
+
+def opens(path: Path) -> Iterator[str]:
+    """Names what this user may do with a path: list, read, write."""
+    if path.is_dir():
+        with contextlib.suppress(OSError):
+            os.listdir(path)
+            yield "list"
+        if os.access(path, os.W_OK):
+            yield "write"
+        return
+    for flag, name in ((os.O_RDONLY, "read"), (os.O_WRONLY, "write")):
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, flag | os.O_NONBLOCK))
+            yield name

@@ -1,0 +1,227 @@
+"""Other users and other machines at a program's sockets."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.run.config import RunConfig
+from forge_rl.runtime import cluster as cluster_module
+from forge_rl.runtime import private_network
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.isolation import check_isolation, other_people, public_ports
+from tests.fakes import run_ranks
+from tests.security.other_user import NOBODY, as_user, connects, needs_root
+
+ROOT = Path(__file__).parent.parent.parent
+LISTENS = """
+import json, os, signal, socket, sys, time
+abstract, loopback = socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))
+name = f"forge_rl-{os.getpid()}"
+abstract.bind("\\0" + name)
+abstract.listen()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+print(json.dumps([name, loopback.getsockname()[1], os.getpid()]), flush=True)
+time.sleep(600)
+"""
+SERVES = """
+import sys
+from forge_rl.runtime.private_network import listen_outside
+listener = listen_outside("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+connection, _ = listener.accept()
+connection.sendall(b"hello from inside")
+try: listen_outside("127.0.0.1", listener.getsockname()[1])
+except OSError as error: connection.sendall(f", {error.strerror.partition(' (')[0]}".encode())
+try: listen_outside("203.0.113.7", 0)
+except OSError as error: connection.sendall(f", {error.strerror.partition(' (')[0]}".encode())
+"""
+
+
+def start(*command: str, private: bool) -> subprocess.Popen[str]:
+    prefix = [sys.executable, "-m", "forge_rl.runtime.private_network"] if private else []
+    return subprocess.Popen(
+        [*prefix, sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def can_make_networks() -> bool:
+    command = [sys.executable, "-m", "forge_rl.runtime.private_network", sys.executable, "-c", "pass"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def private() -> bool:
+    if not can_make_networks():
+        pytest.skip("this machine does not let its users make networks of their own")
+    return True
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A program that listens at an abstract socket and at a port of the loopback interface."""
+    process = start("-c", LISTENS, private=request.param and request.getfixturevalue("private"))
+    try:
+        assert process.stdout is not None
+        name, port, pid = json.loads(process.stdout.readline())
+        assert pid == process.pid, "it keeps its number, so that signals reach it"
+        yield process, name, port
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@needs_root
+@pytest.mark.parametrize("program", [False, True], indirect=True, ids=["open", "private"])
+def test_another_user_reaches_sockets_only_outside_of_a_private_network(
+    program: tuple[subprocess.Popen[str], str, int], request: pytest.FixtureRequest
+):
+    _, name, port = program
+    is_open = "open" in request.node.name
+    assert as_user(NOBODY, lambda: connects(socket.AF_UNIX, f"\0{name}")) is is_open
+    assert as_user(NOBODY, lambda: connects(socket.AF_INET, ("127.0.0.1", port))) is is_open
+
+
+@pytest.mark.parametrize("program", [True], indirect=True)
+def test_not_even_this_user_comes_in_from_outside_and_signals_do(program: tuple[subprocess.Popen[str], str, int]):
+    process, name, port = program
+    assert not connects(socket.AF_UNIX, f"\0{name}")
+    assert not connects(socket.AF_INET, ("127.0.0.1", port))
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 3
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, "the process outside ends with it"
+
+
+def test_a_port_that_is_opened_outside_is_reached_and_errors_come_back(private: bool):
+    process = start("-c", SERVES, private=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port)) as client, client.makefile() as reader:
+            assert reader.read() == "hello from inside, Address already in use, Cannot assign requested address"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_other_machines_are_not_reached_from_inside_and_the_loopback_interface_is(private: bool):
+    script = """
+import socket
+def reach(address):
+    with socket.socket() as s:
+        s.settimeout(3)
+        try: s.connect(address)
+        except OSError as error: return error.strerror
+        return "reached"
+own = socket.create_server(("127.0.0.1", 0))
+print(reach(("192.0.2.1", 80)), reach(own.getsockname()), sep=", ")
+"""
+    output, _ = start("-c", script, private=True).communicate(timeout=60)
+    assert output == "Network is unreachable, reached\n"
+
+
+def test_files_keep_their_owner_inside(private: bool, tmp_path: Path):
+    script = f"import os; open({str(tmp_path / 'file')!r}, 'w').close(); print(os.getuid())"
+    output, _ = start("-c", script, private=True).communicate(timeout=60)
+    assert int(output) == os.getuid() == (tmp_path / "file").stat().st_uid
+
+
+@needs_root
+def test_a_user_without_privileges_makes_one_too(private: bool):
+    python = shutil.which("python3", path="/usr/bin:/bin")  # ours may lie where other users cannot go
+    if python is None:
+        pytest.skip("there is no Python that another user may run")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        file = Path(shutil.copy(private_network.__file__, folder))
+        os.chmod(folder, 0o755)
+        os.chmod(file, 0o644)
+        script = "import os; print('FORGE_RL_PRIVATE_NETWORK' in os.environ, os.getuid(), os.getgid())"
+        command = [python, str(file), python, "-c", script]
+        done = subprocess.run(command, user=NOBODY, group=NOBODY, cwd="/", capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"True {NOBODY} {NOBODY}\n", "")
+
+
+@needs_root
+def test_where_networks_are_forbidden_it_says_so_in_a_line():
+    forbid = "import resource; open('/proc/sys/user/max_net_namespaces', 'w').write('0')"
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c"]
+    command += [f"{forbid}\nfrom forge_rl.runtime.private_network import enter; enter(['true'])"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "max_net_namespaces" in done.stderr:
+        pytest.skip("networks cannot be forbidden here")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this machine does not let its users make networks of their own")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_must_be_isolated_and_is_not_does_not_start():
+    with pytest.raises(ConfigError, match="with --strict-isolation nothing starts") as caught:
+        check_isolation(RunConfig(strict_isolation=True))
+    assert "--private-network" in caught.value.hint
+
+
+def test_a_session_that_is_not_in_a_network_of_its_own_is_told_how_to_begin():
+    with pytest.raises(ConfigError, match="not in a network of its own") as caught:
+        check_isolation(RunConfig(private_network=True))
+    assert "python -m forge_rl.runtime.private_network" in caught.value.hint
+
+
+@needs_root
+def test_other_people_are_warned_of_and_the_systems_own_users_are_not():
+    people = subprocess.Popen(["sleep", "60"], user=23456)
+    system = subprocess.Popen(["sleep", "60"], user=NOBODY)
+    try:
+        assert "23456" in other_people()
+        assert "nobody" not in other_people()
+        assert "23456" in check_isolation(RunConfig())
+    finally:
+        for process in (people, system):
+            process.kill()
+            process.wait()
+
+
+def test_who_is_a_person_is_for_the_machine_to_say(tmp_path: Path):
+    (tmp_path / "login.defs").write_text("# people\nUID_MIN\t\t\t70000\nUID_MAX 70001\nSYS_UID_MIN 100\n")
+    assert other_people(tmp_path / "login.defs") == []
+
+
+def test_ports_that_other_machines_reach_are_told_from_those_of_the_loopback_interface():
+    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)) as public:
+        assert public_ports(psutil.Process()) == [f"0.0.0.0:{public.getsockname()[1]}"]
+    assert public_ports(psutil.Process()) == []
+
+
+def test_processes_are_not_started_while_other_machines_reach_monarch(tmp_path: Path):
+    with socket.create_server(("0.0.0.0", 0)), pytest.raises(ConfigError, match="where other machines reach it"):
+        Cluster(tmp_path).spawn("mesh")
+
+
+def ports_of_rank(_: int) -> list[str]:
+    return public_ports(psutil.Process())
+
+
+def test_the_trainers_ranks_meet_where_other_machines_do_not_reach_them():
+    assert run_ranks(ports_of_rank, 2) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *((name, True) for name in ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "MY_SECRET")),
+        *((name, False) for name in ("TOKENIZERS_PARALLELISM", "KEYBOARD", "PATH", "VLLM_MAX_TOKENS_PER_EXPERT")),
+    ],
+)
+def test_names_of_variables_that_are_secret(name: str, secret: bool):
+    assert bool(cluster_module._SECRET.search(name)) is secret
