@@ -14,20 +14,43 @@ else ifeq ($(EXTRA),cpu)
   BACKEND := --torch-backend cpu
 endif
 
-.PHONY: help setup demo check fast test test-long lint format clean
+.PHONY: help setup lock demo check fast test test-long lint format clean
 help:     ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  WORKERS=2  ARGS="flags for demo, or for pytest"'
 
 setup: $(STAMP)  ## install everything into .venv
-$(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $(BACKEND) \
-	  --overrides requirements/overrides-$(EXTRA).txt \
-	  $(if $(wildcard requirements/constraints-$(EXTRA).txt),--constraints requirements/constraints-$(EXTRA).txt) \
-	  --editable '.[$(EXTRA),torchstore,dev]'
+# Everything from a registry must have a hash in requirements/: what runs while a package is built too. torch's CPU wheels
+# are on an index of their own, and all else should not come from there: so they are first, and alone.
+UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --require-hashes
+OVERRIDES  := --overrides requirements/overrides-$(EXTRA).txt
+$(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt) $(BIN)/uv
+	$(if $(filter cpu,$(EXTRA)),$(UV_INSTALL) --no-deps $(BACKEND) --constraints requirements/constraints-cpu.txt \
+	  --requirements requirements/overrides-cpu.txt)
+	$(UV_INSTALL) --preview-features build-dependency-hashes --require-build-hashes $(OVERRIDES) \
+	  --constraints requirements/constraints-$(EXTRA).txt --build-constraints requirements/constraints-$(EXTRA).txt \
+	  --requirements pyproject.toml --extra $(EXTRA) --extra torchstore --extra dev
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.installed-* && touch $@
+
+$(BIN)/uv: requirements/uv.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
+	@touch $@
+
+# Pins stay as they are as long as they fit together. torch's CPU wheels are on an index of their own, whose hashes are in the
+# overrides; what torch itself needs stands in for it, so that nothing else is looked up there.
+LOCK := $(BIN)/uv pip compile --quiet --python $(BIN)/python --generate-hashes --no-annotate \
+  --custom-compile-command "make lock" $(ARGS)
+PINS := --extra torchstore --extra dev --extra wandb --python-version 3.11 --python-platform x86_64-manylinux_2_34
+TORCH_NEEDS := filelock fsspec jinja2 networkx setuptools sympy typing-extensions
+lock: $(BIN)/uv  ## pin what is new in pyproject.toml, and write all hashes; ARGS="--upgrade-package NAME" moves a pin
+	sed "/^torch==/,/[^\\\\]$$/c torch ; sys_platform == 'never'" requirements/overrides-cpu.txt > $(VENV)/overrides.txt
+	printf '%s\n' $(TORCH_NEEDS) | $(LOCK) --extra cpu $(PINS) --overrides $(VENV)/overrides.txt \
+	  --output-file requirements/constraints-cpu.txt pyproject.toml -
+	$(LOCK) --extra cuda $(PINS) --overrides requirements/overrides-cuda.txt \
+	  --output-file requirements/constraints-cuda.txt pyproject.toml
+	echo uv | $(LOCK) --output-file requirements/uv.txt -
 
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
 	$(BIN)/python -m recipes.grpo --steps 8 --eval-every 8 --held-out-tasks 64 --trainer.minibatches 2 $(ARGS)
