@@ -14,7 +14,7 @@ else ifeq ($(EXTRA),cpu)
   BACKEND := --torch-backend cpu
 endif
 
-.PHONY: help setup lock demo check fast test test-long lint format clean
+.PHONY: help setup lock audit licences demo check fast test test-long lint format clean
 help:     ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  WORKERS=2  ARGS="flags for demo, or for pytest"'
@@ -51,6 +51,12 @@ lock: $(BIN)/uv  ## pin what is new in pyproject.toml, and write all hashes; ARG
 	$(LOCK) --extra cuda $(PINS) --overrides requirements/overrides-cuda.txt \
 	  --output-file requirements/constraints-cuda.txt pyproject.toml
 	echo uv | $(LOCK) --output-file requirements/uv.txt -
+
+audit: $(STAMP)  ## list known advisories of what is pinned, as far as the registry tells (2 minutes)
+	$(BIN)/python -m tools.audit
+
+licences: $(STAMP)  ## write LICENSES.md, or name the package whose licence needs a look
+	$(BIN)/python -m tools.licences
 
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
 	$(BIN)/python -m recipes.grpo --steps 8 --eval-every 8 --held-out-tasks 64 --trainer.minibatches 2 $(ARGS)

@@ -1,0 +1,1 @@
+"""Commands for who maintains the project; no part of the package."""

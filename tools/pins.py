@@ -1,0 +1,72 @@
+"""What requirements/ pins, and what the registry that pip is configured with tells about it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REQUIREMENTS = Path(__file__).parent.parent / "requirements"
+_PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
+_INDEX = re.compile(r"--index-url <url>.*?\(default\s+(\S+?)\)", re.DOTALL)
+_TIMEOUT_S = 60.0
+
+Release = Mapping[str, Any]
+"""A release as the registry's JSON API describes it."""
+
+
+def pins(*files: str) -> dict[str, str]:
+    """Version of each package that the named files of requirements/ pin.
+
+    pins("constraints-cpu.txt", "overrides-cpu.txt")["torch"]  # "2.13.0+cpu"
+    """
+    return {name: version for file in files for name, version in _PIN.findall((REQUIREMENTS / file).read_text())}
+
+
+def pins_of(extra: str) -> dict[str, str]:
+    """All pins of the environment for "cpu" or "cuda"."""
+    return pins("uv.txt", f"constraints-{extra}.txt", f"overrides-{extra}.txt")
+
+
+@functools.cache
+def registry() -> str:
+    """Address of the JSON API of the index that uv or pip are configured with; pip's help shows pip's."""
+    index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
+    if not index:
+        command = [sys.executable, "-m", "pip", "download", "--help"]
+        wide = {**os.environ, "COLUMNS": "1000"}  # so that the address is not broken
+        shown = subprocess.run(command, env=wide, capture_output=True, text=True, check=True).stdout
+        found = _INDEX.search(shown)
+        assert found is not None, "pip's help names its index"
+        index = found[1]
+    return index.rstrip("/").removesuffix("/simple") + "/pypi"
+
+
+def release(base: str, name: str, version: str) -> Release | None:
+    """What a registry tells about a release; None if it does not answer for just that one.
+
+    Some registries answer for the latest release alone.
+    """
+    public = version.partition("+")[0]
+    answers = (_ask(f"{base}/{path}") for path in (f"{name}/{public}/json", f"{name}/json"))
+    return next((told for told in answers if told and told["info"]["version"] == public), None)
+
+
+def latest(base: str, name: str) -> Release | None:
+    """What a registry tells about a package's latest release; None if it does not answer."""
+    return _ask(f"{base}/{name}/json")
+
+
+def _ask(url: str) -> Release | None:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except (OSError, ValueError):  # no such address, no network, or no JSON: no answer
+        return None
