@@ -121,9 +121,9 @@ def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of
     uv, pins = Path(sys.executable).with_name("uv"), ROOT / "requirements"
     run(uv, "venv", "-q", "-p", sys.executable, environment)
     where = ["--find-links", links] if (links := os.environ.get("PIP_FIND_LINKS")) else ["--torch-backend", "cpu"]
-    install = [uv, "pip", "install", "-q", "--python", environment, *where]
-    files = ["--overrides", pins / "overrides-cpu.txt", "--constraints", pins / "constraints-cpu.txt"]
-    run(*install, *files, f"forge_rl[cpu] @ {wheel.as_uri()}")
+    install = [uv, "pip", "install", "-q", "--python", environment, "--constraints", pins / "constraints-cpu.txt"]
+    run(*install, "--require-hashes", "--no-deps", *where, "-r", pins / "overrides-cpu.txt")
+    run(*install, "--overrides", pins / "overrides-cpu.txt", f"forge_rl[cpu] @ {wheel.as_uri()}")
     flags = ["--steps", "1", "--groups-per-batch", "4", "--group-size", "4", "--eval-every", "0", "--display", "plain"]
     run(environment / "bin" / "forge-rl", "grpo", *flags, "--out", "by-command")
     run(environment / "bin" / "forge-rl", "new", "mine.py", "--from", "grpo")
