@@ -22,12 +22,12 @@ help:     ## this list
 setup: $(STAMP)  ## install everything into .venv
 # Everything from a registry must have a hash in requirements/: what runs while a package is built too. torch's CPU wheels
 # are on an index of their own, and all else should not come from there: so they are first, and alone.
-UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --require-hashes
+UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --require-hashes
 OVERRIDES  := --overrides requirements/overrides-$(EXTRA).txt
 $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt) $(BIN)/uv
 	$(if $(filter cpu,$(EXTRA)),$(UV_INSTALL) --no-deps $(BACKEND) --constraints requirements/constraints-cpu.txt \
 	  --requirements requirements/overrides-cpu.txt)
-	$(UV_INSTALL) --preview-features build-dependency-hashes --require-build-hashes $(OVERRIDES) \
+	$(UV_INSTALL) --compile-bytecode --preview-features build-dependency-hashes --require-build-hashes $(OVERRIDES) \
 	  --constraints requirements/constraints-$(EXTRA).txt --build-constraints requirements/constraints-$(EXTRA).txt \
 	  --requirements pyproject.toml --extra $(EXTRA) --extra torchstore --extra dev
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .

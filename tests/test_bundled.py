@@ -100,6 +100,11 @@ def _link(folder: Path) -> None:
     (folder / "config.json").symlink_to(folder.parent / "elsewhere.json")
 
 
+def _replace_by_folder(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+
+
 def _add(folder: Path) -> None:
     (folder / "added_tokens.json").write_text("{}")
 
@@ -111,6 +116,7 @@ def _add(folder: Path) -> None:
         (_truncate, "model.safetensors"),
         (_remove, "config.json"),
         (_link, "config.json"),
+        (_replace_by_folder, "config.json"),
         (_add, "added_tokens.json"),
     ],
 )

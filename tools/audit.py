@@ -40,7 +40,8 @@ def main() -> int:
         print(f"{name}: {identifier} is reviewed, but was not told of: fixed, or no answer")
     if silent:
         print(f"no answer for {len(silent)} of {len(wanted)}, which may have advisories all the same:")
-        print(textwrap.fill(", ".join(silent), 116, initial_indent="    ", subsequent_indent="    "))
+        lines = textwrap.wrap(", ".join(silent), 116, break_on_hyphens=False)
+        print(textwrap.indent("\n".join(lines), "    "))
     print(f"{len(wanted) - len(silent)} pins asked about, {len(seen)} advisories, {open_advisories} not reviewed")
     if len(silent) == len(wanted):
         print("the registry answered for none: nothing is known", file=sys.stderr)

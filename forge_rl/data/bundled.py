@@ -135,7 +135,10 @@ def differences(folder: Path) -> list[str]:
 
 
 def _is_file(path: Path, sha256: str) -> bool:
-    return path.is_file() and not path.is_symlink() and _sha256(path) == sha256
+    try:
+        return path.is_file() and not path.is_symlink() and _sha256(path) == sha256
+    except OSError:  # it may not be read, or another process is replacing it
+        return False
 
 
 def _find_gguf() -> Path:
