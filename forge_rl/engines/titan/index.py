@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -85,7 +86,9 @@ class _Unpickler(pickle.Unpickler):
 def _metadata(record: object) -> Metadata:
     """Build an index from what was read."""
     fields = _fields(record, "Metadata")
-    tensors = {_text(name): _tensor(tensor) for name, tensor in _dict(fields["state_dict_metadata"]).items()}
+    tensors: dict[str, STORAGE_TYPES] = {}
+    for name, tensor in _dict(fields["state_dict_metadata"]).items():
+        tensors[_text(name)] = _tensor(tensor)
     places = {}
     for key, value in _dict(fields["storage_data"]).items():
         index, place = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
