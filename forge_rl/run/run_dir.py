@@ -221,7 +221,8 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
     finished = folder / "summary.json"
     if finished.exists():
         steps = _read_object(finished).get("steps")
-        if not isinstance(steps, int) or now.get("steps", 0) <= steps:
+        asked = now.get("steps")
+        if not isinstance(steps, int) or not isinstance(asked, int) or asked <= steps:
             raise ConfigError(
                 f"the run in {folder} is finished after {steps} steps",
                 hint="choose another --out, or continue it with more --steps",
