@@ -1,5 +1,6 @@
 """Folders that somebody else has written to, or could have, are not used; nobody else can enter a run folder."""
 
+import asyncio
 import os
 import stat
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.errors import CheckpointError
+from apps.gateway import Config as Served
+from apps.gateway import serving
+from forge_rl.errors import CheckpointError, ForgeError, ModelError
 from forge_rl.run.run_dir import prepare_folder
 from tests.test_run_dir import Config
 
@@ -138,3 +141,16 @@ def test_files_are_this_users_on_a_file_system_that_changes_owners(run: Path, mo
 
     monkeypatch.setattr(tempfile, "TemporaryFile", squashed)
     os.close(prepare_folder(run, Config()))
+
+
+def test_the_gateways_logs_are_private_and_not_written_through_a_link(tmp_path: Path):
+    async def serve(out: Path, because: str, error: type[ForgeError]) -> None:
+        with pytest.raises(error, match=because):
+            async with serving(Served(model="absent/model/name", port=0, out=out)):
+                raise AssertionError("it started")
+
+    asyncio.run(serve(tmp_path / "new", "no such folder", ModelError))
+    assert mode(tmp_path / "new" / "logs") == 0o700
+    (tmp_path / "other").mkdir()
+    (tmp_path / "new" / "logs" / "generator-0.log").symlink_to(tmp_path / "other" / "file")
+    asyncio.run(serve(tmp_path / "new", r"generator-0.log is a link to", CheckpointError))
