@@ -144,23 +144,19 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(values: dict[str,
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os.system('touch PROOF') }}",
-        "{{ raise_exception.__globals__['os'].system('touch PROOF') }}",
-        "{{ '{0.__class__.__mro__}'.format('') }}",
-        "{% include '/etc/passwd' %}",
-        "{% for i in range(10**9) %}{% endfor %}",
-        "{% if %}",
-    ],
-)
-def test_a_chat_template_reaches_nothing_outside_of_itself(template: str, model: Path):
-    (model / "chat_template.jinja").write_text(template.replace("PROOF", str(model / "proof")))
+def test_a_chat_template_reaches_nothing_outside_of_itself(model: Path):
     tokenizer = Tokenizer(model)
-    with pytest.raises((ModelError, OverflowError)):
-        tokenizer.render([{"role": "user", "content": "?"}])
+    for template, because in (
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        (f"{{{{ cycler.__init__.__globals__.os.system('touch {model}/proof') }}}}", "unsafe"),
+        (f"{{{{ raise_exception.__globals__['os'].system('touch {model}/proof') }}}}", "unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format('') }}", "unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% if %}", "Expected an expression"),
+    ):
+        tokenizer.hf.chat_template = template
+        with pytest.raises(ModelError, match=because):
+            tokenizer.render([{"role": "user", "content": "?"}])
     assert not (model / "proof").exists(), "the template ran a command"
 
 
