@@ -29,19 +29,22 @@ def make_private(folder: Path, error: type[ForgeError]) -> None:
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o077)
 
 
-def check_own(folder: Path, error: type[ForgeError]) -> None:
+def check_own(folder: Path, error: type[ForgeError], *, deep: bool = True) -> None:
     """Check that a folder and all that is in it are this user's or root's, and that nobody else may have put it there.
 
     Groups are trusted: who shares a folder with one, as umask 002 does, means to. Where a file system changes owners,
     as NFS does with root's files, those that it gives to new files are this user's. Links may lead to other places in
     the folder.
 
+    Args:
+        deep: look at all that is in it, and not only at the folder itself.
+
     Raises:
         ForgeError: something in it is somebody else's, can be written by anybody, leads out of it, or is neither file
             nor folder. It is an `error`.
         OSError: it cannot be read.
     """
-    found = next(_problems(folder), "")
+    found = next(_problems(folder, deep=deep), "")
     if found:
         raise error(
             f"{folder} cannot be trusted: {found}",
@@ -50,7 +53,7 @@ def check_own(folder: Path, error: type[ForgeError]) -> None:
         )
 
 
-def _problems(folder: Path) -> Iterator[str]:
+def _problems(folder: Path, *, deep: bool) -> Iterator[str]:
     """Say what others may have put into a folder."""
     top, real = folder.lstat(), folder.resolve()
     status = real.stat()
@@ -63,7 +66,7 @@ def _problems(folder: Path) -> Iterator[str]:
     if status.st_mode & stat.S_IWOTH and any(real.iterdir()):
         yield f"anybody may write to it (mode {stat.S_IMODE(status.st_mode):o})"
     open_to_all = bool(status.st_mode & stat.S_IXOTH)
-    for place, folders, files in os.walk(real):
+    for place, folders, files in os.walk(real) if deep else ():
         for path in (Path(place, name) for name in (*folders, *files)):
             with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
                 yield from _problem(path, real, owners, open_to_all=open_to_all)

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -94,11 +95,13 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     report = progress or (lambda what, fraction: None)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        check_own(cache, ModelError)
+        check_own(cache, ModelError, deep=False)
+        if folder.exists():
+            check_own(folder, ModelError)
         if is_intact(folder):
             return folder
         source = _find_gguf()
-        with (cache / f".{_NAME}.lock").open("w") as lock:
+        with open(cache / f".{_NAME}.lock", "a", opener=_open_no_link) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:  # the kernel frees it when its holder dies, so the wait ends
@@ -112,6 +115,10 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
             hint="free space there, or name another cache folder",
         ) from error
     return folder
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def is_intact(folder: Path) -> bool:

@@ -160,15 +160,24 @@ def test_a_chat_template_reaches_nothing_outside_of_itself(model: Path):
     assert not (model / "proof").exists(), "the template ran a command"
 
 
-def test_a_cache_that_anybody_may_write_to_is_not_used(tmp_path: Path):
+def test_a_cache_that_others_may_write_to_is_not_used(tmp_path: Path):
     (tmp_path / "smollm2-135m").mkdir()
     tmp_path.chmod(0o777)
     with pytest.raises(ModelError, match="anybody may write to it"):
         bundled_model(tmp_path)
-    tmp_path.chmod(0o700)
-    (tmp_path / ".smollm2-135m.lock").symlink_to("/etc/nothing")
-    with pytest.raises(ModelError, match=r"lock is a link to /etc/nothing"):
+    tmp_path.chmod(0o755)
+    (tmp_path / "smollm2-135m" / "config.json").symlink_to("/etc/passwd")
+    with pytest.raises(ModelError, match=r"config.json is a link to /etc/passwd"):
         bundled_model(tmp_path)
+
+
+def test_the_caches_lock_is_not_written_through_a_link(tmp_path: Path):
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".smollm2-135m.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(ModelError, match="cannot write the bundled model"):
+        bundled_model(tmp_path / "cache")
+    assert (tmp_path / "precious").read_text() == "kept"
 
 
 def test_every_loader_of_models_says_that_it_runs_no_code():
