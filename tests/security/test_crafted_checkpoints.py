@@ -151,10 +151,11 @@ def test_a_place_that_is_no_whole_number_or_beyond_the_file_is_refused(
         b"\x80\x04" + b"(" * 10**5 + b".",
         b"\x80\x04" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".",
         b"\x80\x04\x8d" + b"\xff" * 8 + b".",
+        b"\x80\x04Nr\xff\xff\xff\xff.",
         pickle.dumps({"state_dict_metadata": {}}),
         pickle.dumps(Metadata({}, storage_data={})),
     ],
-    ids=["marks", "nested", "long text", "dict", "empty"],
+    ids=["marks", "nested", "long text", "huge memo", "dict", "empty"],
 )
 def test_an_index_that_is_nonsense_is_refused(data: bytes, engine: TitanEngine, saved: Path):
     (saved / ".metadata").write_bytes(data)

@@ -32,18 +32,22 @@ class TrainingStateReader(FileSystemReader):
         dcp.load(state, storage_reader=TrainingStateReader(folder))
     """
 
+    _index: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
+        """Read the index, once: that of a large model takes seconds.
 
         Raises:
             ValueError, pickle.UnpicklingError: it holds something else than tensors in files of the folder.
         """
-        folder = Path(self.path)
-        _check_files(folder, [".metadata"])
-        index = _metadata(_Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load())
-        _check_files(folder, {place.relative_path for place in index.storage_data.values()})
-        index.storage_meta = StorageMeta(load_id=self.load_id)
-        return index
+        if self._index is None:
+            folder = Path(self.path)
+            _check_files(folder, [".metadata"])
+            index = _metadata(_Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load())
+            _check_files(folder, {place.relative_path for place in index.storage_data.values()})
+            self._index = index
+        self._index.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._index
 
 
 class _Record:
@@ -72,8 +76,11 @@ _HOMES = {
 _RECORDS = {(home, name): type(name, (_Record,), {}) for home, names in _HOMES.items() for name in names}
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that knows stand-ins for the classes of an index, and dtypes."""
+class _Unpickler(pickle._Unpickler):
+    """Unpickler that knows stand-ins for the classes of an index, and dtypes.
+
+    It is the one in Python: a dozen bytes can make the one in C take 64 GiB for its memo.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
