@@ -16,6 +16,8 @@ from pathlib import Path
 from forge_rl.data.bundled import default_cache
 from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import CheckpointError
+from forge_rl.folders import make_private
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
 from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
@@ -58,7 +60,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[Gateway, Generator, Fau
     faults = Faults()
     faults.install()
     logs = config.out / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    make_private(logs, CheckpointError)
     cluster = Cluster(logs.resolve())
     generator: Generator | None = None
     try:

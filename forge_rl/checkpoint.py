@@ -46,8 +46,10 @@ class Checkpoint:
         """
         path = self.folder / "controller.json"
         try:
-            state: dict[str, object] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            state = json.loads(path.read_text())
+            if not isinstance(state, dict):
+                raise ValueError("it holds no JSON object")
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error}",
                 hint=f"delete {self.folder} to continue from the checkpoint before it",

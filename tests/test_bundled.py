@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from forge_rl.data import bundled, models
 from forge_rl.data.bundled import bundled_model, default_cache, differences
@@ -221,8 +223,9 @@ def test_the_bundled_name_resolves_to_its_folder(tmp_path: Path, fake: list[int]
 
 
 def test_a_local_folder_resolves_to_itself(tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert resolve_model(str(tmp_path), tmp_path) == tmp_path
 
 

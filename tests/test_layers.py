@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 STAGES = (
     ("forge_rl.types", "forge_rl.errors"),
+    ("forge_rl.folders",),
     ("forge_rl.algorithms", "forge_rl.data", "forge_rl.envs", "forge_rl.rewards", "forge_rl.metrics"),
     ("forge_rl.runtime", "forge_rl.weights", "forge_rl.checkpoint"),
     ("forge_rl.engines",),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from forge_rl.errors import ModelError, ServiceError
 from forge_rl.run import services as services_module
@@ -140,8 +142,8 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("model.safetensors", "tokenizer.json"):
-        (model / name).write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, model / "model.safetensors")
     (model / "config.json").write_text(json.dumps({"model_type": "mamba"}))
 
     async def check() -> None:

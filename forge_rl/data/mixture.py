@@ -92,6 +92,8 @@ class Mixture:
         match state:
             case {"weights": dict(weights), "owed": dict(owed), "sources": dict(sources)} if (
                 weights.keys() == owed.keys() == sources.keys() == self._sources.keys()
+                and all(isinstance(number, int | float) for number in (*weights.values(), *owed.values()))
+                and all(isinstance(source, Mapping) for source in sources.values())
             ):
                 for name, source in self._sources.items():
                     source.restore(sources[name])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.data.bundled import BUNDLED, Progress, bundled_model
@@ -13,6 +15,13 @@ from forge_rl.errors import ModelError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files fetched from the hub: weights as safetensors only, configs, tokenizer and chat template."""
+_INDEX = "model.safetensors.index.json"
+_OBJECTS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", _INDEX),
+)
+"""Files that must hold a JSON object, where there are such."""
+_AGAIN = "download or export the model again"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -26,7 +35,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         cache, progress: as for bundled_model.
 
     Raises:
-        ModelError: there is no model of that name, or the named files are missing.
+        ModelError: there is no model of that name, or its files are missing, broken, or links out of its folder.
     """
     if name in BUNDLED:
         return bundled_model(cache, progress)
@@ -46,12 +55,16 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
 
 
 def _checked(folder: Path) -> Path:
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        missing += [part for part in parts if not (folder / part).is_file()]
-    elif not any(folder.glob("*.safetensors")):
+    """Check what can be checked before anything is loaded: the folder may be incomplete, broken or crafted."""
+    files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+    _check_links(folder, files)
+    objects = {path.name: _read_object(path) for path in files if path.name in _OBJECTS}
+    missing = [] if "config.json" in objects else ["config.json"]
+    weights = [path.name for path in files if path.suffix == ".safetensors"]
+    if _INDEX in objects:
+        weights = _parts(folder / _INDEX, objects[_INDEX])
+        missing += [part for part in weights if not (folder / part).is_file()]
+    elif not weights:
         missing.append("weights (*.safetensors)")
     if not any((folder / tokenizer).is_file() for tokenizer in _TOKENIZERS):
         missing.append(f"a tokenizer ({' or '.join(_TOKENIZERS)})")
@@ -60,7 +73,51 @@ def _checked(folder: Path) -> Path:
             f"{folder} is not a complete model: it lacks {', '.join(missing)}",
             hint="name a folder that save_pretrained wrote for both the model and its tokenizer",
         )
+    for part in weights:
+        _check_header(folder / part)
     return folder
+
+
+def _check_links(folder: Path, files: Sequence[Path]) -> None:
+    """Check that no link leads out of the folder; the hub's cache links to files beside its snapshots."""
+    home = folder.resolve()
+    home = home.parent.parent if home.parent.name == "snapshots" else home
+    for path in files:
+        if not (target := Path(os.path.realpath(path))).is_relative_to(home):
+            raise ModelError(
+                f"{path} is a link out of the model's folder, to {target}", hint=f"copy it: cp -rL {folder} COPY"
+            )
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
+    return found
+
+
+def _parts(path: Path, index: Mapping[str, object]) -> list[str]:
+    """List the files that an index names, which lie beside it."""
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ModelError(f"{path} lists no weights", hint=_AGAIN)
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{path} names {name!r:.80}, which is no safetensors file beside it", hint=_AGAIN)
+    return sorted(set(files.values()))
+
+
+def _check_header(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
 
 
 def _download(hub_id: str) -> Path:

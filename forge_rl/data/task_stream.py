@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge_rl.data.mixture import Mixture
+from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
 
@@ -57,7 +58,14 @@ class ResumableTaskStream:
         return [list(task) for task in [*drawn, *sorted(self._consumed)]]
 
     def restore(self, state: dict[str, object], consumed: Sequence[Sequence[str]]) -> None:
-        """Continue from what `state` and `consumed` returned."""
+        """Continue from what `state` and `consumed` returned.
+
+        Raises:
+            TaskError: they are of other sources, or no such thing.
+        """
         self._mixture.restore(state)
         self._checkpoints, self._drawn = [], []
-        self._consumed = {(source, id_) for source, id_ in consumed}
+        try:
+            self._consumed = {(str(source), str(id_)) for source, id_ in consumed}
+        except (TypeError, ValueError) as error:
+            raise TaskError(f"the saved tasks are no pairs of texts: {error}", hint="start a new run") from error

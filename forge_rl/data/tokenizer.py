@@ -39,7 +39,9 @@ class Tokenizer:
 
         self.folder = folder
         try:
-            self.hf: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.hf: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,6 +124,7 @@ def _run_id(info: RunInfo) -> str:
     """Return the id of this folder's W&B run: a new one for a run that starts, the same one when it resumes."""
     path = info.folder / "wandb_run_id"
     with writing(path):
-        if info.step == 0 or not path.is_file():
-            path.write_text(secrets.token_hex(4))
-        return path.read_text().strip()
+        found = path.read_text(errors="replace").strip() if info.step and path.is_file() else ""
+        if not re.fullmatch(r"[0-9a-f]{8}", found):  # W&B makes a folder of that name
+            path.write_text(found := secrets.token_hex(4))
+        return found

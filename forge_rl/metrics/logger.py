@@ -12,6 +12,12 @@ from forge_rl.types import Batch, Episode
 
 _NUMBERS = re.compile(r"\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
 """Numbers and digests."""
+_CREDENTIALS = re.compile(r"://[^/?#\s]*@")
+
+
+def without_credentials(text: str) -> str:
+    """Leave user and password out of URLs: `https://me:secret@host/v1` becomes `https://host/v1`."""
+    return _CREDENTIALS.sub("://", text)
 
 
 class RunLog:
@@ -58,7 +64,7 @@ class RunLog:
         _each(self._sinks, lambda sink: sink.episode(episode))
 
     def event(self, text: str, level: Level = "info") -> None:
-        """Tell of something that happened between steps.
+        """Tell of something that happened between steps; `without_credentials`, as it is kept in files.
 
         Warnings that differ only in their numbers are one: after the first, the 10th, 100th, ... are told, and at the
         end how many there were.
@@ -82,7 +88,8 @@ class RunLog:
         _each((self.display, *self._sinks), lambda sink: sink.close())
 
     def _tell(self, text: str, level: Level) -> None:
-        _each((self.display, *self._sinks), lambda sink: sink.event(text, level))
+        told = without_credentials(text)
+        _each((self.display, *self._sinks), lambda sink: sink.event(told, level))
 
     @property
     def _history(self) -> Steps:

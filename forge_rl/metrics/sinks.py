@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -233,7 +234,7 @@ def _decode(line: bytes) -> tuple[int, dict[str, object]] | None:
     """Return the step of a line, and the rest of it; None if it is no whole line of a step."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
         return row.pop("step"), row
@@ -243,7 +244,7 @@ def _decode(line: bytes) -> tuple[int, dict[str, object]] | None:
 def _floats(row: Mapping[str, object]) -> dict[str, float]:
     """Read the metrics of a line; null becomes NaN again."""
     return {
-        name: float(value) if isinstance(value, int | float) else math.nan
+        name: float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else math.nan
         for name, value in row.items()
         if not isinstance(value, dict)
     }

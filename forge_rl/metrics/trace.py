@@ -163,10 +163,9 @@ class Trace:
             while known and (line := file.readline()):
                 text = line.rstrip(b",\n")
                 try:
-                    event = json.loads(text)
-                except ValueError:
+                    known = self._learn(json.loads(text))
+                except (ValueError, RecursionError):
                     break
-                known = self._learn(event)
                 keep, at = at + len(text), at + len(line)
         if not known:
             raise CheckpointError(
@@ -182,9 +181,9 @@ class Trace:
                 self._pids[name] = pid
             case {"ph": "M", "name": "thread_name", "pid": int(pid), "tid": int(tid), "args": {"name": str(name)}}:
                 self._lanes[name] = pid, tid
-            case {"ph": str(), "ts": int(begin)}:
-                self._start_us = max(self._start_us, begin + event.get("dur", 0))
-                self._next_id = max(self._next_id, int(event.get("id", -1)) + 1)
+            case {"ph": str(), "ts": int(begin)} if isinstance(lasted := event.get("dur", 0), int):
+                self._start_us = max(self._start_us, begin + lasted)
+                self._next_id = max(self._next_id, int(str(event.get("id", -1))) + 1)
             case {"ph": "M"}:
                 pass
             case _:

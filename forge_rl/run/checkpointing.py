@@ -133,4 +133,7 @@ class Checkpointer:
                 f"{state.get('updates')}",
                 hint=hint,
             )
-        return rollouts, {int(at): float(score) for at, score in scores.items()}, float(seconds)
+        try:
+            return rollouts, {int(at): float(score) for at, score in scores.items()}, float(seconds)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{checkpoint.folder}/controller.json holds a score: {error}", hint=hint) from error

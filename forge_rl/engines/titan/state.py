@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from forge_rl.engines.titan.index import TrainingStateReader
 from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
 from forge_rl.weights.names import parts
@@ -135,12 +135,13 @@ def load_training_state(
         The counts of these names.
 
     Raises:
-        CheckpointError: it is incomplete, corrupt, or of another model.
+        CheckpointError: it is incomplete, corrupt, crafted, or of another model.
     """
     state = _training_state(model, optimizer, dict.fromkeys(counts, 0))
     try:
-        _check_frozen(set(FileSystemReader(folder).read_metadata().state_dict_metadata), set(state), folder)
-        dcp.load(state, checkpoint_id=folder)
+        reader = TrainingStateReader(folder)
+        _check_frozen(set(reader.read_metadata().state_dict_metadata), set(state), folder)
+        dcp.load(state, storage_reader=reader)
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:

@@ -201,6 +201,10 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
     on_cpu = device_type() == "cpu"
     return AsyncEngineArgs(
         model=str(folder),
+        # Data alone, whatever the folder holds: no Python of its own, no pickled weights.
+        trust_remote_code=False,
+        load_format="safetensors",
+        config_format="hf",
         dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
         max_model_len=settings.max_model_tokens,
         max_num_seqs=settings.max_requests,
