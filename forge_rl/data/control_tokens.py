@@ -123,8 +123,8 @@ class ControlTokens:
         encoding = twin.encode(text, add_special_tokens=False)
         found: list[int] = []
         for token, id in zip(encoding.tokens, encoding.ids, strict=True):
-            if (token, id) in ids:
-                found.append(ids[token, id])
+            if id in ids:
+                found.append(ids[id])
             elif self._is_vocabulary_of_its_own(token, id):
                 found += self._spelled(token)
             else:
@@ -132,8 +132,8 @@ class ControlTokens:
         return tuple(found)
 
     @cached_property
-    def _twin(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[tuple[str, int | None], int]]:
-        """The tokenizer with other, secret names for the control tokens: names by content, and ids by name and new id.
+    def _twin(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int | None, int]]:
+        """The tokenizer with other, secret names for the control tokens: names by content, and ids by new id.
 
         It shares the vocabulary, and differs in nothing else: blanks around control tokens, normalisation and what a
         text begins with are treated as they were.
@@ -150,14 +150,18 @@ class ControlTokens:
             # Its neighbours see the same characters.
             content = token.content
             names[content] = f"{content[0]}{id}x{secret}{content[-1]}" if id in self._contents else content
+        # New ids follow the number of the vocabulary's, some of which may be larger.
+        model, first = self._tokenizer.model, self._tokenizer.get_vocab_size(with_added_tokens=False)
+        free = first
+        while any(model.id_to_token(id) is not None for id in range(free, free + len(names))):
+            free += 1
         flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        twin.add_tokens(
-            [
-                tokenizers.AddedToken(names[token.content], **{flag: getattr(token, flag) for flag in flags})
-                for _, token in sorted(self._added.items())
-            ]
-        )
-        ids = {(names[token.content], twin.token_to_id(names[token.content])): id for id, token in self._added.items()}
+        renamed = [
+            tokenizers.AddedToken(names[token.content], **{flag: getattr(token, flag) for flag in flags})
+            for _, token in sorted(self._added.items())
+        ]
+        twin.add_tokens([*(f"{secret}{number}" for number in range(free - first)), *renamed])
+        ids = {twin.token_to_id(names[token.content]): id for id, token in self._added.items()}
         return twin, names, ids
 
     def _is_vocabulary_of_its_own(self, token: str, id: int) -> bool:
