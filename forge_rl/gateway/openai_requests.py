@@ -16,6 +16,8 @@ LOGPROBS = "the recorded logprobs would be those of another distribution than th
 NOT_THERE = "it is not there"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Finds halves of surrogate pairs, as JSON escapes them or as the bytes that no UTF-8 has."""
+_SEARCHED_BYTES = 1 << 16
+"""Longest body that is searched for one: all other requests wait meanwhile."""
 
 
 def refused(why: str, **neutral: tuple[object, ...]) -> dict[str, tuple[tuple[object, ...], str]]:
@@ -167,9 +169,9 @@ class CompletionRequest(Common):
 def _lone_surrogate(body: bytes) -> str | None:
     """Return the parameter of a body that has half of a surrogate pair, such as "messages.0.content".
 
-    That is "" if it is the body's own or a key, and None if there is none, or the body is no JSON anyway.
+    That is "" if it is the body's own or a key, and None if there is none, or the body is long, or no JSON anyway.
     """
-    if not _SURROGATE.search(body):
+    if len(body) > _SEARCHED_BYTES or not _SURROGATE.search(body):
         return None
     try:
         pending: list[tuple[object, tuple[str, ...]]] = [(json.loads(body.decode(errors="surrogatepass")), ())]

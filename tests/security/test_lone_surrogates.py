@@ -76,43 +76,42 @@ LONE_BODIES = {
 }
 
 
-async def answer_to(path: str, content: bytes, backend: FakeBackend | None = None) -> httpx.Response:
-    headers = {"content-type": "application/json"}
-    async with (
-        serving(backend or FakeBackend()) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, headers=headers) as client,
-    ):
-        return await client.post(path, content=content)
+def answers_to(path: str, *bodies: str, backend: FakeBackend | None = None) -> list[httpx.Response]:
+    async def ask() -> list[httpx.Response]:
+        headers = {"content-type": "application/json"}
+        async with (
+            serving(backend or FakeBackend()) as gateway,
+            httpx.AsyncClient(base_url=gateway.base_url, headers=headers) as client,
+        ):
+            return [await client.post(path, content=body.encode(errors="surrogatepass")) for body in bodies]
+
+    return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("escaped", [True, False])
 @pytest.mark.parametrize("param", LONE_BODIES)
-def test_the_parameter_with_a_lone_surrogate_is_named(param: str, escaped: bool):
+def test_the_parameter_with_a_lone_surrogate_is_named(param: str):
     path, body = LONE_BODIES[param]
-    content = json.dumps(body, ensure_ascii=escaped).encode(errors="surrogatepass")
-    answer = asyncio.run(answer_to(path, content))
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["message"] == f"{param} has a lone surrogate, which stands for no character"
-    if not path.startswith("/messages"):
-        assert error["param"] == param
+    escaped, raw = (json.dumps(body, ensure_ascii=ascii_only) for ascii_only in (True, False))
+    for answer in answers_to(path, escaped, raw):
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"] == f"{param} has a lone surrogate, which stands for no character"
+        if not path.startswith("/messages"):
+            assert error["param"] == param
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/messages", "/messages/count_tokens"])
 def test_a_key_with_a_lone_surrogate_is_the_bodys(path: str):
-    answer = asyncio.run(answer_to(path, json.dumps({LONE: 1}).encode()))
+    (answer,) = answers_to(path, json.dumps({LONE: 1}))
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "the body has a lone surrogate, which stands for no character"
 
 
 def test_a_whole_pair_is_a_character():
-    async def check() -> None:
-        backend = FakeBackend()
-        body = rb'{"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": "\ud83d\ude00"}]}'
-        assert (await answer_to("/chat/completions", body, backend)).status_code == 200
-        assert "\n😀<|im_end|>" in backend.asked[0].prompt
-
-    asyncio.run(check())
+    backend = FakeBackend()
+    body = r'{"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": "\ud83d\ude00"}]}'
+    assert answers_to("/chat/completions", body, backend=backend)[0].status_code == 200
+    assert "\n😀<|im_end|>" in backend.asked[0].prompt
 
 
 @pytest.mark.parametrize("name", ["%ED%A0%80", "%FF", "%00", "%5Cud800"])
@@ -126,23 +125,19 @@ def test_a_model_of_no_text_does_not_exist(name: str):
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("key", [r'{"a": "\ud800"}', r'{"\udfff": 1}', r'{"a": ["\ud800x"]}', r'"\ud800"'])
-def test_arguments_of_a_call_that_hold_one_are_shown_as_the_model_wrote_them(key: str):
-    async def check() -> None:
-        for tools in ({}, {"tools": function()}):
-            backend = FakeBackend()
-            path, body = chat(messages=called(key), tool_choice="none", **tools)
-            assert (await answer_to(path, json.dumps(body).encode(), backend)).status_code == 200
-            assert json.dumps(key) in backend.asked[0].prompt
-
-    asyncio.run(check())
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', r'{"\udfff": 1}', r'{"a": ["\ud800x"]}', r'"\ud800"'])
+def test_arguments_of_a_call_that_hold_one_are_shown_as_the_model_wrote_them(arguments: str):
+    backend = FakeBackend()
+    path, body = chat(messages=called(arguments), tool_choice="none")
+    answers = answers_to(path, json.dumps(body), json.dumps({**body, "tools": function()}), backend=backend)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert all(json.dumps(arguments) in asked.prompt for asked in backend.asked)
 
 
 NESTED = "[" * 5000 + "]" * 5000
 BIG = "1" * 5000
 
 
-@pytest.mark.parametrize("value", [NESTED, '{"a":' * 5000 + "1" + "}" * 5000, BIG, f"[{BIG}]"], ids=str.__len__)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -158,20 +153,20 @@ BIG = "1" * 5000
         count(system="@"),
     ],
 )
-def test_json_without_a_bottom_and_numbers_without_an_end_are_refused(path: str, body: dict[str, Any], value: str):
-    answer = asyncio.run(answer_to(path, json.dumps(body).replace('"@"', value).encode()))
-    assert answer.status_code == 400
+def test_json_without_a_bottom_and_numbers_without_an_end_are_refused(path: str, body: dict[str, Any]):
+    values = (NESTED, '{"a":' * 5000 + "1" + "}" * 5000, BIG, f"[{BIG}]")
+    answers = answers_to(path, *(json.dumps(body).replace('"@"', value) for value in values))
+    assert [answer.status_code for answer in answers] == [400] * len(values)
 
 
-@pytest.mark.parametrize("levels", [30, 64, 65, 200, *range(900, 1000, 20), 5000])
-def test_arguments_of_any_depth_are_shown(levels: int):
-    async def check() -> None:
+def test_arguments_of_any_depth_are_shown():
+    bodies = []
+    for levels in (30, 64, 65, 200, *range(900, 1000, 2), 5000):
         arguments = '{"a":' + "[" * levels + '"b"' + "]" * levels + "}"
-        backend = FakeBackend(max_model_tokens=1 << 20)
-        path, body = chat(messages=called(arguments), tool_choice="none", tools=function())
-        assert (await answer_to(path, json.dumps(body).encode(), backend)).status_code == 200
-
-    asyncio.run(check())
+        _, body = chat(messages=called(arguments), tool_choice="none", tools=function())
+        bodies.append(json.dumps(body))
+    answers = answers_to("/chat/completions", *bodies, backend=FakeBackend(max_model_tokens=1 << 20))
+    assert {answer.status_code for answer in answers} == {200}
 
 
 def test_arguments_that_no_template_can_show_stay_text():
