@@ -184,7 +184,7 @@ class _Forms:
     def __init__(self, contents: Iterable[str]) -> None:
         known = sorted(contents)
         self.pattern = re.compile(_longest_of(known) if known else r"(?!)")
-        self._joined = "\0".join(known)
+        self._words = {words for form in known for words in _words_of(form)}
         self._longest = max(map(len, known), default=0)
         self._beginnings = {form[:length] for form in known for length in range(1, len(form))}
         self._ends = {form[length:] for form in known for length in range(1, len(form))}
@@ -192,9 +192,8 @@ class _Forms:
         """True if the end of one can be the beginning of another."""
 
     def completes(self, text: str) -> bool:
-        """Return True if a text is one of them or lies within one: a template could write the rest around it."""
-        bare = text.strip()
-        return 0 < len(bare) <= self._longest and bare in self._joined
+        """Return True if a text is one of them or some words of one: a template could write the rest around it."""
+        return text.strip() in self._words
 
     def begun_by(self, text: str) -> int:
         """Length of the longest end of a text that begins one of them."""
@@ -290,6 +289,12 @@ def _longest_of(forms: Iterable[str]) -> str:
     if not branches:
         return ""
     return branches[0] if len(branches) == 1 and not is_end else f"(?:{'|'.join(branches)})" + "?" * is_end
+
+
+def _words_of(form: str) -> Iterable[str]:
+    """All parts of a control token that cut no word of it in two."""
+    inner = (cut for cut in range(1, len(form)) if not (form[cut - 1].isalnum() and form[cut].isalnum()))
+    return (form[begin:end] for begin, end in itertools.combinations([0, *inner, len(form)], 2))
 
 
 def _is_answer(message: object) -> bool:

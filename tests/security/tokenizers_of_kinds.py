@@ -130,7 +130,7 @@ def lower_case(folder: Path) -> Path:
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2, "user": 3, "hi": 4}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=True) for text in (*SPECIAL, "||turn||")])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=True) for text in (*SPECIAL, "||turn||", "[UNK]")])
     return save(folder, tokenizer, CHATML.replace("<|im_end|>", "||turn||<|im_end|>"))
 
 
