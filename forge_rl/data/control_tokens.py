@@ -65,6 +65,8 @@ class ControlTokens:
         ends = {content[at] for content in self._contents.values() for at in (0, -1)}
         self._heads = "".join(sorted(heads))
         self._telling = sorted(heads | ends)
+        self._normalizes = tokenizer.normalizer is not None
+        self._changes_letters = self._normalizes and any(map(str.isalnum, self._telling))
         self._alphabet = sorted({letter for form in self._contents.values() for letter in form if not letter.isspace()})
         self._id_of = {content: id for id, content in self._contents.items()}
 
@@ -74,7 +76,7 @@ class ControlTokens:
         Args:
             rendered: what the template makes of them.
         """
-        if self._tokenizer.normalizer is not None and not rendered.isascii():
+        if self._changes_letters or (self._normalizes and not rendered.isascii()):
             return True  # other characters may become those of control tokens
         texts, names = _strings(parts)
         joined = "\n".join(itertools.chain(texts, names))
