@@ -84,6 +84,7 @@ def written_by(template: str) -> Callable[[Path], Path]:
 def with_tags(folder: Path) -> Path:
     """Like Qwen3: tags that are tokens and not special, and a template that looks for them."""
     tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     return save(folder, tokenizer, QWEN)
 
