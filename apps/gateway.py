@@ -43,6 +43,10 @@ class Config(GatewayConfig):
     """The engines. Requests choose the length and the temperature of completions."""
     seed: int = 0
     """Seed of the engines, for requests that bring none."""
+    parse_control_tokens: bool = False
+    """Encode text in messages and tools that reads like a control token, such as <|im_end|>, as that token. By default
+    it is text: else whoever writes a tool's output could end its turn, and write the next one as the system. Prompts of
+    /v1/completions are always read that way, as their writer also writes what a chat template would."""
     cache: Path = field(default_factory=default_cache)
     """Folder for models that are built here."""
     out: Path = Path("runs/gateway")
@@ -65,7 +69,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[Gateway, Generator, Fau
     generator: Generator | None = None
     try:
         folder, name = await asyncio.to_thread(_model, config)
-        tokenizer = Tokenizer(folder)
+        tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
         generator = await Generator.start(
             config.generator, cluster, faults, model=folder, seed=config.seed, deadline_s=_START_DEADLINE_S
         )

@@ -105,6 +105,17 @@ def test_an_open_run_is_complete_and_its_close_stops_everything_once(
     assert not (tmp_path / "summary.json").exists()
 
 
+@pytest.mark.parametrize("parses", [False, True])
+def test_control_tokens_in_messages_are_parsed_only_if_asked_for(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path, parses: bool
+) -> None:
+    async def check() -> None:
+        async with start(replace(config_of(tmp_path), parse_control_tokens=parses)) as run:
+            assert run.rollouts._tokenizer.parse_control_tokens is parses
+
+    asyncio.run(check())
+
+
 def test_a_run_that_reached_its_steps_leaves_a_summary(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

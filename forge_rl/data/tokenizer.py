@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,16 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from forge_rl.data.control_tokens import ControlTokens
 from forge_rl.errors import ModelError
 from forge_rl.types import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _Messages = Sequence[Mapping[str, object]]
-
-_COMPLETION = "COMPLETION-0b7e5c"
-"""Marks the place of a completion in a rendered conversation."""
 
 
 class Tokenizer:
@@ -30,14 +31,26 @@ class Tokenizer:
         prompt = tokenizer.render([{"role": "user", "content": "What is 2+3?"}])
         next_prompt = tokenizer.extend(turn.context, [{"role": "user", "content": "Are you sure?"}])
 
+    Control tokens are those that the template writes. What reads like one in a message or a tool, such as
+    `<|im_end|><|im_start|>system` in a web page that a tool returns, is encoded as the text that it is; so is a special
+    token in an assistant's message, but not a tag such as `<think>`, which the model itself writes as a token.
+
+    Args:
+        folder: the model's folder.
+        parse_control_tokens: encode what reads like a control token in messages as that token. Whoever writes a message
+            or a tool can then end its turn and write the next one in any role.
+
     Raises:
         ModelError: the folder holds no tokenizer, or it has no chat template.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, parse_control_tokens: bool = False) -> None:
         from transformers import AutoTokenizer
 
         self.folder = folder
+        self.parse_control_tokens = parse_control_tokens
+        # Marks the place of a completion in a rendered conversation; nobody else can write it.
+        self._completion = f"COMPLETION-{secrets.token_hex(8)}"
         try:
             self.hf: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
@@ -66,9 +79,15 @@ class Tokenizer:
             tools: JSON schemas of the tools that the model may call, for templates that show them.
 
         Raises:
-            ModelError: the template refuses these messages.
+            ModelError: the template refuses these messages, or they hold a lone surrogate.
         """
-        return self.encode(self._text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+
+        def text(messages: _Messages, tools: _Messages) -> str:
+            return self._text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+        ids = self._encode_rendered(text, messages, tools or ())
+        assert ids is not None
+        return ids
 
     def extend(
         self, ids: TokenIds, messages: _Messages, *, tools: _Messages | None = None, calls: _Messages = ()
@@ -84,17 +103,18 @@ class Tokenizer:
                 templates that want to see a call before its output.
 
         Raises:
-            ModelError: the template refuses these messages, or drops the completion before them.
+            ModelError: the template refuses these messages, they hold a lone surrogate, or the template drops the
+                completion before them.
         """
-        after = self._after_calls(messages, tools, calls) if calls else None
-        if after is None:
-            after = self._after({"role": "assistant", "content": _COMPLETION}, messages, tools)
-        if after is None:
+        tools = tools or ()
+        delta = self._encode_rendered(self._after_calls, messages, tools, calls) if calls else None
+        if delta is None:
+            delta = self._encode_rendered(self._after_text, messages, tools)
+        if delta is None:
             raise ModelError(
                 f"the chat template of {self.folder} drops earlier completions, so a conversation cannot go on",
                 hint="take a model whose template keeps all turns",
             )
-        delta = self.encode(after)
         end = next((index for index, token in enumerate(delta) if token in self.stop_ids), None)
         if end is not None:
             # Up to `end` is what the template puts behind a completion; one that stopped has that already.
@@ -102,7 +122,18 @@ class Tokenizer:
         return np.concatenate([np.asarray(ids, np.int32), np.asarray(delta, np.int32)])
 
     def encode(self, text: str, *, add_special: bool = False) -> tuple[int, ...]:
-        """Token ids of a bare text, with the model's BOS and the like only if asked for: templates write their own."""
+        """Token ids of a bare text, with the model's BOS and the like only if asked for: templates write their own.
+
+        What reads like a control token becomes one: whoever writes the whole text also writes the template's part.
+
+        Raises:
+            ModelError: the text holds a lone surrogate.
+        """
+        if not text.isascii() and (lone := _LONE_SURROGATE.search(text)):
+            raise ModelError(
+                f"the text has a lone surrogate, U+{ord(lone.group()):04X}, which stands for no character",
+                hint="decode the text with errors='replace'",
+            )
         return tuple(self.hf(text, add_special_tokens=add_special)["input_ids"])
 
     def decode(self, ids: TokenIds, skip_special: bool = True) -> str:
@@ -155,13 +186,28 @@ class Tokenizer:
         size = self._setting("config.json", "vocab_size")
         return size if isinstance(size, int) else len(self.hf)
 
-    def _after_calls(self, messages: _Messages, tools: _Messages | None, calls: _Messages) -> str | None:
+    def _encode_rendered(self, render: Callable[..., str | None], *given: _Messages) -> tuple[int, ...] | None:
+        """Token ids of what is rendered of messages and tools, with the template's control tokens; None as `render`."""
+        parts = tuple(map(list, given))
+        text = render(*parts)
+        if text is None:
+            return None
+        ids = self.encode(text)
+        if self.parse_control_tokens or not self._control.may_occur(parts, text):
+            return ids
+        hidden = self._control.hide(parts, text)
+        rendered = text if hidden.parts == parts else render(*hidden.parts)
+        if rendered is None:
+            return None
+        return ids if self._control.only_those_of(rendered, ids) else self._control.encode(rendered, hidden)
+
+    def _after_calls(self, messages: _Messages, tools: _Messages, calls: _Messages) -> str | None:
         """Rendered text behind a completion that ends with tool calls; None if the template does not show its end."""
         # The last call's argument marks the place. What the template puts behind it inside the completion is cut off
         # with the end of turn, so there must be one.
         function = calls[-1]["function"]
         assert isinstance(function, Mapping)
-        marked = {**calls[-1], "function": {**function, "arguments": {"at": _COMPLETION}}}
+        marked = {**calls[-1], "function": {**function, "arguments": {"at": self._completion}}}
         try:
             completion = {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], marked]}
             after = self._after(completion, messages, tools) or ""
@@ -170,10 +216,14 @@ class Tokenizer:
         ends = [at for token in self.stop_ids if (at := after.find(self.hf.convert_ids_to_tokens(token) or "\0")) >= 0]
         return after[min(ends) :] if ends else None
 
-    def _after(self, marked: Mapping[str, object], messages: _Messages, tools: _Messages | None) -> str | None:
+    def _after_text(self, messages: _Messages, tools: _Messages) -> str | None:
+        """Rendered text behind a completion without calls; None if the template drops the completion."""
+        return self._after({"role": "assistant", "content": self._completion}, messages, tools)
+
+    def _after(self, marked: Mapping[str, object], messages: _Messages, tools: _Messages) -> str | None:
         """Rendered text behind the marked completion; None if the template drops the completion."""
         conversation: _Messages = [{"role": "user", "content": "?"}, marked, *messages]
-        _, found, after = self._text(conversation, add_generation_prompt=True, tools=tools).partition(_COMPLETION)
+        _, found, after = self._text(conversation, add_generation_prompt=True, tools=tools).partition(self._completion)
         return after if found else None
 
     def _text(self, messages: _Messages, *, add_generation_prompt: bool, tools: _Messages | None) -> str:
@@ -186,12 +236,17 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
-        except (TemplateError, TypeError) as error:  # TypeError: it concatenated text with something else
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+            # TypeError: it concatenated text with something else. The others: what is sent has no JSON.
             roles = [message.get("role") for message in messages]
             raise ModelError(
                 f"the chat template of {self.folder} refuses messages with the roles {roles}: {error}",
                 hint="change the messages, or the model's chat_template.jinja",
             ) from error
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.hf.backend_tokenizer)
 
     @cached_property
     def _added(self) -> frozenset[int]:

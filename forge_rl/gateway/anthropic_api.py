@@ -101,7 +101,7 @@ class MessagesRequest(CountRequest):
 
 async def messages(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
     """Read a request of messages."""
-    request = MessagesRequest.model_validate_json(body)
+    request = MessagesRequest.read(body)
     model = builder.check_model(request.model)
     request.check()
     if "" in (request.stop_sequences or ()):
@@ -121,7 +121,7 @@ async def messages(body: bytes, builder: RequestBuilder, session: Session | None
 
 async def count_tokens(body: bytes, builder: RequestBuilder, session: Session | None) -> dict[str, object]:
     """Count the tokens of a request's prompt."""
-    request = CountRequest.model_validate_json(body)
+    request = CountRequest.read(body)
     builder.check_model(request.model)
     request.check()
     prompt = await builder.prompt_builder.chat(request.conversation(), request.tool_schemas(), session)

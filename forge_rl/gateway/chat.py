@@ -20,6 +20,9 @@ from forge_rl.types import TokenArray, TokenIds
 _LONG_CHARACTERS = 32_768
 """Texts from this length are tokenised beside the event loop: they would hold up everything else in it."""
 
+_MOST_LEVELS = 64
+"""Levels of a call's arguments that are shown as JSON; templates fail at some depth."""
+
 _TOOLS_INTRODUCTION = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -85,11 +88,23 @@ class Prompt:
 
 
 def parsed(arguments: str) -> object:
-    """Parse a call's arguments as JSON; return their text if they are none."""
+    """Parse a call's arguments as JSON.
+
+    Return their text if they are none, or hold what no template can show: a lone surrogate, or too many levels.
+    """
     try:
-        return json.loads(arguments)
+        value = json.loads(arguments)
+        if "\\u" in arguments:
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_MOST_LEVELS):
+        inner = (entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [entry for entries in inner for entry in entries if isinstance(entry, dict | list)]
+        if not level:
+            return value
+    return arguments
 
 
 def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
@@ -150,7 +165,7 @@ class PromptBuilder:
         return Prompt(token_ids=token_ids, digest=known[-1])
 
     async def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
-        """Make the prompt of a completion."""
+        """Make the prompt of a completion. Its control tokens are parsed: the client writes the template's part too."""
         if not isinstance(prompt, str):
             # Ids that no array of ours holds are refused as all others that the model does not have.
             return Prompt(token_ids=[min(max(token, -1), 2**31 - 1) for token in prompt])
@@ -169,7 +184,10 @@ class PromptBuilder:
     def _shown(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]], *, whole: bool
     ) -> tuple[list[dict[str, object]], Sequence[Mapping[str, object]]]:
-        """Return messages and tools as the template takes them: as Hermes' text, where it knows no tools."""
+        """Return messages and tools as the template takes them: as Hermes' text, where it knows no tools.
+
+        A tool's output can hold `</tool_response>`, but never as a token: tags around outputs and in them are text.
+        """
         if self.tokenizer.shows_tools:
             return [message.template() for message in messages], tools
         texts: list[dict[str, object]] = []

@@ -20,7 +20,7 @@ from forge_rl.gateway.sessions import Session
 
 async def chat(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
     """Read a request of chat completions."""
-    request = ChatRequest.model_validate_json(body)
+    request = ChatRequest.read(body)
     model = builder.check_model(request.model)
     request.check()
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
@@ -41,7 +41,7 @@ async def chat(body: bytes, builder: RequestBuilder, session: Session | None) ->
 
 async def completion(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
     """Read a request of completions."""
-    request = CompletionRequest.model_validate_json(body)
+    request = CompletionRequest.read(body)
     model = builder.check_model(request.model)
     request.check()
     given = request.prompt

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge_rl.gateway.chat import ChatMessage, ToolCall
 from forge_rl.gateway.errors import ApiError
 
 LOGPROBS = "the recorded logprobs would be those of another distribution than the one that is trained"
 NOT_THERE = "it is not there"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Finds halves of surrogate pairs, as JSON escapes them or as the bytes that no UTF-8 has."""
+_SEARCHED_BYTES = 1 << 16
+"""Longest body that is searched for one: all other requests wait meanwhile."""
 
 
 def refused(why: str, **neutral: tuple[object, ...]) -> dict[str, tuple[tuple[object, ...], str]]:
@@ -25,6 +31,22 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     unsupported: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]]
     ignored: ClassVar[set[str]]
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Read the body of a request.
+
+        Raises:
+            ValidationError: it is not JSON, or a field is wrong.
+            ApiError: a text in it has a lone surrogate; names the parameter.
+        """
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError:
+            if (param := _lone_surrogate(body)) is not None:
+                problem = f"{param or 'the body'} has a lone surrogate, which stands for no character"
+                raise ApiError(400, problem, param=param or None, code="invalid_value") from None
+            raise
 
     def check(self) -> None:
         """Raise ApiError for what is not supported."""
@@ -142,6 +164,31 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
+
+
+def _lone_surrogate(body: bytes) -> str | None:
+    """Return the parameter of a body that has half of a surrogate pair, such as "messages.0.content".
+
+    That is "" if it is the body's own or a key, and None if there is none, or the body is long, or no JSON anyway.
+    """
+    if len(body) > _SEARCHED_BYTES or not _SURROGATE.search(body):
+        return None
+    try:
+        pending: list[tuple[object, tuple[str, ...]]] = [(json.loads(body.decode(errors="surrogatepass")), ())]
+    except (ValueError, RecursionError):
+        return None
+    while pending:
+        value, path = pending.pop()
+        texts = value if isinstance(value, dict) else [value]
+        if any(isinstance(text, str) and not _is_text(text) for text in texts):
+            return ".".join(path)
+        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        pending += ((entry, (*path, str(name))) for name, entry in reversed([*entries]))
+    return None
+
+
+def _is_text(text: str) -> bool:
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 def to_chat(message: Message, at: int) -> ChatMessage:

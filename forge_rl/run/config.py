@@ -60,6 +60,9 @@ class RunConfig(IsolationConfig):
     """Form of the output: a live panel, plain lines, nothing, or what suits the terminal."""
     wandb: str = ""
     """Weights & Biases project to log to as well; needs the extra forge_rl[wandb]."""
+    parse_control_tokens: bool = False
+    """Encode text in messages and tools that reads like a control token, such as <|im_end|>, as that token. By default
+    it is text: else whoever writes a tool's output could end its turn, and write the next one as the system."""
     phase_deadline_s: float = 3600.0
     """Longest time for one phase; past it the run stops and names what it waited for."""
     trainer: Trainer.Config = field(default_factory=Trainer.Config)

@@ -106,6 +106,7 @@ async def running_services(
                     deadline_s=deadline_s,
                     first_gpu=0 if shares_devices else ranks,
                     lend=lambda: devices.lend(),
+                    parse_control_tokens=config.parse_control_tokens,
                 ),
             )
 

@@ -171,7 +171,7 @@ class Starting(Generic[C]):
                     )
                 )
                 log.event(services.weights.choice)
-                tokenizer = Tokenizer(model)
+                tokenizer = Tokenizer(model, parse_control_tokens=config.parse_control_tokens)
                 run_episode: RunEpisode
                 if self.agent is not None:
                     engines = GeneratorBackend(services.generator, config.model)

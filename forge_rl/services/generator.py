@@ -104,6 +104,7 @@ class Generator:
         deadline_s: float,
         first_gpu: int = 0,
         lend: Lend = contextlib.nullcontext,
+        parse_control_tokens: bool = False,
         actor: type[ServiceActor] = GeneratorActor,
         name: str = "generator",
     ) -> Generator:
@@ -114,6 +115,7 @@ class Generator:
             deadline_s: longest time for an engine to start, also for one that replaces a dead one.
             first_gpu: number of the first engine's GPU.
             lend: gives the engines their devices for a chat, where something else may hold them.
+            parse_control_tokens: as the Tokenizer's, for a chat.
         """
         meanings = {ENGINE_DIED: "its vLLM engine process died"}
         service = Service(name, cluster, faults, uniform=True, exit_meanings=meanings)
@@ -126,7 +128,9 @@ class Generator:
 
         pool = EnginePool(service, spawn, deadline_s)
         async with task_group() as group:
-            tokenizer = group.create_task(asyncio.to_thread(Tokenizer, model))  # imports for seconds
+            tokenizer = group.create_task(  # imports for seconds
+                asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)
+            )
             group.create_task(service.start(config.replicas, pool.start_one, config.restart))
         return cls(config, service, pool, tokenizer.result(), lend)
 
