@@ -204,7 +204,9 @@ def test_a_crafted_tokenizer_is_a_clear_error(file: str, content: str, model: Pa
         Tokenizer(model).render([{"role": "user", "content": "?"}])
 
 
-@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ 10 ** 400 * 1.0 }}", "{{ 'a' * 'b' }}", "{% set x = x.y.z %}"])
+@pytest.mark.parametrize(
+    "template", ["{{ 1 // 0 }}", "{{ 10 ** 400 * 1.0 }}", "{{ 'a' * 'b' }}", "{% set x = x.y.z %}"]
+)
 def test_a_template_that_fails_is_a_clear_error(template: str, model: Path):
     (model / "chat_template.jinja").write_text(template)
     with pytest.raises(ModelError, match="the chat template of"):

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,10 +12,8 @@ from apps.gateway import Config as Served
 from apps.gateway import serving
 from forge_rl.errors import CheckpointError, ForgeError, ModelError
 from forge_rl.run.run_dir import prepare_folder
+from tests.security.other_user import NOBODY, as_user, needs_root, opens
 from tests.test_run_dir import Config
-
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
 @pytest.fixture
@@ -49,23 +45,21 @@ def test_nobody_else_can_enter_a_run_folder(run: Path):
     assert mode(run) == 0o2700, "closed to others, and otherwise as it was"
 
 
-@as_root
+@needs_root
 def test_what_is_in_a_run_folder_cannot_be_read_by_another_user():
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
         os.close(prepare_folder(Path(place, "run"), Config()))
-        script = f"import os; os.setgid({NOBODY}); os.setuid({NOBODY}); open({place + '/run/config.json'!r})"
-        done = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True)
-        assert "PermissionError" in done.stderr
+        assert as_user(NOBODY, lambda: list(opens(Path(place, "run", "config.json")))) == []
 
 
-@as_root
+@needs_root
 def test_a_run_folder_of_another_user_is_refused(run: Path):
     os.chown(run, NOBODY, NOBODY)
     refused(run, f"it belongs to user {NOBODY}")
 
 
-@as_root
+@needs_root
 @pytest.mark.parametrize("name", ["config.json", "logs", "checkpoints/step-000001/training/.metadata"])
 def test_a_file_of_another_user_is_refused(name: str, run: Path):
     (run / "checkpoints/step-000001/training").mkdir(parents=True)
@@ -74,7 +68,7 @@ def test_a_file_of_another_user_is_refused(name: str, run: Path):
     refused(run, f"{name} belongs to user {NOBODY}")
 
 
-@as_root
+@needs_root
 def test_a_link_of_another_user_in_place_of_a_run_folder_is_refused(run: Path):
     link = run.parent / "link"
     link.symlink_to(run)
@@ -128,7 +122,7 @@ def test_a_pipe_which_would_be_waited_for_is_refused(run: Path):
     refused(run, "metrics.jsonl is neither file nor folder")
 
 
-@as_root
+@needs_root
 def test_files_are_this_users_on_a_file_system_that_changes_owners(run: Path, monkeypatch: pytest.MonkeyPatch):
     for path in (run, *run.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
