@@ -170,5 +170,8 @@ class Choice:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of a text that is the beginning, not the whole, of a stop text."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+    tail = text[max(0, len(text) - len(stop) + 1) :]
+    at = tail.find(stop[0])
+    while at >= 0 and not stop.startswith(tail[at:]):
+        at = tail.find(stop[0], at + 1)
+    return len(tail) - at if at >= 0 else 0

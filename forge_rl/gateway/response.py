@@ -10,9 +10,13 @@ from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.chat import extend_digest
 from forge_rl.gateway.choices import Choice, ChoiceDelta
 from forge_rl.gateway.http import ResponseWriter
+from forge_rl.gateway.json_text import encode, encode_beside
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
+
+_LONG_TOKENS = 2048
+"""Completions together from this length are written beside the event loop."""
 
 
 class ApiResponse(ABC):
@@ -91,7 +95,8 @@ class ApiResponse(ABC):
         if self.streamed:
             await writer.write_events(self.stream_end(), last=True)
         else:
-            await writer.write_json(self.body())
+            is_long = self.completion_tokens >= _LONG_TOKENS
+            await writer.write_json(await encode_beside(self.body) if is_long else encode(self.body()))
 
     def _record(self, session: Session | None) -> None:
         if session is None or session.closed:
