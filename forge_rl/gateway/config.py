@@ -29,8 +29,8 @@ class GatewayConfig:
     """Other names for the model, such as the one that an agent asks for."""
     tool_parser: str = "hermes"
     """Name of vLLM's parser for the model's way to write tool calls."""
-    max_body_bytes: int = 8 << 20
-    """Longest body of a request."""
+    max_body_bytes: int = 4 << 20
+    """Longest body of a request. English text has four bytes a token."""
     max_concurrent: int = 4096
     """Most completions that are decoded at a time in a session, and outside of sessions all together; more requests are
     refused with status 429. The number of sessions is bounded by a run's schedule."""

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 
-def holds_more_values(text: bytes, most: int) -> bool:
-    """Return whether JSON holds more values and names than so many, without the memory that parsing would take."""
-    if _separators(text) <= most:
+def holds_more(text: bytes, values: int, containers: int) -> bool:
+    """Return whether JSON holds more values, or more objects and arrays, without the memory that parsing would take."""
+    if _within(text, values, containers):
         return False
     # Commas and brackets in strings count for nothing.
-    pieces = text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * most + 1)
-    return len(pieces) > 2 * most + 1 or _separators(b"".join(pieces[::2])) > most
+    pieces = text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * values + 1)
+    return len(pieces) > 2 * values + 1 or not _within(b"".join(pieces[::2]), values, containers)
+
+
+class LazyList(list[object]):
+    """A list of JSON whose elements are made when they are written, for `encode_beside`; there must be some.
+
+    Args:
+        elements: all of them.
+    """
+
+    def __init__(self, elements: Iterable[object]) -> None:
+        super().__init__((None,))  # which shows that it is not empty
+        self._elements = elements
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._elements)
 
 
 def encode(body: object) -> bytes:
@@ -23,8 +39,14 @@ def encode(body: object) -> bytes:
 
 async def encode_beside(make: Callable[[], object]) -> bytes:
     """Make a long body and encode it in a thread, so that the loop has its turns: what is written in C has none."""
-    encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return await asyncio.to_thread(lambda: "".join(encoder.iterencode(make())).encode(errors="replace"))
+
+    def write() -> bytes:
+        text = io.StringIO()
+        for piece in json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).iterencode(make()):
+            text.write(piece)
+        return text.getvalue().encode(errors="replace")
+
+    return await asyncio.to_thread(write)
 
 
 def to_event(body: object) -> bytes:
@@ -32,5 +54,5 @@ def to_event(body: object) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
-def _separators(text: bytes) -> int:
-    return sum(map(text.count, (b",", b"[", b"{")))
+def _within(text: bytes, values: int, containers: int) -> bool:
+    return text.count(b",") < values and text.count(b"[") + text.count(b"{") <= containers

@@ -143,11 +143,11 @@ class OpenAIResponse(ApiResponse):
         return {"delta": delta}
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, object]:
-        content = [
+        content = (
             {**self._one(entry.token, entry.logprob), "top_logprobs": [self._one(*pair) for pair in entry.top]}
             for entry in tokens
-        ]
-        return {"content": content, "refusal": None}
+        )
+        return {"content": self._listed(content), "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, object]:
         raw = list(self._tokenizer.token_bytes(token))
@@ -196,9 +196,9 @@ class CompletionResponse(OpenAIResponse):
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in tokens],
-            "top_logprobs": [
+            "top_logprobs": self._listed(
                 {self._token(token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))}
                 for entry in tokens
-            ],
+            ),
             "text_offset": offsets,
         }

@@ -12,7 +12,7 @@ from forge_rl.gateway.errors import ApiError
 
 LOGPROBS = "the recorded logprobs would be those of another distribution than the one that is trained"
 NOT_THERE = "it is not there"
-MOST_MESSAGES = 16_384
+MOST_MESSAGES = 8192
 """Messages of one request."""
 MOST_TOOLS = 512
 """Tools of one request."""

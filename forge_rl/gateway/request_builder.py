@@ -15,7 +15,7 @@ from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder
 from forge_rl.gateway.choices import Choice
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.json_text import holds_more_values
+from forge_rl.gateway.json_text import holds_more
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.tools import ToolParser
 from forge_rl.types import Sampling
@@ -24,9 +24,14 @@ _LONG_BYTES = 32 << 10
 """Bodies from this length are read beside the event loop: they would hold up everything else in it."""
 _MOST_WAITING_BYTES = 256 << 20
 """Bodies that may wait for their turn to be read, together."""
-_MOST_VALUES = 1 << 18
-"""Values and names in the JSON of a request, where the model's context is not longer."""
-_MOST_COMPLETIONS = 256
+_MOST_VALUES = 1 << 17
+"""Values in the JSON of a request, where the model's context is not half as long."""
+_MOST_CONTAINERS = 1 << 15
+"""Objects and arrays in it, which take more time and memory."""
+_BYTES_PER_TOKEN = 4
+"""Length of usual text, from which on it is counted whether it fits the context."""
+_SLICE_CHARACTERS = 1 << 16
+_MOST_COMPLETIONS = 128
 """Completions of one request."""
 _MOST_LOGPROBS = 512
 """Logprobs of one position in all completions of a request."""
@@ -104,10 +109,9 @@ class RequestBuilder:
             self._waiting_bytes -= len(body)
 
     def _read_long(self, read: Read[T], body: bytes, session: Session | None) -> T:
-        if holds_more_values(body, self._most_values):
-            raise ApiError(
-                413, f"the body holds more than {self._most_values} JSON values and names", code="request_too_large"
-            )
+        if holds_more(body, self._most_values, _MOST_CONTAINERS):
+            problem = f"the body holds more than {self._most_values} values, or {_MOST_CONTAINERS} objects and arrays"
+            raise ApiError(413, problem, code="request_too_large")
         return read(body, self, session)
 
     def chat(
@@ -119,10 +123,10 @@ class RequestBuilder:
             ApiError: it is too long for the model, or the chat template cannot show tools.
             ModelError: the chat template refuses the messages.
         """
-        characters = len(json.dumps(tools, ensure_ascii=False)) if tools else 0
+        texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
         for message in messages:
-            characters += len(message.content) + sum(len(call.arguments) for call in message.calls)
-        self._check_room(max(len(messages), characters // self._longest_token), "messages")
+            texts += [message.content, *(call.arguments for call in message.calls)]
+        self._check_room(max(len(messages), self._least_tokens("\n".join(texts))), "messages")
         return self._prompt_builder.chat(messages, tools, session)
 
     def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
@@ -131,7 +135,7 @@ class RequestBuilder:
         Raises:
             ApiError: it is too long for the model.
         """
-        self._check_room(len(prompt) // (self._longest_token if isinstance(prompt, str) else 1), "prompt")
+        self._check_room(self._least_tokens(prompt) if isinstance(prompt, str) else len(prompt), "prompt")
         return self._prompt_builder.completion(prompt, session)
 
     def check_model(self, name: str) -> str:
@@ -183,8 +187,25 @@ class RequestBuilder:
                 found.append(choice)
         return tuple(found)
 
+    def _least_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without making many more than the context holds.
+
+        A text that may be longer than the context is tokenised by slices until it is; a quarter is left for what their
+        borders add. To tokenise all of it would take seconds.
+        """
+        limit = self.backend.max_model_tokens
+        least = len(text) // self._longest_token
+        if least > limit or (len(text) if text.isascii() else 4 * len(text)) < _BYTES_PER_TOKEN * limit:
+            return least
+        found = 0
+        for begin in range(0, len(text), _SLICE_CHARACTERS):
+            found += len(self.tokenizer.encode(text[begin : begin + _SLICE_CHARACTERS]))
+            if found > 1.25 * limit:
+                return found * 4 // 5
+        return least
+
     def _check_room(self, least_tokens: int, param: str) -> None:
-        """Raise ApiError if a prompt cannot fit, whatever its tokens are: to find those of a long one takes long."""
+        """Raise ApiError if a prompt that has at least so many tokens cannot fit."""
         if least_tokens > (limit := self.backend.max_model_tokens):
             raise ApiError(
                 400,
