@@ -37,6 +37,7 @@ class Connection(HttpToolsProtocol):
         self._open_connections = open_connections
         self._overhead_bytes = 0
         """Bytes since the last that were of a body, or of a request that is whole."""
+        self._reads_head = False
         self._error = ApiError(400, "this is not HTTP/1.1")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -56,6 +57,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._reads_head = True
         self._open_connections.begin(self)
 
     def on_headers_complete(self) -> None:
@@ -65,6 +67,7 @@ class Connection(HttpToolsProtocol):
             raise self._too_large(f"there are more than {MOST_HEADERS} headers")
         if len(self.pipeline) >= MOST_PIPELINED:
             raise self._too_large(f"more than {MOST_PIPELINED} requests wait for their turn on one connection")
+        self._reads_head = False
         self._open_connections.serve(self)
         super().on_headers_complete()
 
@@ -78,7 +81,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if not self.pipeline:
-            self._open_connections.wait(self)
+            self._open_connections.wait(self, HEAD_DEADLINE_S if self._reads_head else KEEP_ALIVE_S)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -144,9 +147,9 @@ class OpenConnections:
         self._unused.pop(connection, None)
         self._idle.pop(connection, None)
 
-    def wait(self, connection: Connection) -> None:
-        """Note that a connection has all its responses."""
-        self._idle[connection] = self._loop.time() + KEEP_ALIVE_S
+    def wait(self, connection: Connection, deadline_s: float) -> None:
+        """Note that a connection has all its responses; its next request has so many seconds."""
+        self._idle[connection] = self._loop.time() + deadline_s
 
     def stop(self) -> None:
         """Look at them no longer."""

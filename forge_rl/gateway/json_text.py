@@ -12,9 +12,10 @@ def holds_more(text: bytes, values: int, containers: int) -> bool:
     """Return whether JSON holds more values, or more objects and arrays, without the memory that parsing would take."""
     if _within(text, values, containers):
         return False
-    # Commas and brackets in strings count for nothing.
-    pieces = text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * values + 1)
-    return len(pieces) > 2 * values + 1 or not _within(b"".join(pieces[::2]), values, containers)
+    # Commas and brackets in strings count for nothing. A value has at most two strings: its name and itself.
+    most_quotes = 4 * (values + containers)
+    pieces = text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', most_quotes + 1)
+    return len(pieces) > most_quotes + 1 or not _within(b"".join(pieces[::2]), values, containers)
 
 
 class LazyList(list[object]):
