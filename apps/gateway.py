@@ -1,6 +1,9 @@
 """Serve a model over OpenAI's and Anthropic's APIs.
 
 python -m apps.gateway --model smollm2-135m --port 8000
+
+Requests need a key: the environment's FORGE_RL_API_KEY, that of --api-key-file, or one that is made and kept in the
+folder --out. None is taken as a flag, as all users of a machine see the flags of its processes.
 """
 
 from __future__ import annotations
@@ -8,20 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from forge_rl.data.bundled import default_cache
 from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import CheckpointError
+from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.folders import make_private
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
+from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.isolation import IsolationConfig, check_isolation
+from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.generator import Generator
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
@@ -29,16 +37,19 @@ _START_DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GatewayConfig):
+class Config(GatewayConfig, IsolationConfig):
     """Serve a model over OpenAI's and Anthropic's APIs."""
 
     model: str = "smollm2-135m"
     """Name of a bundled model, a local folder, or a Hugging Face id."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
-    api_key: str = field(default="", repr=False)
-    """Key that requests must carry; by default the environment's FORGE_RL_API_KEY, which other users of the machine do
-    not see."""
+    api_key_file: Path | None = None
+    """File with the key that requests must carry, this user's alone (chmod 600). By default the key is that of the
+    environment's FORGE_RL_API_KEY; without one, a new one is made and kept in the file api_key in the folder --out."""
+    without_key: Literal["nobody", "this-machine", "anybody"] = "nobody"
+    """Who may ask without a key: nobody, all users of this machine, or whoever reaches the gateway. The last two turn
+    the key off."""
     generator: Generator.Config = field(default_factory=Generator.Config)
     """The engines. Requests choose the length and the temperature of completions."""
     seed: int = 0
@@ -50,22 +61,39 @@ class Config(GatewayConfig):
     cache: Path = field(default_factory=default_cache)
     """Folder for models that are built here."""
     out: Path = Path("runs/gateway")
-    """Folder for what the engines print, in logs/."""
+    """Folder for what the engines print, in logs/, and for the key that is made."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.without_key == "this-machine" and self.is_public:
+            raise ConfigError(
+                f"other machines reach {self.host}, so that --without-key this-machine cannot be kept",
+                hint="leave out --host, use a key, or set --without-key anybody",
+            )
+        if self.without_key != "nobody" and self.api_key_file is not None:
+            raise ConfigError(
+                f"--without-key is {self.without_key} beside an --api-key-file", hint="leave out one of them"
+            )
 
 
 @contextlib.asynccontextmanager
-async def serving(config: Config) -> AsyncIterator[tuple[Gateway, Generator, Faults]]:
+async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway, Generator, Faults]]:
     """Starts engines and the gateway before them, and stops them after the body.
+
+    Args:
+        key: the owner's, for requests outside of sessions; "" for none.
 
     Raises:
         ForgeError: they do not start; says why.
     """
     check_address(config)
+    if open_to := check_isolation(config):
+        _warn(open_to)
     faults = Faults()
     faults.install()
     logs = config.out / "logs"
     make_private(logs, CheckpointError)
-    cluster = Cluster(logs.resolve())
+    cluster = Cluster(logs.resolve(), may_be_public=config.public_ports)
     generator: Generator | None = None
     try:
         folder, name = await asyncio.to_thread(_model, config)
@@ -79,9 +107,10 @@ async def serving(config: Config) -> AsyncIterator[tuple[Gateway, Generator, Fau
             config,
             GeneratorBackend(generator, name),
             tokenizer,
-            open_to_all=True,
+            api_key=key,
+            open_to_all=config.without_key != "nobody",
             healthy=lambda: bool(engines.engines()),
-            warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
+            warn=_warn,
         )
         async with gateway:
             yield gateway, generator, faults
@@ -94,13 +123,36 @@ async def serving(config: Config) -> AsyncIterator[tuple[Gateway, Generator, Fau
 
 async def main(config: Config) -> None:
     """Serves until a signal, or until no engine is left."""
-    if not config.api_key:
-        config = replace(config, api_key=os.environ.get(KEY_VARIABLE, ""))
+    key, shell_key = _key(config)
     print(f"starting {config.model}", flush=True)
-    async with serving(config) as (gateway, _, faults):
-        await gateway.load_tool_parser()
-        _greet(gateway, config)
-        raise await faults.wait()
+    with responsive_loop():
+        async with serving(config, key) as (gateway, _, faults):
+            await gateway.load_tool_parser()
+            _greet(gateway, shell_key)
+            raise await faults.wait()
+
+
+def _key(config: Config) -> tuple[str, str]:
+    """Find or make the key that requests must carry; returns it, and how a shell names it. Both are "" for none.
+
+    Raises:
+        ConfigError: the file with the key is not good.
+    """
+    # Engines inherit the environment, and need no key.
+    given = os.environ.pop(KEY_VARIABLE, "")
+    if config.without_key != "nobody":
+        return "", ""
+    if given and config.api_key_file is None:
+        return given, f"${KEY_VARIABLE}"
+    file = config.api_key_file or config.out / "api_key"
+    if config.api_key_file is None:
+        config.out.mkdir(parents=True, exist_ok=True)
+    key = read_key(file) if config.api_key_file is not None else kept_key(file)
+    return key, f"$(cat {shlex.quote(str(file.resolve()))})"
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _model(config: Config) -> tuple[Path, str]:
@@ -109,11 +161,13 @@ def _model(config: Config) -> tuple[Path, str]:
     return folder, folder.name if Path(config.model).expanduser().is_dir() else config.model
 
 
-def _greet(gateway: Gateway, config: Config) -> None:
-    key = " -H 'authorization: Bearer KEY'" if config.api_key else ""
+def _greet(gateway: Gateway, shell_key: str) -> None:
+    # By a file that the shell writes: all users of the machine see what is on a command line.
+    key = f""" \\\n    -H @<(echo "authorization: Bearer {shell_key}")""" if shell_key else ""
+    who = f'the key of requests is "{shell_key}"' if shell_key else "requests need no key"
     body = f'{{"model": "{gateway.model}", "messages": [{{"role": "user", "content": "What is 2 + 3?"}}]}}'
     print(
-        f"serving {gateway.model} at {gateway.base_url}\n\n"
+        f"serving {gateway.model} at {gateway.base_url}\n{who}\n\n"
         f"  curl {gateway.base_url}/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n\n"
         "Ctrl-C ends it",
         flush=True,

@@ -1,10 +1,11 @@
-"""Measures what the gateway costs before a real engine, and how many streams it holds.
+"""Measures what the gateway costs before a real engine, how many streams it holds, and how long others wait for it.
 
 python -m benchmarks.gateway --json out.json
 
 The first lets one engine answer the same prompts, asked in the controller and over HTTP by a client in a process of its
 own, in turns. The second puts a staged backend behind the gateway, which hands out a token now and then, and
-holds a thousand streams.
+holds a thousand streams. The third sends the heaviest requests that are let through, of each endpoint, and asks /health
+meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.http_load import Streamed, stream_all
+from benchmarks.heavy_requests import heavy_requests
+from benchmarks.http_load import Streamed, post_watching_health, stream_all
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from forge_rl.data.bundled import default_cache
 from forge_rl.data.models import resolve_model
@@ -28,16 +30,19 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling, TokenIds
 
 _DEADLINE_S = 600.0
+_SENDS = 3
+"""Times that each heavy request is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure the gateway's overhead, and the streams that it holds."""
+    """Measure the gateway's overhead, the streams that it holds, and what heavy requests do to others."""
 
     model: str = "smollm2-135m"
     """Name of a bundled model, a local folder, or a Hugging Face id."""
@@ -55,6 +60,8 @@ class Config(BenchmarkConfig):
     """Tokens of each of them."""
     interval_s: float = 1.0
     """Between two of its tokens."""
+    context_tokens: int = 131_072
+    """Context of the model that heavy requests are for: the longer it is, the more is let through."""
     smoke: bool = False
     """One pair, short streams: shows that everything runs, and measures nothing."""
 
@@ -75,12 +82,13 @@ class StagedBackend:
     Args:
         token: that it answers with.
         interval_s: between two tokens.
+        max_model_tokens: the model's context.
     """
 
     model = "staged"
-    max_model_tokens = 4096
 
-    def __init__(self, token: int, interval_s: float) -> None:
+    def __init__(self, token: int, interval_s: float, max_model_tokens: int = 4096) -> None:
+        self.max_model_tokens = max_model_tokens
         self._token = token
         self._interval_s = interval_s
 
@@ -89,18 +97,24 @@ class StagedBackend:
     ) -> AsyncGenerator[Chunk, None]:
         for left in reversed(range(sampling.max_tokens)):
             yield Chunk(
-                token_ids=(self._token,), logprobs=(-1.0,), versions=(0,), text="", finish="" if left else "length"
+                token_ids=(self._token,),
+                logprobs=(-1.0,),
+                versions=(0,),
+                text="",
+                finish="" if left else "length",
+                top=(tuple((rank, -1.0) for rank in range(sampling.top_logprobs)),) if sampling.top_logprobs else (),
             )
             await asyncio.sleep(self._interval_s)
 
 
 def measure(config: Config, report: Report) -> None:
-    """Both measurements."""
+    """All three measurements."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
     # Made before there are engines, and by spawn: threads do not survive a fork.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as client:
         asyncio.run(_measure_streams(config, report, client))
+        asyncio.run(_measure_health(config, report, client))
         asyncio.run(_measure_overhead(config, report, client))
 
 
@@ -120,6 +134,31 @@ async def _measure_streams(config: Config, report: Report, client: ProcessPoolEx
             f"{found.complete} of {config.streams} streams came to their end, with {found.tokens} tokens"
         )
     report.results["streams_held"] = found.most_open
+
+
+async def _measure_health(config: Config, report: Report, client: ProcessPoolExecutor) -> None:
+    """Ask /health while the heaviest requests that are let through are served, each by itself."""
+    tokenizer = Tokenizer(resolve_model(config.model, default_cache()))
+    backend = StagedBackend(tokenizer.encode("and")[0], 0.0, config.context_tokens)
+    worst: list[list[float]] = []
+    sends = 1 if config.smoke else _SENDS
+    with responsive_loop():  # as in a run and in apps.gateway
+        async with Gateway(GatewayConfig(), backend, tokenizer, open_to_all=True) as gateway:
+            await gateway.load_tool_parser()
+            for name, path, body in heavy_requests(backend.model, GatewayConfig().max_body_bytes, smoke=config.smoke):
+                work = partial(post_watching_health, gateway.base_url, path, body, _DEADLINE_S)
+                sent = [await asyncio.get_running_loop().run_in_executor(client, work) for _ in range(sends)]
+                worst.append([found.worst_health_ms for found in sent])
+                report.rows += [{"side": "health", "warm_up": False, "request": name, **vars(each)} for each in sent]
+                found = max(sent, key=lambda each: each.worst_health_ms)
+                print(
+                    f"{name}: status {found.status}, {found.seconds:.2f} s, {found.worst_health_ms:.0f} ms", flush=True
+                )
+                if found.status >= 500:
+                    raise BenchmarkError(f"the gateway failed at {name}: status {found.status}")
+    # The longest that was seen, and of the medians of each request's sends: a busy machine makes the first longer.
+    report.results["worst_health_ms"] = max(map(max, worst))
+    report.results["worst_median_health_ms"] = max(map(median, worst))
 
 
 async def _measure_overhead(config: Config, report: Report, client: ProcessPoolExecutor) -> None:

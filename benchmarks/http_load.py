@@ -1,14 +1,18 @@
-"""A client in a process of its own: many streamed answers at a time over HTTP, counted as cheaply as can be."""
+"""A client in a process of its own: many streamed answers at a time over HTTP, and a watch on /health meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
+
+_HEALTH_EVERY_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,53 @@ class Streamed:
     """Streams that came to their end."""
     most_open: int
     """Most streams that had begun to answer, and had not ended, at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """Outcome of one request during which /health was asked again and again."""
+
+    status: int
+    seconds: float
+    worst_health_ms: float
+    """Longest that an answer of /health took."""
+
+
+def post_watching_health(base_url: str, path: str, body: bytes, deadline_s: float) -> Watched:
+    """Post a request, and ask /health every few milliseconds until it is answered.
+
+    Args:
+        base_url: of an OpenAI API, with its /v1.
+        path: of the endpoint, below it.
+        body: JSON.
+        deadline_s: for each wait.
+    """
+    answered = threading.Event()
+    worst_s = 0.0
+
+    def watch(client: httpx.Client) -> None:
+        nonlocal worst_s
+        while not answered.is_set():
+            began = time.perf_counter()
+            client.get(f"{base_url.removesuffix('/v1')}/health").raise_for_status()
+            worst_s = max(worst_s, time.perf_counter() - began)
+            answered.wait(_HEALTH_EVERY_S)
+
+    with (
+        httpx.Client(timeout=deadline_s, trust_env=False) as poster,
+        httpx.Client(timeout=deadline_s, trust_env=False) as watcher,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        watcher.get(f"{base_url.removesuffix('/v1')}/health")
+        watching = beside.submit(watch, watcher)
+        began = time.perf_counter()
+        try:
+            answer = poster.post(f"{base_url}{path}", content=body, headers={"content-type": "application/json"})
+            seconds = time.perf_counter() - began
+        finally:
+            answered.set()
+        watching.result()
+    return Watched(status=answer.status_code, seconds=seconds, worst_health_ms=1000 * worst_s)
 
 
 def stream_all(url: str, bodies: Sequence[dict[str, object]], deadline_s: float) -> Streamed:

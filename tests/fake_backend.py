@@ -137,11 +137,12 @@ class FakeBackend:
 
 @asynccontextmanager
 async def serving(
-    backend: FakeBackend, *, model: Path | None = None, open_to_all: bool = True, **config: Any
+    backend: FakeBackend, *, model: Path | None = None, open_to_all: bool = True, api_key: str = "", **config: Any
 ) -> AsyncIterator[Gateway]:
     """Serve a gateway on a free port of this machine."""
     tokens = tokenizer() if model is None else Tokenizer(model)
-    async with Gateway(GatewayConfig(**config), backend, tokens, open_to_all=open_to_all) as gateway:
+    settings = GatewayConfig(**config)
+    async with Gateway(settings, backend, tokens, api_key=api_key, open_to_all=open_to_all) as gateway:
         yield gateway
 
 

@@ -39,7 +39,7 @@ def test_a_signal_ends_the_server_with_a_request_in_flight(
         printed = ""
         while "Ctrl-C" not in printed:
             printed += server.stdout.readline()
-        assert f"curl {url}/chat/completions -H 'authorization: Bearer KEY'" in printed
+        assert '-H @<(echo "authorization: Bearer $FORGE_RL_API_KEY")' in printed
         assert "secret" not in printed
         assert httpx.get(f"{url}/models").status_code == 401
         with OpenAI(base_url=url, api_key="secret", max_retries=0) as client:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from forge_rl.gateway.chat import ChatMessage, ToolCall, parsed
+from forge_rl.gateway.chat import ChatMessage, Prompt, ToolCall, parsed
 from forge_rl.gateway.choices import Choice, ChoiceDelta
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.http import to_event
-from forge_rl.gateway.openai_requests import LOGPROBS, NOT_THERE, LenientModel, Part, StrictModel, join_text, refused
+from forge_rl.gateway.json_text import to_event
+from forge_rl.gateway.openai_requests import (
+    FIRST_ERROR,
+    LOGPROBS,
+    MOST_MESSAGES,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    NOT_THERE,
+    LenientModel,
+    Part,
+    StrictModel,
+    check_stops,
+    join_text,
+    refused,
+)
 from forge_rl.gateway.request_builder import RequestBuilder, SamplingRequest
 from forge_rl.gateway.response import ApiResponse
 from forge_rl.gateway.sessions import Session
@@ -23,12 +36,12 @@ class Block(Part):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Annotated[list[Block], FIRST_ERROR] | None = None
 
 
 class Message(LenientModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], FIRST_ERROR]
 
 
 class Tool(LenientModel):
@@ -47,9 +60,9 @@ class CountRequest(StrictModel):
     """Fields that counting tokens and messages share."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
-    system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    system: str | Annotated[list[Block], FIRST_ERROR] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
 
     unsupported: ClassVar = {
@@ -88,8 +101,8 @@ class CountRequest(StrictModel):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = Field(None, max_length=16)
+    max_tokens: int = Field(ge=1, le=MOST_TOKENS)
+    stop_sequences: list[str] | None = Field(None, fail_fast=True)
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
 
@@ -101,11 +114,18 @@ class MessagesRequest(CountRequest):
 
 async def messages(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
     """Read a request of messages."""
+    request, prompt, requested, tools = await builder.read(_read_messages, body, session)
+    choices = await builder.choices([prompt], 1, requested, session, tools)
+    return MessagesResponse(choices, bool(request.stream), request.model)
+
+
+def _read_messages(
+    body: bytes, builder: RequestBuilder, session: Session | None
+) -> tuple[MessagesRequest, Prompt, SamplingRequest, list[dict[str, object]]]:
     request = MessagesRequest.read(body)
-    model = builder.check_model(request.model)
+    builder.check_model(request.model)
     request.check()
-    if "" in (request.stop_sequences or ()):
-        raise ApiError(400, "a stop sequence is empty", param="stop_sequences")
+    check_stops(request.stop_sequences or (), "stop_sequences")
     choice = request.tool_choice
     tools = request.tool_schemas()
     requested = SamplingRequest(
@@ -114,17 +134,20 @@ async def messages(body: bytes, builder: RequestBuilder, session: Session | None
         stop=tuple(request.stop_sequences or ()),
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
     )
-    prompt = await builder.prompt_builder.chat(request.conversation(), tools, session)
-    called = [] if choice and choice.type == "none" else tools
-    return MessagesResponse(await builder.choices([prompt], 1, requested, session, called), bool(request.stream), model)
+    prompt = builder.chat(request.conversation(), tools, session)
+    return request, prompt, requested, [] if choice and choice.type == "none" else tools
 
 
 async def count_tokens(body: bytes, builder: RequestBuilder, session: Session | None) -> dict[str, object]:
     """Count the tokens of a request's prompt."""
+    return await builder.read(_read_count, body, session)
+
+
+def _read_count(body: bytes, builder: RequestBuilder, session: Session | None) -> dict[str, object]:
     request = CountRequest.read(body)
     builder.check_model(request.model)
     request.check()
-    prompt = await builder.prompt_builder.chat(request.conversation(), request.tool_schemas(), session)
+    prompt = builder.chat(request.conversation(), request.tool_schemas(), session)
     return {"input_tokens": len(prompt.token_ids)}
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -16,9 +14,6 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sessions import Session
 from forge_rl.types import TokenArray, TokenIds
-
-_LONG_CHARACTERS = 32_768
-"""Texts from this length are tokenised beside the event loop: they would hold up everything else in it."""
 
 _MOST_LEVELS = 64
 """Levels of a call's arguments that are shown as JSON; templates fail at some depth."""
@@ -123,9 +118,8 @@ class PromptBuilder:
     def __init__(self, tokenizer: Tokenizer, tool_parser: str) -> None:
         self.tokenizer = tokenizer
         self._tool_parser = tool_parser
-        self._beside = asyncio.Lock()
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, object]],
@@ -157,29 +151,21 @@ class PromptBuilder:
         rest = messages[count:]
         shown, shown_tools = self._shown(rest, tools, whole=count == 0)
         if count == 0:
-            work: Callable[[], TokenIds] = partial(self.tokenizer.render, shown, tools=shown_tools)
+            token_ids: TokenIds = self.tokenizer.render(shown, tools=shown_tools)
         else:
             calls = messages[count - 1].template_calls() if self.tokenizer.shows_tools else []
-            work = partial(self.tokenizer.extend, context, shown, tools=shown_tools, calls=calls)
-        token_ids = await self._tokenise(work, sum(len(message.content) for message in rest))
+            token_ids = self.tokenizer.extend(context, shown, tools=shown_tools, calls=calls)
         return Prompt(token_ids=token_ids, digest=known[-1])
 
-    async def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
+    def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
         """Make the prompt of a completion. Its control tokens are parsed: the client writes the template's part too."""
         if not isinstance(prompt, str):
             # Ids that no array of ours holds are refused as all others that the model does not have.
             return Prompt(token_ids=[min(max(token, -1), 2**31 - 1) for token in prompt])
         known, context = session.longest_prefix(prompt) if session is not None else ("", ())
         rest = prompt[len(known) :]
-        added = await self._tokenise(partial(self.tokenizer.encode, rest, add_special=not known), len(rest))
+        added = self.tokenizer.encode(rest, add_special=not known)
         return Prompt(token_ids=[*context, *added], text=prompt)
-
-    async def _tokenise(self, work: Callable[[], TokenIds], characters: int) -> TokenIds:
-        """Run tokenisation, in a thread if it is long; one at a time, so that the loop keeps its core."""
-        if characters < _LONG_CHARACTERS:
-            return work()
-        async with self._beside:
-            return await asyncio.to_thread(work)
 
     def _shown(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]], *, whole: bool

@@ -14,13 +14,20 @@ _LEAST = -9999.0
 """OpenAI's value for a logprob that is unknown or has no JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
     """A token with its logprob and the likeliest alternatives."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top_ids: tuple[int, ...]
+    """Apart from their logprobs: two objects a token for the garbage collector to look at, instead of twenty."""
+    top_logprobs: tuple[float, ...]
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The likeliest tokens, each with its logprob."""
+        return tuple(zip(self.top_ids, self.top_logprobs, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +170,16 @@ class Choice:
         for token, logprob, top in zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), tops, strict=True):
             # A greedy completion has no behaviour logprob; the one to report is that of the likeliest token.
             known = logprob if math.isfinite(logprob) else dict(top).get(token, _LEAST)
-            likeliest = tuple((other, max(value, _LEAST)) for other, value in top[: self._top_logprobs])
-            found.append(TokenLogprob(token=token, logprob=max(known, _LEAST), top=likeliest))
+            top = top[: self._top_logprobs]
+            ids, logprobs = tuple(other for other, _ in top), tuple(max(value, _LEAST) for _, value in top)
+            found.append(TokenLogprob(token=token, logprob=max(known, _LEAST), top_ids=ids, top_logprobs=logprobs))
         return tuple(found)
 
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of a text that is the beginning, not the whole, of a stop text."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+    tail = text[max(0, len(text) - len(stop) + 1) :]
+    at = tail.find(stop[0])
+    while at >= 0 and not stop.startswith(tail[at:]):
+        at = tail.find(stop[0], at + 1)
+    return len(tail) - at if at >= 0 else 0

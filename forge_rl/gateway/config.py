@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 from forge_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """Configures the HTTP server before the engines: `GatewayConfig(port=8000, api_key="secret")`."""
+    """Configures the HTTP server before the engines: `GatewayConfig(port=8000)`."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Other machines reach the gateway only on another one, such as 0.0.0.0."""
     port: int = 0
     """Port to listen on; 0 takes a free one."""
-    api_key: str = field(default="", repr=False)
-    """Key that requests must carry, in a run besides the keys of its episodes."""
+    api_key_file: Path | None = None
+    """File with the key that requests must carry, in a run besides the keys of its episodes. It must be this user's
+    alone (chmod 600)."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which requests may call the gateway in their Host header, besides those of loopback and the address that
+    it listens on; * allows all. Web pages that rebind their own name to the gateway are refused by it."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins such as https://chat.example whose web pages may use the gateway from a browser; * allows all."""
     aliases: tuple[str, ...] = ()
     """Other names for the model, such as the one that an agent asks for."""
     tool_parser: str = "hermes"
     """Name of vLLM's parser for the model's way to write tool calls."""
-    max_body_bytes: int = 8 << 20
-    """Longest body of a request."""
+    max_body_bytes: int = 4 << 20
+    """Longest body of a request. English text has four bytes a token."""
     max_concurrent: int = 4096
     """Most completions that are decoded at a time in a session, and outside of sessions all together; more requests are
     refused with status 429. The number of sessions is bounded by a run's schedule."""
@@ -38,6 +45,18 @@ class GatewayConfig:
         for flag, value, good, hint in (
             ("port", self.port, 0 <= self.port < 65536, "a port from 0 to 65535"),
             ("host", self.host, bool(self.host), "an address, usually 127.0.0.1"),
+            (
+                "allowed-origins",
+                self.allowed_origins,
+                all(origin == "*" or "://" in origin for origin in self.allowed_origins),
+                "origins with their scheme, such as https://chat.example",
+            ),
+            (
+                "allowed-hosts",
+                self.allowed_hosts,
+                not any(set(host) & set("/:@ ") for host in self.allowed_hosts),
+                "names without scheme and port, such as gateway.example",
+            ),
             ("tool-parser", self.tool_parser, bool(self.tool_parser), "the name of one of vLLM's tool parsers"),
             ("max-body-bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more"),
             ("max-concurrent", self.max_concurrent, self.max_concurrent >= 1, "1 or more"),

@@ -1,33 +1,36 @@
-"""HTTP: uvicorn in an event loop that is not its own, request bodies with a bound, responses at their client's pace."""
+"""HTTP: uvicorn in an event loop that is not its own, responses at their client's pace."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import uvicorn
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.connections import KEEP_ALIVE_S, Connection, OpenConnections
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.json_text import encode, to_event
+from forge_rl.runtime.private_network import is_private, listen_outside
 
 CLIENT_GONE = 499
 """Status in the metrics of a request whose client did not wait."""
 _GRACE_S = 5
 """Seconds that connections may take to close at the end."""
-_KEEP_ALIVE_S = 75
 _SESSIONS = 16384
 """Sessions that connections are allowed for, beside those of other requests."""
+_OTHER_FILES = 1024
+"""Files that this process may have open beside connections."""
 
 
 class HttpServer:
@@ -42,30 +45,33 @@ class HttpServer:
     """
 
     def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
-        listener = _listen(config)
-        _allow_connections(config.max_concurrent + _SESSIONS)
-        host, port = listener.getsockname()[:2]
+        listeners = _listen(config)
+        self._connections = OpenConnections(_allow_connections(config.max_concurrent + _SESSIONS))
+        host, port = listeners[0].getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """URL that reaches it from this machine."""
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=partial(Connection, open_connections=self._connections),  # type: ignore[arg-type]
                 lifespan="off",
                 ws="none",
                 log_config=None,
+                log_level="error",  # a line for each wrong request would let anybody fill the disk
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
 
     async def stop(self) -> None:
         """Stop listening, and wait until connections are closed."""
         self._server.should_exit = True
         await self._serving
+        self._connections.stop()
 
 
 def check_address(config: GatewayConfig) -> None:
@@ -74,7 +80,8 @@ def check_address(config: GatewayConfig) -> None:
     Raises:
         ConfigError: the port is in use, or there is no such address here.
     """
-    _listen(config).close()
+    for listener in _listen(config):
+        listener.close()
 
 
 class _Server(uvicorn.Server):
@@ -84,29 +91,45 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-def _listen(config: GatewayConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+def _listen(config: GatewayConfig) -> list[socket.socket]:
+    """Listen at the address; in a private network at that port inside, first, and at the address outside."""
+    host, port = config.host, config.port
+    listeners: list[socket.socket] = []
     try:
-        listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
+        if is_private():
+            listeners.append(listen_outside(host, port))
+            port = listeners[0].getsockname()[1]
+            if config.is_public:  # the address is not there, inside
+                host = "::1" if ":" in host else "127.0.0.1"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listeners.insert(0, socket.create_server((host, port), family=family, backlog=2048))
     except OSError as error:
+        for listener in listeners:
+            listener.close()
         cause = str(error.strerror or error).partition(" (while")[0]
         raise ConfigError(
             f"the gateway cannot listen on {config.host} port {config.port}: {cause}",
             hint="set another --port (0 takes a free one), or end the program that has it",
         ) from error
-    # A client that takes nothing for this long loses its connection, and what was kept for it. Accepted connections
-    # inherit it.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_deadline_s * 1000))
-    return listener
+    for listener in listeners:
+        # A client that takes nothing for this long loses its connection, and what was kept for it. Accepted connections
+        # inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_deadline_s * 1000))
+    return listeners
 
 
-def _allow_connections(count: int) -> None:
-    """Raise this process's limit of open files to what connections need; many systems begin with 1024."""
-    wanted = 2 * count + 1024
+def _allow_connections(count: int) -> int:
+    """Raise this process's limit of open files to what connections need; many systems begin with 1024.
+
+    Returns:
+        Number of connections for which it suffices, at most `count`.
+    """
+    wanted = 2 * count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return count if soft == resource.RLIM_INFINITY else min(count, max(soft - _OTHER_FILES, soft // 2))
 
 
 class ClientGone(Exception):
@@ -139,9 +162,9 @@ class ResponseWriter:
         """Monotonic time at which the first bytes were written."""
         self.is_stream = False
 
-    async def write_json(self, body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    async def write_json(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Write a whole JSON response."""
-        await self._write(encode(body), True, status, {"content-type": "application/json", **(headers or {})})
+        await self._write(body, True, status, {"content-type": "application/json", **(headers or {})})
 
     async def write_events(self, data: bytes, *, last: bool = False) -> None:
         """Write server-sent events; the first ones start the stream."""
@@ -153,7 +176,7 @@ class ResponseWriter:
         """Write an error in its API's shape; in the middle of a stream it is the last event."""
         body = error.body(is_anthropic)
         if self.started_s is None:
-            await self.write_json(body, error.status, error.headers)
+            await self.write_json(encode(body), error.status, error.headers)
         elif self.is_stream:
             await self.write_events((b"event: error\n" if is_anthropic else b"") + to_event(body), last=True)
 
@@ -168,32 +191,6 @@ class ResponseWriter:
                 await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         except TimeoutError:
             raise ClientGone from None
-
-
-async def read_body(request: Request, most_bytes: int, deadline_s: float) -> bytes:
-    """Read the body of a request, never more of it than is allowed.
-
-    Raises:
-        ApiError: it is too long, too slow, or no JSON by its header.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # A web page in somebody's browser cannot send this type here without being allowed to.
-        raise ApiError(415, f"the content type is {kind or 'missing'}; send application/json")
-    too_long = ApiError(413, f"the body is longer than {most_bytes} bytes", code="request_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most_bytes:
-        raise too_long
-    body = bytearray()
-    try:
-        async with asyncio.timeout(deadline_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > most_bytes:
-                    raise too_long
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {deadline_s:g} s") from None
-    return bytes(body)
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, running: set[asyncio.Task[None]]) -> None:
@@ -229,13 +226,3 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def encode(body: object) -> bytes:
-    """Encode as compact JSON."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
-
-
-def to_event(body: object) -> bytes:
-    """Encode as the data of a server-sent event."""
-    return b"data: " + encode(body) + b"\n\n"

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from forge_rl.gateway.chat import ChatMessage
+from forge_rl.gateway.chat import ChatMessage, Prompt
 from forge_rl.gateway.choices import Choice, ChoiceDelta, TokenLogprob
-from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.http import to_event
+from forge_rl.gateway.json_text import to_event
 from forge_rl.gateway.openai_requests import ChatRequest, Common, CompletionRequest, to_chat
 from forge_rl.gateway.request_builder import RequestBuilder, SamplingRequest
 from forge_rl.gateway.response import ApiResponse
@@ -20,35 +19,50 @@ from forge_rl.gateway.sessions import Session
 
 async def chat(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
     """Read a request of chat completions."""
+    request, prompt, requested, tools = await builder.read(_read_chat, body, session)
+    choices = await builder.choices([prompt], request.n or 1, requested, session, tools)
+    return OpenAIResponse(choices, request, builder, request.model)
+
+
+def _read_chat(
+    body: bytes, builder: RequestBuilder, session: Session | None
+) -> tuple[ChatRequest, Prompt, SamplingRequest, list[dict[str, object]]]:
     request = ChatRequest.read(body)
-    model = builder.check_model(request.model)
+    builder.check_model(request.model)
     request.check()
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     messages = [to_chat(message, at) for at, message in enumerate(request.messages)]
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    builder.check_count(1, request.n or 1, logprobs, "n")
     requested = SamplingRequest(
         max_tokens=request.max_completion_tokens or request.max_tokens,
         temperature=request.temperature,
         seed=request.seed,
         stop=request.stops,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=logprobs,
         parallel_calls=request.parallel_tool_calls is not False,
     )
-    prompt = await builder.prompt_builder.chat(messages, tools, session)
-    called = tools if request.tool_choice != "none" else []
-    choices = await builder.choices([prompt], request.n or 1, requested, session, called)
-    return OpenAIResponse(choices, request, builder, model)
+    prompt = builder.chat(messages, tools, session)
+    return request, prompt, requested, tools if request.tool_choice != "none" else []
 
 
 async def completion(body: bytes, builder: RequestBuilder, session: Session | None) -> ApiResponse:
     """Read a request of completions."""
+    request, prompts, requested = await builder.read(_read_completion, body, session)
+    choices = await builder.choices(prompts, request.n or 1, requested, session)
+    return CompletionResponse(choices, request, builder, request.model)
+
+
+def _read_completion(
+    body: bytes, builder: RequestBuilder, session: Session | None
+) -> tuple[CompletionRequest, list[Prompt], SamplingRequest]:
     request = CompletionRequest.read(body)
-    model = builder.check_model(request.model)
+    builder.check_model(request.model)
     request.check()
     given = request.prompt
     several = bool(given) and isinstance(given, list) and not isinstance(given[0], int)
     texts: Sequence[Any] = given if several else [given]
-    if len(texts) * (request.n or 1) > 2048:
-        raise ApiError(400, "more than 2048 completions in one request", param="prompt")
+    builder.check_count(len(texts), request.n or 1, request.logprobs, "prompt")
     requested = SamplingRequest(
         max_tokens=request.max_tokens or 16,
         temperature=request.temperature,
@@ -57,9 +71,7 @@ async def completion(body: bytes, builder: RequestBuilder, session: Session | No
         logprobs=request.logprobs,
         prompt_param="prompt",
     )
-    prompts = [await builder.prompt_builder.completion(text, session) for text in texts]
-    choices = await builder.choices(prompts, request.n or 1, requested, session)
-    return CompletionResponse(choices, request, builder, model)
+    return request, [builder.completion(text, session) for text in texts], requested
 
 
 class OpenAIResponse(ApiResponse):
@@ -131,11 +143,11 @@ class OpenAIResponse(ApiResponse):
         return {"delta": delta}
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, object]:
-        content = [
+        content = (
             {**self._one(entry.token, entry.logprob), "top_logprobs": [self._one(*pair) for pair in entry.top]}
             for entry in tokens
-        ]
-        return {"content": content, "refusal": None}
+        )
+        return {"content": self._listed(content), "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, object]:
         raw = list(self._tokenizer.token_bytes(token))
@@ -184,9 +196,9 @@ class CompletionResponse(OpenAIResponse):
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in tokens],
-            "top_logprobs": [
+            "top_logprobs": self._listed(
                 {self._token(token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))}
                 for entry in tokens
-            ],
+            ),
             "text_offset": offsets,
         }

@@ -18,6 +18,26 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Finds halves of surrogate pairs, as JSON escapes them or as the bytes that no UTF-8 has."""
 _SEARCHED_BYTES = 1 << 16
 """Longest body that is searched for one: all other requests wait meanwhile."""
+MOST_MESSAGES = 8192
+"""Messages of one request."""
+MOST_TOOLS = 512
+"""Tools of one request."""
+MOST_STOPS = 16
+"""Stop texts of one request: all are looked for after each token."""
+MOST_STOP_CHARACTERS = 512
+MOST_TOKENS = 2**31 - 1
+"""What max_tokens may be; the model's context is the true bound."""
+FIRST_ERROR = Field(fail_fast=True)
+"""Lists end at their first error: errors of all elements would take long, and much memory."""
+
+
+def check_stops(stops: Sequence[str], param: str) -> None:
+    """Raise ApiError if there are too many stop texts, or one is empty or too long."""
+    if "" in stops:
+        raise ApiError(400, "a stop text is empty", param=param)
+    if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > MOST_STOP_CHARACTERS:
+        problem = f"there may be {MOST_STOPS} stop texts, each with {MOST_STOP_CHARACTERS} characters"
+        raise ApiError(400, problem, param=param)
 
 
 def refused(why: str, **neutral: tuple[object, ...]) -> dict[str, tuple[tuple[object, ...], str]]:
@@ -84,8 +104,8 @@ class Call(LenientModel):
 
 class Message(LenientModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[Call] | None = None
+    content: str | Annotated[list[Part], FIRST_ERROR] | None = None
+    tool_calls: list[Call] | None = Field(None, fail_fast=True)
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -114,9 +134,9 @@ class Common(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: str | Annotated[list[str], FIRST_ERROR] | None = None
 
     unsupported: ClassVar = {
         **refused(LOGPROBS, top_p=(1,), top_k=(-1, 0), min_p=(0,), frequency_penalty=(0,), presence_penalty=(0,)),
@@ -137,8 +157,7 @@ class Common(StrictModel):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for streams", param="stream_options")
-        if "" in self.stops:
-            raise ApiError(400, "a stop text is empty", param="stop")
+        check_stops(self.stops, "stop")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -147,11 +166,11 @@ class Common(StrictModel):
 
 
 class ChatRequest(Common):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
 
@@ -162,7 +181,12 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[int], FIRST_ERROR]
+        | Annotated[list[str], FIRST_ERROR]
+        | Annotated[list[Annotated[list[int], FIRST_ERROR]], FIRST_ERROR]
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
 
 

@@ -10,9 +10,13 @@ from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.chat import extend_digest
 from forge_rl.gateway.choices import Choice, ChoiceDelta
 from forge_rl.gateway.http import ResponseWriter
+from forge_rl.gateway.json_text import LazyList, encode, encode_beside
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
+
+_LONG_TOKENS = 2048
+"""Responses with so many tokens, each with its likeliest alternatives, are written beside the event loop."""
 
 
 class ApiResponse(ABC):
@@ -26,6 +30,8 @@ class ApiResponse(ABC):
     def __init__(self, choices: tuple[Choice, ...], *, streamed: bool) -> None:
         self.choices = choices
         self.streamed = streamed
+        self._listed: type[list[object]] = list
+        """Makes lists of what is shown of each token."""
 
     @abstractmethod
     def body(self) -> dict[str, object]:
@@ -91,7 +97,12 @@ class ApiResponse(ABC):
         if self.streamed:
             await writer.write_events(self.stream_end(), last=True)
         else:
-            await writer.write_json(self.body())
+            shown = sum(len(choice.tokens) * (1 + choice.sampling.top_logprobs) for choice in self.choices)
+            if self.completion_tokens + shown < _LONG_TOKENS:
+                await writer.write_json(encode(self.body()))
+            else:
+                self._listed = LazyList
+                await writer.write_json(await encode_beside(self.body))
 
     def _record(self, session: Session | None) -> None:
         if session is None or session.closed:

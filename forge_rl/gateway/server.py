@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import secrets
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 
 from fastapi import FastAPI
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Send
+from starlette.types import ASGIApp, Receive, Send
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ForgeError
@@ -26,6 +22,9 @@ from forge_rl.gateway import anthropic_api, http, openai_api
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError, to_api_error
+from forge_rl.gateway.guard import ANTHROPIC_PATH, Guard, InFlight
+from forge_rl.gateway.json_text import encode
+from forge_rl.gateway.keys import KeyRing, read_key
 from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.request_builder import RequestBuilder
 from forge_rl.gateway.response import ApiResponse
@@ -34,8 +33,6 @@ from forge_rl.types import Sampling
 
 Make = Callable[[bytes, RequestBuilder, Session | None], Awaitable[ApiResponse | dict[str, object]]]
 """Reads a request. Raises ValidationError, ApiError or ForgeError if it is wrong."""
-
-_ANTHROPIC_PATH = "/v1/messages"
 
 
 class Gateway:
@@ -51,10 +48,14 @@ class Gateway:
         config: where it listens, and what it accepts.
         backend: decodes completions.
         tokenizer: the model's tokenizer.
-        open_to_all: answer requests outside of sessions, where config.api_key is not set. A run leaves it off: its
-            engines are for its episodes.
+        api_key: the owner's key, for requests outside of sessions; by default that of config.api_key_file.
+        open_to_all: answer requests outside of sessions, where there is no such key. A run leaves it off: its engines
+            are for its episodes.
         healthy: what /health reports.
         warn: called with a line for the user.
+
+    Raises:
+        ConfigError: there is no good key in config.api_key_file.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Gateway:
         backend: Backend,
         tokenizer: Tokenizer,
         *,
+        api_key: str = "",
         open_to_all: bool = False,
         healthy: Callable[[], bool] = lambda: True,
         warn: Callable[[str], None] = lambda text: None,
@@ -70,18 +72,19 @@ class Gateway:
         self.config = config
         self._backend = backend
         self._request_builder = RequestBuilder(backend, tokenizer, config)
-        self._open_to_all = open_to_all
+        if not api_key and config.api_key_file is not None:
+            api_key = read_key(config.api_key_file)
+        self._keys: KeyRing[Session] = KeyRing(api_key, open_to_all=open_to_all)
         self._healthy = healthy
-        self._warn = warn
+        if config.is_public and open_to_all and not api_key:
+            warn(f"the gateway listens on {config.host} without a key: whoever reaches it may use it")
         self._started_s = int(time.time())
-        self._sessions: dict[bytes, Session] = {}
-        """Open sessions by the digest of their key: how long a look-up takes tells nothing about the keys."""
         self._running: set[asyncio.Task[None]] = set()
         """Requests in flight outside of sessions."""
-        self._in_flight: Counter[Session | None] = Counter()
+        self._in_flight = InFlight(config.max_concurrent)
         """Completions in flight, by session; None for those outside of sessions."""
         self._closing = False
-        self._metrics = GatewayMetrics(self._in_flight.total, lambda: len(self._sessions))
+        self._metrics = GatewayMetrics(self._in_flight.total, lambda: len(self._keys))
         self._http: http.HttpServer | None = None
 
     async def start(self) -> None:
@@ -90,8 +93,6 @@ class Gateway:
         Raises:
             ConfigError: the port is in use, or there is no such address here.
         """
-        if self.config.is_public and self._open_to_all and not self.config.api_key:
-            self._warn(f"the gateway listens on {self.config.host} without a key: whoever reaches it may use it")
         self._http = http.HttpServer(self._app(), self.config)
 
     async def load_tool_parser(self) -> None:
@@ -122,20 +123,21 @@ class Gateway:
                 tokens of a turn, and the seed that those of its turns come from.
         """
         key = f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
-        on_close = partial(self._sessions.pop, _digest(key))
+        on_close = partial(self._keys.remove, key)
         session = Session(key, self.base_url, task_id=task_id, sampling=sampling, on_close=on_close)
-        self._sessions[_digest(key)] = session
+        self._keys.add(key, session)
         return session
 
     async def stop(self) -> None:
         """End all requests and sessions, and stop listening."""
         self._closing = True
-        for session in tuple(self._sessions.values()):
+        for session in self._keys.sessions:
             session.close()
         for task in self._running:
             task.cancel()
         if self._http is not None:
             await self._http.stop()
+        self._request_builder.close()
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -146,15 +148,15 @@ class Gateway:
 
     def __repr__(self) -> str:
         where = self._http.url if self._http is not None else "not started"
-        return f"Gateway  {where}  sessions {len(self._sessions)}  completions in flight {self._in_flight.total()}"
+        return f"Gateway  {where}  sessions {len(self._keys)}  completions in flight {self._in_flight.total()}"
 
-    def _app(self) -> FastAPI:
+    def _app(self) -> ASGIApp:
         app = FastAPI(openapi_url=None, redirect_slashes=False)
         for path, make in (
             ("/v1/chat/completions", openai_api.chat),
             ("/v1/completions", openai_api.completion),
-            (_ANTHROPIC_PATH, anthropic_api.messages),
-            (f"{_ANTHROPIC_PATH}/count_tokens", anthropic_api.count_tokens),
+            (ANTHROPIC_PATH, anthropic_api.messages),
+            (f"{ANTHROPIC_PATH}/count_tokens", anthropic_api.count_tokens),
         ):
             app.add_route(path, partial(self._endpoint, path, make), methods=["POST"])
         app.add_route("/v1/models", self._models, methods=["GET"])
@@ -163,23 +165,24 @@ class Gateway:
         app.add_route("/metrics", self._counts, methods=["GET"])
         for kind in (ApiError, HTTPException, Exception):
             app.add_exception_handler(kind, self._failed)
-        return app
+        caller, in_flight = self._keys.caller, self._in_flight
+        return Guard(app, self.config, caller=caller, in_flight=in_flight, refused=self._count_refusal)
 
     async def _endpoint(self, path: str, make: Make, request: Request) -> Response:
         return http.AsgiResponse(partial(self._respond, path, make, request))
 
     async def _respond(self, path: str, make: Make, request: Request, receive: Receive, send: Send) -> None:
-        """Serve one request, from its key to its last byte."""
+        """Serve one request that the guard let through."""
         began = time.monotonic()
         writer = http.ResponseWriter(send, self.config.client_deadline_s)
         status = 500
-        session: Session | None = None
+        session: Session | None = request.state.caller
+        running = self._running if session is None else session.running
         try:
-            session = self._caller(request.headers)
-            with self._admit(1, session):
-                body = await http.read_body(request, self.config.max_body_bytes, self.config.client_deadline_s)
-                running = self._running if session is None else session.running
-                await http.while_connected(self._serve(make, body, session, writer), receive, running)
+            body = b"".join([part async for part in request.stream()])
+            work = self._serve(make, body, session, writer)
+            del body  # it would stay for as long as the answer takes
+            await http.while_connected(work, receive, running)
             status = 200
         except (http.ClientGone, ClientDisconnect):
             status = http.CLIENT_GONE
@@ -190,7 +193,7 @@ class Gateway:
             if session is not None and not is_bug:
                 session.refusal = api_error
             with contextlib.suppress(http.ClientGone):
-                await writer.write_error(api_error, path.startswith(_ANTHROPIC_PATH))
+                await writer.write_error(api_error, path.startswith(ANTHROPIC_PATH))
             if is_bug:
                 raise
         finally:
@@ -201,58 +204,20 @@ class Gateway:
         if self._closing or (session is not None and session.closed):
             raise ApiError(503, "the session or the server was closed", code="closed")
         response = await make(body, self._request_builder, session)
+        del body
         if isinstance(response, dict):
-            await writer.write_json(response)
+            await writer.write_json(encode(response))
             return
-        with self._admit(len(response.choices) - 1, session):
+        with self._in_flight.admit(len(response.choices) - 1, session):
             await response.run(self._backend, session, writer)
         self._metrics.tokens(response.prompt_tokens, response.completion_tokens)
 
-    def _caller(self, headers: Headers) -> Session | None:
-        """Return the session whose key a request carries; None where it needs none.
-
-        Raises:
-            ApiError: the key is missing or wrong.
-        """
-        kind, _, bearer = headers.get("authorization", "").partition(" ")
-        key = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
-        digest, own = _digest(key), self.config.api_key
-        session = self._sessions.get(digest)
-        if session is not None or (own and hmac.compare_digest(digest, _digest(own))):
-            return session
-        if self._open_to_all and not own and not (key.startswith("forge-") and "." in key):
-            return None
-        if not key:
-            raise ApiError(
-                401, "no API key: send it as `Authorization: Bearer KEY` or `x-api-key`", code="invalid_api_key"
-            )
-        raise ApiError(401, "wrong API key, or its session was closed", code="invalid_api_key")
-
-    @contextlib.contextmanager
-    def _admit(self, completions: int, session: Session | None) -> Iterator[None]:
-        """Count completions in flight, of a session or of all requests outside of sessions.
-
-        Raises:
-            ApiError: there would be too many.
-        """
-        most = self.config.max_concurrent
-        if self._in_flight[session] + completions > most:
-            raise ApiError(
-                429,
-                f"{self._in_flight[session]} completions are in flight, and {most} may be; try again",
-                code="rate_limit_exceeded",
-                headers={"retry-after": "1"},
-            )
-        self._in_flight[session] += completions
-        try:
-            yield
-        finally:
-            self._in_flight[session] -= completions
-            if not self._in_flight[session]:
-                del self._in_flight[session]
+    def _count_refusal(self, path: str, caller: Hashable, error: ApiError) -> None:
+        if isinstance(caller, Session):
+            caller.refusal = error
+        self._metrics.request("refused", error.status, 0.0)
 
     async def _models(self, request: Request) -> Response:
-        self._caller(request.headers)
         names = self._request_builder.models
         if "name" in request.path_params:
             return JSONResponse(self._model_card(self._request_builder.check_model(request.path_params["name"])))
@@ -286,9 +251,5 @@ class Gateway:
             message = f"{what}: {request.method} {request.url.path}"
             error = ApiError(error.status_code, message, headers=error.headers or {})
         error = to_api_error(error)
-        body = error.body(request.url.path.startswith(_ANTHROPIC_PATH))
+        body = error.body(request.url.path.startswith(ANTHROPIC_PATH))
         return JSONResponse(body, error.status, headers=dict(error.headers))
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -103,7 +103,8 @@ class Session:
 
     def longest_prefix(self, text: str) -> tuple[str, TokenIds]:
         """Return the longest recorded text that a prompt begins with, and its ids; both are empty if there is none."""
-        known = max(filter(text.startswith, self._texts), key=len, default="")
+        # A list, as other requests may be recorded while a thread looks.
+        known = max(filter(text.startswith, list(self._texts)), key=len, default="")
         return known, self._texts.get(known, ())
 
     def __repr__(self) -> str:

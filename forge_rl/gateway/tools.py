@@ -47,14 +47,18 @@ class ToolParser:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
 
-    def reader(self, tools: Sequence[Mapping[str, object]], prompt_ids: Sequence[int]) -> ToolReader:
-        """Make a reader of one completion, after `load`."""
-        assert self._loaded is not None, "load comes first"
-        parser, request = self._loaded
-        asked = request.model_validate(
+    async def asked(self, tools: Sequence[Mapping[str, object]]) -> Any:
+        """Return a request's tools as the parser takes them."""
+        await self.load()
+        assert self._loaded is not None
+        return self._loaded[1].model_validate(
             {"messages": [{"role": "user", "content": ""}], "tools": list(tools), "tool_choice": "auto"}
         )
-        return ToolReader(parser(self._tokenizer.hf, asked.tools), asked, list(prompt_ids))
+
+    def reader(self, asked: Any, prompt_ids: list[int]) -> ToolReader:
+        """Make a reader of one completion, of what `asked` returned."""
+        assert self._loaded is not None, "asked comes first"
+        return ToolReader(self._loaded[0](self._tokenizer.hf, asked.tools), asked, prompt_ids)
 
     def _load(self) -> tuple[Any, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

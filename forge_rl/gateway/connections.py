@@ -1,0 +1,163 @@
+"""HTTP connections: bounds for heads and trailers, deadlines for requests to begin, and how many may be open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.json_text import encode
+
+KEEP_ALIVE_S = 75
+"""Longest time between a response and the next whole head of a connection."""
+MOST_HEAD_BYTES = 32 << 10
+"""Longest request line and headers together; also what may come without bringing a body on, as trailers do."""
+MOST_HEADERS = 100
+MOST_PIPELINED = 8
+"""Requests that may wait behind one that is being answered."""
+HEAD_DEADLINE_S = 20.0
+"""Longest time from a connection, or the first byte of a request, to the end of its headers."""
+_SWEEP_S = 1.0
+"""Time between two looks at the connections that wait for a request."""
+
+
+class Connection(HttpToolsProtocol):
+    """Reads the requests of a connection, none of them with more of a head than is allowed.
+
+    Args:
+        open_connections: bounds how many there are, and how long they wait for a request.
+    """
+
+    def __init__(self, *args: Any, open_connections: OpenConnections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._open_connections = open_connections
+        self._overhead_bytes = 0
+        """Bytes since the last that were of a body, or of a request that is whole."""
+        self._reads_head = False
+        self._error = ApiError(400, "this is not HTTP/1.1")
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._open_connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open_connections.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._overhead_bytes += len(data)
+        super().data_received(data)
+        if self._overhead_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self._too_large(f"the headers are longer than {MOST_HEAD_BYTES} bytes")
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._reads_head = True
+        self._open_connections.begin(self)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MOST_HEAD_BYTES:
+            raise self._too_large(f"the headers are longer than {MOST_HEAD_BYTES} bytes")
+        if len(self.headers) > MOST_HEADERS:
+            raise self._too_large(f"there are more than {MOST_HEADERS} headers")
+        if len(self.pipeline) >= MOST_PIPELINED:
+            raise self._too_large(f"more than {MOST_PIPELINED} requests wait for their turn on one connection")
+        self._reads_head = False
+        self._open_connections.serve(self)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._overhead_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._open_connections.wait(self, HEAD_DEADLINE_S if self._reads_head else KEEP_ALIVE_S)
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be a request, and close; in the middle of a response, that is cut."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        error = self._error
+        body = encode(error.body(is_anthropic=False))
+        head = (
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _too_large(self, message: str) -> ApiError:
+        self._error = ApiError(431, message, code="request_too_large")
+        return self._error
+
+
+class OpenConnections:
+    """Bounds the connections that are open, and closes those whose next request does not come in time.
+
+    Where there are too many, the oldest that never asked anything is closed for the new one, else the one that has
+    waited longest since its last response; a connection whose request is being answered never is.
+
+    Args:
+        most: how many may be open.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+        self._unused: OrderedDict[Connection, float] = OrderedDict()
+        """Connections without a whole request so far, oldest first, each with its deadline."""
+        self._idle: OrderedDict[Connection, float] = OrderedDict()
+        """Connections between two requests, in the order of their last response, each with its deadline."""
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
+
+    def add(self, connection: Connection) -> None:
+        """Count a connection; close another one if there are too many."""
+        self._count += 1
+        self._unused[connection] = self._loop.time() + HEAD_DEADLINE_S
+        if self._count > self._most:
+            waiting = self._idle if len(self._unused) == 1 and self._idle else self._unused
+            waiting.popitem(last=False)[0].transport.close()
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection that was closed."""
+        self._count -= 1
+        self.serve(connection)
+
+    def begin(self, connection: Connection) -> None:
+        """Note the first byte of a request."""
+        for waiting in (self._unused, self._idle):
+            if connection in waiting:
+                waiting[connection] = min(waiting[connection], self._loop.time() + HEAD_DEADLINE_S)
+
+    def serve(self, connection: Connection) -> None:
+        """Note that a connection's request is being answered."""
+        self._unused.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def wait(self, connection: Connection, deadline_s: float) -> None:
+        """Note that a connection has all its responses; its next request has so many seconds."""
+        self._idle[connection] = self._loop.time() + deadline_s
+
+    def stop(self) -> None:
+        """Look at them no longer."""
+        self._timer.cancel()
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for waiting in (self._unused, self._idle):
+            for connection in [late for late, deadline in waiting.items() if deadline < now]:
+                connection.transport.close()
+        self._timer = self._loop.call_later(_SWEEP_S, self._sweep)

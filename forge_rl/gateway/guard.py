@@ -1,0 +1,255 @@
+"""The gateway's guard: ASGI middleware that lets whole requests of callers who may ask through to an app, whichever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.errors import ApiError
+
+ANTHROPIC_PATH = "/v1/messages"
+"""Paths that begin with it are answered in the shape of Anthropic's API."""
+_OPEN_PATHS = frozenset({"/health", "/metrics"})
+"""Paths that need no key."""
+_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
+_BODIES_AT_ONCE = 32
+"""Bodies of the greatest length that may be on their way at a time; more bytes are refused with status 503."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+
+
+class InFlight:
+    """Counts what each caller has in flight, and refuses more than a caller may have.
+
+    Args:
+        most: for one caller.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: Counter[Hashable] = Counter()
+
+    def total(self) -> int:
+        """Number for all callers together."""
+        return self._counts.total()
+
+    @contextlib.contextmanager
+    def admit(self, count: int, caller: Hashable) -> Iterator[None]:
+        """Count so many more of a caller while the body runs.
+
+        Raises:
+            ApiError: there would be too many.
+        """
+        if self._counts[caller] + count > self._most:
+            raise ApiError(
+                429,
+                f"{self._counts[caller]} completions are in flight, and {self._most} may be; try again",
+                code="rate_limit_exceeded",
+                headers={"retry-after": "1"},
+            )
+        self._counts[caller] += count
+        try:
+            yield
+        finally:
+            self._counts[caller] -= count
+            if not self._counts[caller]:
+                del self._counts[caller]
+
+
+class Guard:
+    """Keeps from an app what it need not see: other sites' pages, wrong keys, bodies too long, too slow, or no JSON.
+
+    What a caller may ask reaches the app with its whole body in one message, and who asks in scope["state"]["caller"].
+    All else is answered here, in the shape of the API that was asked: names of other hosts (403), the reach of DNS
+    rebinding; pages of other origins (403); keys (401); too many requests (429); the body's type (415), length (413)
+    and time (408). Of paths, /health and /metrics need no key. WebSockets are closed.
+
+        app = Guard(other_app, GatewayConfig(), caller=KeyRing("secret").caller, in_flight=InFlight(256))
+
+    Args:
+        app: serves what is let through.
+        config: the limits, and what hosts and origins are served.
+        caller: returns who asks, None for the owner; raises ApiError if nobody may.
+        in_flight: counts each caller's requests.
+        refused: called with the path, the caller if known, and the error, of each request that is refused.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        *,
+        caller: Callable[[Headers], Hashable],
+        in_flight: InFlight,
+        refused: Callable[[str, Hashable, ApiError], None] = lambda path, caller, error: None,
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._caller = caller
+        self._in_flight = in_flight
+        self._refused = refused
+        self._hosts = _Hosts(config)
+        self._origins = frozenset(config.allowed_origins)
+        self._arriving_bytes = 0
+        """Bytes of bodies that are not whole yet."""
+        self._admitting: ASGIApp = self._admit
+        if self._origins:
+            self._admitting = CORSMiddleware(
+                self._admit, config.allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            try:
+                self._check_site(Headers(scope=scope))
+            except ApiError as error:
+                await self._refuse(error, None, scope, receive, send)
+            else:
+                await self._admitting(scope, receive, send)
+
+    def _check_site(self, headers: Headers) -> None:
+        """Check the names by which a browser would ask for another site.
+
+        Raises:
+            ApiError: the host is not served here, or a page of another origin asks.
+        """
+        host = ",".join(headers.getlist("host")).lower()
+        if not self._hosts.serves(host):
+            raise ApiError(
+                403,
+                f"the host {host[:100]!r} is not served here; its owner may add it to allowed-hosts",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is None or origin.lower().partition("://")[2] == host:
+            return
+        if "*" not in self._origins and origin not in self._origins:
+            raise ApiError(
+                403,
+                f"pages of {origin[:100]!r} may not ask; the server's owner may add it to allowed-origins",
+                code="origin_not_allowed",
+            )
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _OPEN_PATHS and scope["method"] in _WITHOUT_BODY:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        caller: Hashable = None
+        with contextlib.ExitStack() as stack:
+            try:
+                caller = self._caller(headers)
+                stack.enter_context(self._in_flight.admit(1, caller))
+                if scope["method"] not in _WITHOUT_BODY:
+                    receive = _replay(await self._read_body(headers, receive), receive)
+            except ApiError as error:
+                await self._refuse(error, caller, scope, receive, send)
+                return
+            except _GoneError:
+                return
+            state = {**scope.get("state", {}), "caller": caller}
+            await self._app({**scope, "state": state}, receive, send)
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
+        """Read the body of a request, never more of it than is allowed.
+
+        Raises:
+            ApiError: it is too long, too slow, or no JSON by its header.
+            _GoneError: the client did not send all of it.
+        """
+        length, most, deadline_s = headers.get("content-length", "0"), *self._limits
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and (length != "0" or "transfer-encoding" in headers):
+            # A web page cannot send this type to another origin without being allowed to.
+            raise ApiError(415, f"the content type is {kind[:100] or 'missing'}; send application/json")
+        too_long = ApiError(413, f"the body is longer than {most} bytes (max-body-bytes)", code="request_too_large")
+        if length.isdecimal() and int(length) > most:
+            raise too_long
+        body = bytearray()
+        try:
+            async with asyncio.timeout(deadline_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        raise _GoneError
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    body += part
+                    self._arriving_bytes += len(part)
+                    if len(body) > most:
+                        raise too_long
+                    if self._arriving_bytes > _BODIES_AT_ONCE * most:
+                        raise ApiError(503, "too many bodies arrive at a time; try again", headers={"retry-after": "1"})
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {deadline_s:g} s (client-deadline-s)") from None
+        finally:
+            self._arriving_bytes -= len(body)
+        return bytes(body)
+
+    @property
+    def _limits(self) -> tuple[int, float]:
+        return self._config.max_body_bytes, self._config.client_deadline_s
+
+    async def _refuse(self, error: ApiError, caller: Hashable, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refused(scope["path"], caller, error)
+        body = error.body(scope["path"].startswith(ANTHROPIC_PATH))
+        await JSONResponse(body, error.status, headers=dict(error.headers))(scope, receive, send)
+
+
+class _GoneError(Exception):
+    """The client closed its connection before its request was whole."""
+
+
+class _Hosts:
+    """Names in a request's Host header that are this server's, at whatever port: it may be forwarded.
+
+    These are loopback's names and addresses, the address that it listens on, and those that are allowed beside. If it
+    listens on all addresses of the machine, they are that machine's name and every address: a page that reaches it
+    by rebinding has a name.
+    """
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._names = {"localhost", config.host.lower(), *(name.lower() for name in config.allowed_hosts)}
+        self._any_address = config.host in ("0.0.0.0", "::")
+        if self._any_address:
+            self._names.add(socket.gethostname().lower())
+
+    def serves(self, host: str) -> bool:
+        """Return whether a Host header, in lower case, names this server."""
+        match = _HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = match[1].strip("[]").removesuffix(".")
+        if name in self._names or "*" in self._names:
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback or self._any_address
+        except ValueError:
+            return False
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Make ASGI's receive that begins with a whole body, and keeps it no longer than until it is taken."""
+    whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+    async def replayed() -> Message:
+        nonlocal whole
+        message, whole = whole, None
+        return message if message is not None else await receive()
+
+    del body
+    return replayed

@@ -1,0 +1,125 @@
+"""Keys: whom a request's key belongs to, and the files that hold the owner's key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from starlette.datastructures import Headers
+
+from forge_rl.errors import ConfigError
+from forge_rl.gateway.errors import ApiError
+
+_MOST_KEY_BYTES = 4096
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+S = TypeVar("S")
+
+
+class KeyRing(Generic[S]):
+    """Knows whom each key belongs to: a session, or the owner.
+
+        keys: KeyRing[Session] = KeyRing("the owner's")
+        keys.add(session.key, session)
+        keys.caller(headers)  # the session, None for the owner, or an ApiError with status 401
+
+    Args:
+        owner: the owner's key; "" if there is none.
+        open_to_all: take requests without a key as the owner's, where the owner has none.
+    """
+
+    def __init__(self, owner: str = "", *, open_to_all: bool = False) -> None:
+        self._owner = _digest(owner) if owner else None
+        self._open_to_all = open_to_all and not owner
+        self._sessions: dict[bytes, S] = {}
+        """By the digest of the key: how long a look-up takes tells nothing about the keys."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def sessions(self) -> tuple[S, ...]:
+        """Sessions whose key is accepted."""
+        return tuple(self._sessions.values())
+
+    def add(self, key: str, session: S) -> None:
+        """Accept a session's key."""
+        self._sessions[_digest(key)] = session
+
+    def remove(self, key: str) -> None:
+        """Refuse a session's key from now on."""
+        self._sessions.pop(_digest(key), None)
+
+    def caller(self, headers: Headers) -> S | None:
+        """Return the session whose key a request carries; None if it is the owner's, or needs none.
+
+        Raises:
+            ApiError: the key is missing or wrong.
+        """
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        key = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = _digest(key)
+        session = self._sessions.get(digest)
+        if session is not None or (self._owner is not None and hmac.compare_digest(digest, self._owner)):
+            return session
+        if self._open_to_all and not (key.startswith("forge-") and "." in key):  # which a closed session had
+            return None
+        wrong = "wrong API key, or its session was closed"
+        missing = "no API key: send it as `Authorization: Bearer KEY` or `x-api-key`"
+        raise ApiError(401, wrong if key else missing, code="invalid_api_key")
+
+
+def read_key(file: Path) -> str:
+    """Read a key from a file that no other user can read or write.
+
+    Raises:
+        ConfigError: there is none, or others may know or change it.
+    """
+    users = {0, os.getuid()}
+    try:
+        link = file.lstat()
+        if stat.S_ISLNK(link.st_mode) and link.st_uid not in users:
+            raise ConfigError(f"the key file {file} is another user's link", hint="name a file of your own")
+        # A pipe would make open wait for its writer.
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in users or found.st_mode & _OTHERS:
+                raise ConfigError(
+                    f"the key file {file} is open to other users (mode {stat.filemode(found.st_mode)})",
+                    hint=f"make it yours alone, with chmod 600 {file}, and put a new key into it",
+                )
+            key = opened.read(_MOST_KEY_BYTES + 1).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is no ASCII text"
+        raise ConfigError(f"cannot read the key file {file}: {cause}", hint="name a file that holds a key") from error
+    if not key or len(key) > _MOST_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
+        raise ConfigError(
+            f"the key file {file} holds no key",
+            hint="put one line into it: letters, digits and signs without blanks",
+        )
+    return key
+
+
+def kept_key(file: Path) -> str:
+    """Return the key in a file; a new one is made and written, for this user alone, if there is no file.
+
+    Raises:
+        ConfigError: the file cannot be written, or others may know or change it.
+    """
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as opened:
+            opened.write(f"{secrets.token_urlsafe(32)}\n")
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"cannot write the key file {file}: {error.strerror}", hint="set another --out") from error
+    return read_key(file)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
