@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.gateway import GatewayConfig
 from forge_rl.metrics import Display, EventSink, PhaseClock, RunInfo, RunLog
 from forge_rl.run.run_dir import as_flat_json, as_json, choose_folder, prepare_folder
 
@@ -29,7 +28,6 @@ class Config:
     password: str = SECRET
     judges: tuple[Judge, ...] = (Judge(),)
     judge: Judge = field(default_factory=Judge)
-    gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(api_key=SECRET))
 
 
 def test_secrets_are_left_out_of_what_files_boards_and_displays_show():
@@ -38,7 +36,7 @@ def test_secrets_are_left_out_of_what_files_boards_and_displays_show():
     assert flat["judge.url"] == "https://judge.example/v1"
     assert (flat["judge.max_token"], flat["judge.headers.accept"], flat["steps"]) == (7, "json", 2)
     assert SECRET not in repr(as_json(Config()))
-    assert not {"password", "gateway.api_key"} & flat.keys()
+    assert not {"password", "judge.api_key"} & flat.keys()
 
 
 def test_secrets_are_in_no_file_of_a_run_folder(tmp_path: Path):
