@@ -9,7 +9,7 @@ from typing import Any
 _HI = {"role": "user", "content": "Hi"}
 _SPARE_BYTES = 4096
 """Room in a body for what is beside its long part."""
-_VALUES = 24_000
+_VALUES = 12_000
 
 
 def heavy_requests(model: str, most_bytes: int, *, smoke: bool = False) -> Iterator[tuple[str, str, bytes]]:
@@ -28,13 +28,13 @@ def heavy_requests(model: str, most_bytes: int, *, smoke: bool = False) -> Itera
         ("one long tool", "/chat/completions", {"messages": [_HI], "tools": [_tool(0, long)]}),
         ("a long system text", "/messages", {"messages": [_HI], "system": long, "max_tokens": 1}),
         ("a long count", "/messages/count_tokens", {"messages": [_HI], "system": long}),
-        ("many messages", "/chat/completions", {"messages": [_HI] * 8192, "max_tokens": 1}),
-        ("many long messages", "/chat/completions", {"messages": [_user(_words(size // 8192 - 40))] * 8192}),
-        ("many messages", "/messages", {"messages": [_HI] * 8192, "max_tokens": 1}),
+        ("many messages", "/chat/completions", {"messages": [_HI] * 4096, "max_tokens": 1}),
+        ("many long messages", "/chat/completions", {"messages": [_user(_words(size // 4096 - 40))] * 4096}),
+        ("many messages", "/messages", {"messages": [_HI] * 4096, "max_tokens": 1}),
         ("many parts", "/messages/count_tokens", {"messages": [_user([{"type": "text", "text": "a"}] * _VALUES)]}),
         ("many tools", "/chat/completions", {"messages": [_HI], "tools": _tools(1000)}),
         ("many values", "/chat/completions", {"messages": [_HI], "max_tokens": 1, "metadata": [{}] * _VALUES}),
-        ("many values in a tool", "/chat/completions", {"messages": [_HI], "tools": [_tool(0, "", [0] * 5 * _VALUES)]}),
+        ("many values in a tool", "/chat/completions", {"messages": [_HI], "tools": [_tool(0, "", [0] * 10 * _VALUES)]}),
         ("many completions with tools", "/chat/completions", {
             "messages": [_HI], "max_tokens": 4, "n": 128, "tools": _tools(100),
         }),

@@ -19,18 +19,24 @@ from apps.gateway import Config, main
 from forge_rl.errors import ConfigError
 from forge_rl.services.generator import Generator
 from tests.conftest import ROOT
+from tests.security.other_user import can_make_networks
 
 ENGINE = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.25)
 HI: Any = {"role": "user", "content": "Hi"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "status", "isolation"),
+    [(signal.SIGTERM, 143, []), (signal.SIGINT, 130, ["--private-network", "--strict-isolation"])],
+)
 def test_a_signal_ends_the_server_with_a_request_in_flight(
-    sent: signal.Signals, status: int, tiny_model: Path, tmp_path: Path, nothing_left: None
+    sent: signal.Signals, status: int, isolation: list[str], tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
+    if isolation and not can_make_networks():
+        pytest.skip("this machine does not let its users make networks of their own")
     command = [sys.executable, "-m", "apps.gateway", "--model", str(tiny_model), "--port", "0", "--out", str(tmp_path)]
-    flags = ["--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"]
+    flags = [*isolation, "--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"]
     environment = {**os.environ, "FORGE_RL_API_KEY": "secret"}
     server = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -18,7 +18,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Finds halves of surrogate pairs, as JSON escapes them or as the bytes that no UTF-8 has."""
 _SEARCHED_BYTES = 1 << 16
 """Longest body that is searched for one: all other requests wait meanwhile."""
-MOST_MESSAGES = 8192
+MOST_MESSAGES = 4096
 """Messages of one request."""
 MOST_TOOLS = 512
 """Tools of one request."""

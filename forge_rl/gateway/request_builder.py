@@ -26,7 +26,7 @@ _MOST_WAITING_BYTES = 256 << 20
 """Bodies that may wait for their turn to be read, together."""
 _MOST_VALUES = 1 << 17
 """Values in the JSON of a request, where the model's context is not half as long."""
-_MOST_CONTAINERS = 3 << 13
+_MOST_CONTAINERS = 3 << 12
 """Objects and arrays in it, which take more time and memory."""
 _BYTES_PER_TOKEN = 4
 """Length of usual text, from which on it is counted whether it fits the context."""

@@ -6,6 +6,8 @@ import contextlib
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 T = TypeVar("T")
 NOBODY = 65534
+ROOT = Path(__file__).parents[2]
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
@@ -70,3 +73,9 @@ def opens(path: Path) -> Iterator[str]:
         with contextlib.suppress(OSError):
             os.close(os.open(path, flag | os.O_NONBLOCK))
             yield name
+
+
+def can_make_networks() -> bool:
+    """True if this machine lets its users make networks of their own."""
+    command = [sys.executable, "-m", "forge_rl.runtime.private_network", sys.executable, "-c", "pass"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0

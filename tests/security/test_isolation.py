@@ -21,9 +21,8 @@ from forge_rl.runtime import private_network
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.isolation import check_isolation, other_people, public_ports
 from tests.fakes import run_ranks
-from tests.security.other_user import NOBODY, as_user, connects, needs_root
+from tests.security.other_user import NOBODY, ROOT, as_user, can_make_networks, connects, needs_root
 
-ROOT = Path(__file__).parent.parent.parent
 LISTENS = """
 import json, os, signal, socket, sys, time
 abstract, loopback = socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))
@@ -53,11 +52,6 @@ def start(*command: str, private: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*prefix, sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-def can_make_networks() -> bool:
-    command = [sys.executable, "-m", "forge_rl.runtime.private_network", sys.executable, "-c", "pass"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
 
 
 @pytest.fixture(scope="module")
