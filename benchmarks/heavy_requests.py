@@ -34,7 +34,7 @@ def heavy_requests(model: str, most_bytes: int, *, smoke: bool = False) -> Itera
         ("many parts", "/messages/count_tokens", {"messages": [_user([{"type": "text", "text": "a"}] * _VALUES)]}),
         ("many tools", "/chat/completions", {"messages": [_HI], "tools": _tools(1000)}),
         ("many values", "/chat/completions", {"messages": [_HI], "max_tokens": 1, "metadata": [{}] * _VALUES}),
-        ("many values in a tool", "/chat/completions", {"messages": [_HI], "tools": [_tool(0, "", [0] * 10 * _VALUES)]}),
+        ("many values in a tool", "/chat/completions", {"messages": [_HI], "tools": [_tool(0, "", [0] * 120_000)]}),
         ("many completions with tools", "/chat/completions", {
             "messages": [_HI], "max_tokens": 4, "n": 128, "tools": _tools(100),
         }),
