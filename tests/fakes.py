@@ -199,10 +199,12 @@ def _rank(
     function: Callable[..., object], rank: int, ranks: int, port: int, results: Any, args: Sequence[object]
 ) -> None:
     from forge_rl.engines.platform import init_distributed
+    from forge_rl.runtime.isolation import public_ports
 
     torch.set_num_threads(1)
     try:
         init_distributed(rank, ranks, "127.0.0.1", port)
+        assert not public_ports(psutil.Process()), "other machines reach where ranks meet"
         results.put((rank, pickle.dumps(function(rank, *args))))
         torch.distributed.destroy_process_group()
     except BaseException:

@@ -229,7 +229,7 @@ BODIES = st.fixed_dictionaries(
 def test_whatever_a_body_holds_the_client_is_told_and_the_server_goes_on(served: Served, path: str):
     seen: set[int] = set()
 
-    @settings(max_examples=80, deadline=None, derandomize=True)
+    @settings(max_examples=40, deadline=None, derandomize=True)
     @given(BODIES | VALUES | st.binary(max_size=40))
     def check(body: Any) -> None:
         answer = served.post(path, body if isinstance(body, bytes) else json.dumps(body).encode())

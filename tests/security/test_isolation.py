@@ -20,7 +20,6 @@ from forge_rl.runtime import cluster as cluster_module
 from forge_rl.runtime import private_network
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.isolation import check_isolation, other_people, public_ports
-from tests.fakes import run_ranks
 from tests.security.other_user import NOBODY, ROOT, as_user, can_make_networks, connects, needs_root
 
 LISTENS = """
@@ -200,14 +199,6 @@ def test_ports_that_other_machines_reach_are_told_from_those_of_the_loopback_int
 def test_processes_are_not_started_while_other_machines_reach_monarch(tmp_path: Path):
     with socket.create_server(("0.0.0.0", 0)), pytest.raises(ConfigError, match="where other machines reach it"):
         Cluster(tmp_path).spawn("mesh")
-
-
-def ports_of_rank(_: int) -> list[str]:
-    return public_ports(psutil.Process())
-
-
-def test_the_trainers_ranks_meet_where_other_machines_do_not_reach_them():
-    assert run_ranks(ports_of_rank, 2) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_json_without_a_bottom_and_numbers_without_an_end_are_refused(path: str,
 
 def test_arguments_of_any_depth_are_shown():
     bodies = []
-    for levels in (30, 64, 65, 200, *range(900, 1000, 2), 5000):
+    for levels in (30, 64, 65, 200, *range(900, 1000, 10), 5000):
         arguments = '{"a":' + "[" * levels + '"b"' + "]" * levels + "}"
         _, body = chat(messages=called(arguments), tool_choice="none", tools=function())
         bodies.append(json.dumps(body))
