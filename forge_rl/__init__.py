@@ -65,11 +65,11 @@ def __getattr__(name: str) -> object:
     from forge_rl.errors import ForgeError
 
     is_program = _asked_by_program()
-    if "torch" not in sys.modules and is_program:
-        from forge_rl.run.first_line import announce
-
-        announce()
     try:
+        if "torch" not in sys.modules and is_program:
+            from forge_rl.run.first_line import announce
+
+            announce()
         return getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
     except ForgeError as error:
         if is_program:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.run.first_line import announce
 
 PLACES = ("recipes", "apps")
 """Packages whose modules are commands; each module has a `Config` and a `main`."""
@@ -38,8 +37,10 @@ def main(args: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if args is None else args)
     known = commands()
     if given and (name := given[0].replace("_", "-")) in known:
-        announce()
         try:
+            from forge_rl.run.first_line import announce
+
+            announce()
             from forge_rl.run.launch import launch  # which takes a second to load
 
             module = importlib.import_module(known[name])

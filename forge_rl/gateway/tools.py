@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class ToolParser:
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
+                gc.freeze()  # garbage collection would hold up the loop for half a second to look at all of vLLM
 
     async def asked(self, tools: Sequence[Mapping[str, object]]) -> Any:
         """Return a request's tools as the parser takes them."""

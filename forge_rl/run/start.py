@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 from collections.abc import AsyncIterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -218,6 +219,7 @@ class Starting(Generic[C]):
                     monitor=monitor,
                     close=partial(self.__aexit__, None, None, None),
                 )
+                gc.freeze()  # also what was imported meanwhile: see responsive_loop
                 with interrupted_by(raise_fault):
                     yield run
                 if run.step >= config.steps:
