@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -236,6 +237,11 @@ def test_each_mesh_has_its_own_environment(tmp_path: Path):
             found = [await r.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S) for r in service.replicas]
             assert found == ["a", None]
             assert "FORGE_RL_FAKE" not in os.environ
+            # Where nobody else puts anything: code that is loaded, sockets, what one service's processes open.
+            ask = partial(service.replicas[0].call, "environment", deadline_s=LONG_S)
+            assert (await ask("TORCHINDUCTOR_CACHE_DIR")).startswith(str(Path.home()))
+            assert Path(await ask("TMPDIR")).stat().st_mode & 0o077 == 0
+            assert await ask("GLOO_SOCKET_IFNAME") == "lo"
             faults.closing = True
             await service.stop()
 
