@@ -69,7 +69,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 # What a test starts, by the fixtures that it asks for and the helpers that its module has: about how many seconds.
 STARTS = {
     "commands": 30,
-    "served": 20,
+    "served_engine": 20,
     "open_trainer": 20,
     "tiny_model": 10,
     "make_tiny_model": 10,

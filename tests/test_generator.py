@@ -66,7 +66,7 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def served_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     before = started_processes()
     engine = Generator.Config(dtype="float32", max_model_tokens=256, max_new_tokens=8, kv_cache_gib=0.25)
     config = Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path_factory.mktemp("gateway"))
@@ -77,8 +77,8 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert started_processes() <= before, "processes are left"
 
 
-def test_sessions_record_what_a_real_engine_draws(served: Serving, tiny_model: Path) -> None:
-    served.run(_check_sessions(served.gateway, served.generator, tiny_model))
+def test_sessions_record_what_a_real_engine_draws(served_engine: Serving, tiny_model: Path) -> None:
+    served_engine.run(_check_sessions(served_engine.gateway, served_engine.generator, tiny_model))
 
 
 async def _check_sessions(gateway: Gateway, generator: Generator, folder: Path) -> None:
@@ -122,8 +122,8 @@ async def _check_sessions(gateway: Gateway, generator: Generator, folder: Path) 
     assert math.isfinite(sum(segments[0].logprobs))
 
 
-def test_an_engine_computes_with_the_weights_that_were_published_last(served: Serving, tiny_model: Path) -> None:
-    served.run(_check_weights(served.generator, served.faults, tiny_model))
+def test_an_engine_computes_with_the_weights_that_were_published_last(served_engine: Serving, tiny_model: Path) -> None:
+    served_engine.run(_check_weights(served_engine.generator, served_engine.faults, tiny_model))
 
 
 async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> None:
