@@ -350,7 +350,12 @@ def test_readers_that_give_up_leave_nothing_behind(setup: TransportSetup):
         await anext(buckets)
         await buckets.aclose()
         assert asyncio.all_tasks() == tasks
-        assert ([await setup.ask(reader, "held") for reader in READERS], held_by_this_process()) == before
+        for _ in range(50):  # Monarch may renew a connection meanwhile, and closes the old one later
+            after = [await setup.ask(reader, "held") for reader in READERS], held_by_this_process()
+            if after == before:
+                break
+            await asyncio.sleep(0.2)
+        assert after == before
         await setup.transport.free(manifest.keys)
 
     setup.run(main())
