@@ -16,7 +16,9 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from forge_rl.data.bundled import default_cache
 from forge_rl.data.models import resolve_model
@@ -28,7 +30,7 @@ from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.isolation import IsolationConfig, check_isolation
+from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.generator import Generator
 
@@ -37,7 +39,7 @@ _START_DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GatewayConfig, IsolationConfig):
+class Config(GatewayConfig):
     """Serve a model over OpenAI's and Anthropic's APIs."""
 
     model: str = "smollm2-135m"
@@ -62,6 +64,7 @@ class Config(GatewayConfig, IsolationConfig):
     """Folder for models that are built here."""
     out: Path = Path("runs/gateway")
     """Folder for what the engines print, in logs/, and for the key that is made."""
+    isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,13 +90,13 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
         ForgeError: they do not start; says why.
     """
     check_address(config)
-    if open_to := check_isolation(config):
+    if open_to := check_isolation(config.isolation):
         _warn(open_to)
     faults = Faults()
     faults.install()
     logs = config.out / "logs"
     make_private(logs, CheckpointError)
-    cluster = Cluster(logs.resolve(), may_be_public=config.public_ports)
+    cluster = Cluster(logs.resolve(), may_be_public=config.isolation.public_ports)
     generator: Generator | None = None
     try:
         folder, name = await asyncio.to_thread(_model, config)

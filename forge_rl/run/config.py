@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from forge_rl.data.bundled import default_cache
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.runtime.isolation import IsolationConfig
+from forge_rl.runtime.isolation import Isolation
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward
@@ -19,7 +21,7 @@ from forge_rl.services.weight_store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(IsolationConfig):
+class RunConfig:
     """Settings that every recipe shares; a recipe adds its method's own.
 
     @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class RunConfig(IsolationConfig):
     weights: WeightStore.Config = field(default_factory=WeightStore.Config)
     reward: Reward.Config = field(default_factory=Reward.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
+    isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session

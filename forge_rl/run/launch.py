@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forge_rl.errors import ForgeError
-from forge_rl.runtime.isolation import IsolationConfig
+from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.private_network import enter, is_private
 
 C = TypeVar("C")
@@ -35,14 +35,16 @@ def launch(
     Exit status: 0 after a complete run, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
-        config_class: a frozen dataclass; its fields become flags, and its docstrings their help.
+        config_class: a frozen dataclass; its fields become flags, and its docstrings their help. One named `isolation`
+            says whether it runs in a network of its own.
         main: the recipe.
         prog: how the user called it, for `--help`; `python -m` and its module by default.
         args: flags to parse; those of the command line by default.
     """
     try:
         config = tyro.cli(config_class, prog=prog or _command_of(main), args=args, description=config_class.__doc__)
-        if isinstance(config, IsolationConfig) and config.private_network and not is_private():
+        isolation = vars(config).get("isolation", Isolation())
+        if isolation.private_network and not is_private():
             enter([sys.executable, *sys.orig_argv[1:]])
         status = asyncio.run(_run(main, config))
     except KeyboardInterrupt:

@@ -23,10 +23,10 @@ from pathlib import Path
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.folders import make_private
 from forge_rl.metrics.logger import without_credentials
-from forge_rl.runtime.isolation import IsolationConfig
+from forge_rl.runtime.isolation import Isolation
 
 _LIBRARY = Path(__file__).parent.parent
-_UNSAID = {"out", "display", "wandb", "cache", "force_continue", *IsolationConfig.__dataclass_fields__}
+_UNSAID = {"out", "display", "wandb", "cache", "force_continue"} | {f"isolation.{name}" for name in vars(Isolation())}
 """Fields that are no part of a run: a change is not even told."""
 _FREE = (
     *("eval_every", "checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),

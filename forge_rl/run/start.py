@@ -97,7 +97,7 @@ class Starting(Generic[C]):
     @contextlib.asynccontextmanager
     async def _run(self) -> AsyncIterator[Run[C]]:
         config = self.config
-        open_to = check_isolation(config)
+        open_to = check_isolation(config.isolation)
         clock = PhaseClock()
         faults = Faults(phase=lambda: clock.current)
         shared = shares_devices(
@@ -159,7 +159,7 @@ class Starting(Generic[C]):
                 services = await stack.enter_async_context(
                     running_services(
                         config,
-                        Cluster((folder / "logs").resolve(), may_be_public=config.public_ports),
+                        Cluster((folder / "logs").resolve(), may_be_public=config.isolation.public_ports),
                         faults,
                         display,
                         folder=folder,

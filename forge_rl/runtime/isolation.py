@@ -17,8 +17,8 @@ _LOOPBACK = re.compile(r"127\.|::1$|::ffff:127\.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class IsolationConfig:
-    """Flags about other users and other machines."""
+class Isolation:
+    """Who else may reach the services."""
 
     private_network: bool = False
     """Run in a network of its own, where no other user of this machine reaches the services. Nothing in it reaches
@@ -31,7 +31,7 @@ class IsolationConfig:
     network that nobody else is in."""
 
 
-def check_isolation(config: IsolationConfig) -> str:
+def check_isolation(isolation: Isolation) -> str:
     """Check the network that a run is in; returns a line to warn of, or "".
 
     Raises:
@@ -39,13 +39,13 @@ def check_isolation(config: IsolationConfig) -> str:
     """
     if is_private():
         return ""
-    if config.private_network:
+    if isolation.private_network:
         raise ConfigError(
             "this process is not in a network of its own",
             hint="begin it so: python -m forge_rl.runtime.private_network ipython",
         )
     open_to = "every user of this machine can reach Monarch's sockets, and run code through them as this one"
-    if config.strict_isolation:
+    if isolation.strict_isolation:
         raise ConfigError(f"with --strict-isolation nothing starts: {open_to}", hint="add --private-network")
     if people := other_people():
         return f"{', '.join(people)} has processes here, and {open_to}: use --private-network (see SECURITY.md)"

@@ -15,11 +15,10 @@ import psutil
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.run.config import RunConfig
 from forge_rl.runtime import cluster as cluster_module
 from forge_rl.runtime import private_network
 from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.isolation import check_isolation, other_people, public_ports
+from forge_rl.runtime.isolation import Isolation, check_isolation, other_people, public_ports
 from tests.security.other_user import NOBODY, ROOT, as_user, can_make_networks, connects, needs_root
 
 LISTENS = """
@@ -161,13 +160,13 @@ def test_where_networks_are_forbidden_it_says_so_in_a_line():
 
 def test_a_run_that_must_be_isolated_and_is_not_does_not_start():
     with pytest.raises(ConfigError, match="with --strict-isolation nothing starts") as caught:
-        check_isolation(RunConfig(strict_isolation=True))
+        check_isolation(Isolation(strict_isolation=True))
     assert "--private-network" in caught.value.hint
 
 
 def test_a_session_that_is_not_in_a_network_of_its_own_is_told_how_to_begin():
     with pytest.raises(ConfigError, match="not in a network of its own") as caught:
-        check_isolation(RunConfig(private_network=True))
+        check_isolation(Isolation(private_network=True))
     assert "python -m forge_rl.runtime.private_network" in caught.value.hint
 
 
@@ -178,7 +177,7 @@ def test_other_people_are_warned_of_and_the_systems_own_users_are_not():
     try:
         assert "23456" in other_people()
         assert "nobody" not in other_people()
-        assert "23456" in check_isolation(RunConfig())
+        assert "23456" in check_isolation(Isolation())
     finally:
         for process in (people, system):
             process.kill()
