@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from monarch.actor import concurrent_endpoint, current_rank
 
-from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.cluster import Cluster, _scratch
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.job import local_hosts
 from forge_rl.runtime.service import Service, ServiceActor
@@ -184,6 +184,7 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
     """A cluster with other hosts beside this one, each a Monarch host of its own; nothing of them is left."""
     faults = Faults()
     faults.install()
+    _scratch()  # what removes it ends with this process
     before = set(psutil.Process().children(recursive=True))
     async with local_hosts(names) as hosts:
         made = Cluster(logs, hosts=hosts)
