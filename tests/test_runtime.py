@@ -227,7 +227,9 @@ def test_stopping_ends_the_processes_and_is_no_fault(tmp_path: Path):
     asyncio.run(main())
 
 
-def test_each_mesh_has_its_own_environment(tmp_path: Path):
+def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_me")  # as torch does
+
     async def main() -> None:
         async with cluster(tmp_path) as (made, faults):
             service = Service(new_service_name(), made, faults)

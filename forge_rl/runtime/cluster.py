@@ -39,13 +39,14 @@ _DEFAULTS = {
 }
 """Monarch's variables in the environment of every process, unless they are set."""
 
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _CHILDREN_DEFAULTS = {
     # What the processes of one service open for each other, without asking who connects, stays on this machine.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
     # By default a folder under /tmp whose name everybody knows, with code that is loaded.
-    "TORCHINDUCTOR_CACHE_DIR": "~/.cache/torchinductor",
+    _COMPILED: "~/.cache/torchinductor",
 }
 """Variables in the environment of spawned processes, unless they are set."""
 
@@ -128,6 +129,8 @@ class Cluster:
         additions: dict[str, str | None] = {each: os.environ[each] for each in _DEFAULTS}
         if not secrets:
             additions |= dict.fromkeys(filter(_SECRET.search, os.environ))
+        if os.path.dirname(os.environ.get(_COMPILED, "")) == tempfile.gettempdir():
+            additions[_COMPILED] = None  # torch notes its own choice there once it has compiled something
         with (
             quiet_stderr(),
             _scratch_as_temporary() as scratch,
