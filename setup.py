@@ -3,6 +3,6 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["forge_rl*"]), "forge_rl.apps", "forge_rl.recipes"],
-    package_dir={"forge_rl.apps": "apps", "forge_rl.recipes": "recipes"},
+    packages=[*find_packages(include=["forge_rl*"]), "forge_rl.apps", "forge_rl.recipes", "forge_rl.recipes.agents"],
+    package_dir={"forge_rl.apps": "apps", "forge_rl.recipes": "recipes", "forge_rl.recipes.agents": "recipes/agents"},
 )

@@ -130,7 +130,6 @@ async def main(config: Config) -> None:
     print(f"starting {config.model}", flush=True)
     with responsive_loop():
         async with serving(config, key) as (gateway, _, faults):
-            await gateway.load_tool_parser()
             _greet(gateway, shell_key)
             raise await faults.wait()
 
@@ -145,12 +144,14 @@ def _key(config: Config) -> tuple[str, str]:
     given = os.environ.pop(KEY_VARIABLE, "")
     if config.without_key != "nobody":
         return "", ""
-    if given and config.api_key_file is None:
-        return given, f"${KEY_VARIABLE}"
     file = config.api_key_file or config.out / "api_key"
-    if config.api_key_file is None:
+    if config.api_key_file is not None:
+        key = read_key(file)
+    elif given:
+        return given, f"${KEY_VARIABLE}"
+    else:
         config.out.mkdir(parents=True, exist_ok=True)
-    key = read_key(file) if config.api_key_file is not None else kept_key(file)
+        key = kept_key(file)
     return key, f"$(cat {shlex.quote(str(file.resolve()))})"
 
 

@@ -144,7 +144,6 @@ async def _measure_health(config: Config, report: Report, client: ProcessPoolExe
     sends = 1 if config.smoke else _SENDS
     with responsive_loop():  # as in a run and in apps.gateway
         async with Gateway(GatewayConfig(), backend, tokenizer, open_to_all=True) as gateway:
-            await gateway.load_tool_parser()
             for name, path, body in heavy_requests(backend.model, GatewayConfig().max_body_bytes, smoke=config.smoke):
                 work = partial(post_watching_health, gateway.base_url, path, body, _DEADLINE_S)
                 sent = [await asyncio.get_running_loop().run_in_executor(client, work) for _ in range(sends)]

@@ -44,6 +44,9 @@ def heavy_requests(model: str, most_bytes: int, *, smoke: bool = False) -> Itera
         ("many prompts", "/completions", {"prompt": [_words(size // 128 - 4)] * 128, "max_tokens": 1}),
         ("many prompts, streamed", "/completions", {"prompt": ["and"] * 128, "max_tokens": 64, "stream": True}),
         ("many token ids", "/completions", {"prompt": [[5] * 130_000] * 2, "max_tokens": 1}),
+        ("one long input", "/responses", {"input": long}),
+        ("many items", "/responses", {"input": [_HI] * 4096, "max_output_tokens": 1}),
+        ("many wrong items", "/responses", {"input": [{"type": "nonsense"}] * 4096}),
         ("one long prompt", "/completions", {"prompt": long, "max_tokens": 1}),
     ):  # fmt: skip
         yield f"{path} {name}", path, json.dumps({"model": model, **fields}, separators=(",", ":")).encode()

@@ -152,10 +152,10 @@ def _versions(version: int) -> npt.NDArray[np.int32]:
 class PromptTokenizer:
     """A few tokens for whatever is said."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return (1, 2, 3)
 
-    def extend(self, ids: TokenIds, messages: Sequence[Message]) -> TokenIds:
+    def extend(self, ids: TokenIds, messages: Sequence[Message], **_: object) -> TokenIds:
         return np.concatenate([ids, _REPLY])
 
 

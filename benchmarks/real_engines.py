@@ -31,7 +31,7 @@ from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
-_DEADLINE_S = 300.0
+_DEADLINE_S = 900.0
 
 
 class Engines:
@@ -134,7 +134,7 @@ class _Story:
         self._left -= len(turn.token_ids)
         return turn
 
-    async def step(self, answer: str, *, truncated: bool = False) -> Step:
+    async def step(self, answer: str, *, truncated: bool = False, parsed: object = None) -> Step:
         if self._left <= 0:
             return Step(done=True, reward=self._drawn.random())
         return Step(messages=({"role": "user", "content": "And then? Tell me more."},), done=False)

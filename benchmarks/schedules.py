@@ -24,7 +24,6 @@ from benchmarks.schedules_real import Real, measure_real
 from benchmarks.staged_services import (
     HEAVY_TAILED,
     STEP_S,
-    Kind,
     StagedEnvironment,
     StagedGenerator,
     StagedSource,
@@ -109,7 +108,7 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     split = policy.decodes_while_training
     decoding = round(engines * (1 - config.train_share)) if split else engines
     groups = 4 * engines * config.budget // config.group_size
-    mean_s = math.fsum(kind.share * _mean_s(kind) for kind in HEAVY_TAILED)
+    mean_s = math.fsum(kind.share * kind.mean_s for kind in HEAVY_TAILED)
     rollout_s = groups * config.group_size * mean_s / (engines * config.budget)
     train_s = rollout_s * config.train_share / (1 - config.train_share)
     if split:
@@ -195,10 +194,6 @@ def measure(config: Config, report: Report) -> None:
 def _policy(config: Config, name: Name) -> ScheduleConfig:
     lag = config.asynchronous_lag if name == "asynchronous" else config.max_lag
     return ScheduleConfig(kind=name, max_lag=lag, max_episodes=1 << 30)
-
-
-def _mean_s(kind: Kind) -> float:
-    return (kind.most_s - kind.least_s) / math.log(kind.most_s / kind.least_s)
 
 
 def _deviation(batch: Batch, quota: Counter[str]) -> float:

@@ -68,9 +68,9 @@ async def _measure(config: Real, policies: Mapping[str, ScheduleConfig], report:
         kv_cache_gib=0.5,
     )
     async with engines(generator, config.model) as served:
-        rate = await _full_rate(served, config)
+        rate = await full_rate(served, config)
         episodes = 4 * config.engines * config.budget
-        mean = statistics.fmean(_tokens(random.Random(at), _kind_at(at / 1000), config) for at in range(1000))
+        mean = statistics.fmean(draw_tokens(random.Random(at), kind_at(at / 1000), config) for at in range(1000))
         train_s = 0.25 * episodes * mean / rate  # a fifth of the time of engines that are always busy
         report.results |= {"real_full_tokens_per_s": rate, "real_train_s": train_s}
         print(f"engines that are full: {rate:.0f} tokens/s; a training phase: {train_s:.2f} s", flush=True)
@@ -93,7 +93,7 @@ async def _ten_batches(
 ) -> dict[str, float]:
     def tokens(episode: InflightEpisode) -> int:
         place = "/".join(map(str, (seed, *episode.place[1:])))
-        return _tokens(random.Random(f"{episode.place[0] - first}/{place}"), episode.group.task.source, config)
+        return draw_tokens(random.Random(f"{episode.place[0] - first}/{place}"), episode.group.task.source, config)
 
     first = served.version
     rollouts = RolloutExecutor(
@@ -145,7 +145,7 @@ async def _ten_batches(
     }
 
 
-async def _full_rate(served: Engines, config: Real) -> float:
+async def full_rate(served: Engines, config: Real) -> float:
     """Measure the tokens a second of engines that are full, after a warm-up."""
     prompt = served.tokenizer.render([{"role": "user", "content": "Tell me a very long story."}])
     rate = 0.0
@@ -163,7 +163,7 @@ async def _full_rate(served: Engines, config: Real) -> float:
     return rate
 
 
-def _kind_at(share: float) -> str:
+def kind_at(share: float) -> str:
     """Return the kind of the episode at this place among all, by share."""
     for kind in HEAVY_TAILED:
         share -= kind.share
@@ -172,7 +172,7 @@ def _kind_at(share: float) -> str:
     return HEAVY_TAILED[-1].name
 
 
-def _tokens(drawn: random.Random, source: str, config: Real) -> int:
+def draw_tokens(drawn: random.Random, source: str, config: Real) -> int:
     """Draw the length of an episode."""
     kind, longest_s = _KINDS[source], max(kind.most_s for kind in HEAVY_TAILED)
     seconds = math.exp(drawn.uniform(math.log(kind.least_s), math.log(kind.most_s)))

@@ -26,6 +26,11 @@ class Kind:
     least_s: float
     most_s: float
 
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of decoding."""
+        return (self.most_s - self.least_s) / math.log(self.most_s / self.least_s)
+
 
 HEAVY_TAILED = (
     Kind(name="short", share=0.4, least_s=3.0, most_s=30.0),
@@ -59,10 +64,10 @@ class StagedSource:
 class StagedTokenizer:
     """Renders prompts of one token: the milliseconds of decoding of the next turn."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return (int(messages[-1]["content"]),)
+    def render(self, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
+        return (int(str(messages[-1]["content"])),)
 
-    def extend(self, ids: TokenIds, messages: Sequence[Message]) -> tuple[int, ...]:
+    def extend(self, ids: TokenIds, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return self.render(messages)
 
 
@@ -205,7 +210,7 @@ class StagedSession:
         self._left_s -= seconds
         return ({"role": "tool", "content": str(max(1, round(seconds * 1000)))},)
 
-    async def step(self, answer: str, *, truncated: bool = False) -> Step:
+    async def step(self, answer: str, *, truncated: bool = False, parsed: object = None) -> Step:
         if self._left_s <= 0:
             return Step(done=True, reward=self._drawn.random())
         await asyncio.sleep(self._drawn.expovariate(1 / self._tool_s))

@@ -25,9 +25,10 @@ import torch
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
 from forge_rl.algorithms import ClippedSurrogate, group_advantages
-from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
+from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.packing import pack
 from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run.config import RunConfig
 from forge_rl.run.start import start
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
@@ -283,14 +284,14 @@ async def _measure_model(config: Config, report: Report) -> None:
             model=config.model,
             steps=len(repeats),
             groups_per_batch=2,
-            eval_every=0,
+            evaluation=EvalConfig(every=0),
             checkpoint_every=0,
             out=Path(scratch) / "run",
             display="none",
             weights=WeightStore.Config(transport=config.transport),
         )
         loss = ClippedSurrogate()
-        sources = ReasoningGymData().build([ONE_DIGIT_ADDITION], seed=settings.seed)
+        sources = DataConfig().build([ONE_DIGIT_ADDITION], seed=settings.seed)
         async with start(settings, loss=loss, sources=sources, reward=ReasoningGymReward()) as run:
             print(run.weights.choice, flush=True)
             for counts in repeats:

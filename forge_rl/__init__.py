@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from forge_rl.algorithms import ClippedSurrogate, group_advantages
+    from forge_rl.algorithms import ClippedSurrogate, batch_advantages, group_advantages
     from forge_rl.data.packing import pack
+    from forge_rl.envs.protocol import Observation, Step
+    from forge_rl.envs.tools import ToolEnv
     from forge_rl.errors import ForgeError
+    from forge_rl.run.attach import attach
     from forge_rl.run.config import RunConfig
     from forge_rl.run.launch import launch
     from forge_rl.run.run import Run
     from forge_rl.run.start import Starting, start
-    from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
+    from forge_rl.types import Batch, Episode, Group, Sampling, Score, Task, Turn
 
 __all__ = [
     "Batch",
@@ -23,12 +26,18 @@ __all__ = [
     "Episode",
     "ForgeError",
     "Group",
+    "Observation",
     "Run",
     "RunConfig",
     "Sampling",
+    "Score",
     "Starting",
+    "Step",
     "Task",
+    "ToolEnv",
     "Turn",
+    "attach",
+    "batch_advantages",
     "group_advantages",
     "launch",
     "pack",
@@ -41,12 +50,18 @@ _HOMES = {
     "Episode": "types",
     "ForgeError": "errors",
     "Group": "types",
+    "Observation": "envs.protocol",
     "Run": "run.run",
     "RunConfig": "run.config",
     "Sampling": "types",
+    "Score": "types",
     "Starting": "run.start",
+    "Step": "envs.protocol",
     "Task": "types",
+    "ToolEnv": "envs.tools",
     "Turn": "types",
+    "attach": "run.attach",
+    "batch_advantages": "algorithms",
     "group_advantages": "algorithms",
     "launch": "run.launch",
     "pack": "data.packing",
@@ -66,7 +81,7 @@ def __getattr__(name: str) -> object:
 
     is_program = _asked_by_program()
     try:
-        if "torch" not in sys.modules and is_program:
+        if "torch" not in sys.modules and is_program and name != "attach":
             from forge_rl.run.first_line import announce
 
             announce()

@@ -2,6 +2,7 @@
 
 A checkpoint is `checkpoints/step-000012/` with `model/` (Hugging Face safetensors, tokenizer), `training/` (weights and
 optimizer state in float32) and `controller.json`. It is written beside and renamed, so a folder of that name is whole.
+`checkpoints/best` is a link to the one with the best score, where that is known.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """All checkpoints of a run, in a folder that is made when the first is written; the newest `keep` stay.
+    """All checkpoints of a run, in a folder made when the first is written; the newest `keep` and the best stay.
 
     checkpoints = Checkpoints(Path("run/checkpoints"), keep=2)
     async with checkpoints.writing(12, {"step": 12}, bytes_needed=1 << 30) as folder:
@@ -69,6 +70,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int) -> None:
         self._folder = folder
         self._keep = keep
+        self._best = folder / "best"
 
     def all(self) -> list[Checkpoint]:
         """List the whole ones, oldest first."""
@@ -80,15 +82,41 @@ class Checkpoints:
         """Return the newest whole one; None if there is none."""
         return next(reversed(self.all()), None)
 
+    def best(self) -> Checkpoint | None:
+        """Return the one that was marked as the best; None if there is none."""
+        marked = self._best.readlink().name if self._best.is_symlink() else ""
+        return next((checkpoint for checkpoint in self.all() if checkpoint.folder.name == marked), None)
+
+    def mark_best(self, step: int | None) -> None:
+        """Mark the checkpoint of this step, or none, as the best: a link that is changed whole or not at all.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        try:
+            if step is None:
+                self._best.unlink(missing_ok=True)
+                return
+            partial = self._best.with_name(".best.partial")
+            partial.unlink(missing_ok=True)
+            partial.symlink_to(f"step-{step:06d}")
+            partial.replace(self._best)
+            _sync(self._folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._best} cannot be written: {error.strerror or error}", hint="free space, or choose another --out"
+            ) from error
+
     @contextlib.asynccontextmanager
     async def writing(
-        self, step: int, controller_state: dict[str, object], *, bytes_needed: int
+        self, step: int, controller_state: dict[str, object], *, bytes_needed: int, spare: int | None = None
     ) -> AsyncIterator[Path]:
         """Write a checkpoint: the body fills the yielded folder's empty `model` and `training`.
 
         Args:
             controller_state: JSON, written beside.
             bytes_needed: roughly the bytes that the body writes; checked before anything is written.
+            spare: step of an older checkpoint that stays for now, as its score is not known yet.
 
         Raises:
             CheckpointError: no space, or the folder cannot be written.
@@ -98,7 +126,7 @@ class Checkpoints:
         try:
             await _in_thread(lambda: self._begin(partial, bytes_needed))
             yield partial
-            await _in_thread(lambda: self._commit(partial, final, controller_state))
+            await _in_thread(lambda: self._commit(partial, final, controller_state, spare))
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self._folder}: {error.strerror or error}",
@@ -119,7 +147,7 @@ class Checkpoints:
         for part in ("model", "training"):
             (partial / part).mkdir(parents=True)
 
-    def _commit(self, partial: Path, final: Path, controller_state: dict[str, object]) -> None:
+    def _commit(self, partial: Path, final: Path, controller_state: dict[str, object], spare: int | None) -> None:
         """Bring all to the disk, give it its name, and remove old checkpoints."""
         (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
         for path in (partial, *partial.rglob("*")):  # so that the rename never outruns the data
@@ -129,7 +157,10 @@ class Checkpoints:
             final.rename(final.with_name(f".{final.name}.replaced"))
         partial.rename(final)
         _sync(self._folder)
-        for folder in (*(old.folder for old in self.all()[: -self._keep]), *self._folder.glob(".step-*")):
+        best = self.best()
+        spared = {spare, best.step if best else None}
+        old = [checkpoint.folder for checkpoint in self.all()[: -self._keep] if checkpoint.step not in spared]
+        for folder in (*old, *self._folder.glob(".step-*")):
             shutil.rmtree(folder)
 
 

@@ -20,6 +20,8 @@ from forge_rl.errors import ConfigError, ForgeError
 
 PLACES = ("recipes", "apps")
 """Packages whose modules are commands; each module has a `Config` and a `main`."""
+_QUICK = ("data",)
+"""Commands that start no service."""
 
 
 def commands() -> dict[str, str]:
@@ -40,7 +42,8 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             from forge_rl.run.first_line import announce
 
-            announce()
+            if name not in _QUICK:
+                announce()
             from forge_rl.run.launch import launch  # which takes a second to load
 
             module = importlib.import_module(known[name])

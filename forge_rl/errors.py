@@ -84,6 +84,14 @@ class AttestationError(WeightsError):
     """Weights of an engine that are not those that the trainer published."""
 
 
+class JudgeError(ForgeError):
+    """A judge that gave no score although it was asked again: the episode's outcome is a judge error."""
+
+
+class SpendingError(JudgeError):
+    """A spending limit that is reached: it ends the run."""
+
+
 class ServiceError(ForgeError):
     """A service that failed; names the service, replica, call and phase, and the cause.
 

@@ -41,7 +41,7 @@ def check_own(folder: Path, error: type[ForgeError], *, deep: bool = True) -> No
 
     Raises:
         ForgeError: something in it is somebody else's, can be written by anybody, leads out of it, or is neither file
-            nor folder. It is an `error`.
+            nor folder nor a socket. It is an `error`.
         OSError: it cannot be read.
     """
     found = next(_problems(folder, deep=deep), "")
@@ -79,7 +79,7 @@ def _problem(path: Path, top: Path, owners: set[int], *, open_to_all: bool) -> I
     elif stat.S_ISLNK(status.st_mode):
         if not (target := path.resolve()).is_relative_to(top):
             yield f"{path} is a link to {target}"
-    elif not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        yield f"{path} is neither file nor folder"
+    elif not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISSOCK(status.st_mode)):
+        yield f"{path} is neither file nor folder"  # who opens a pipe waits for ever; a socket cannot be opened
     elif open_to_all and status.st_mode & stat.S_IWOTH:
         yield f"anybody may write to {path} (mode {stat.S_IMODE(status.st_mode):o})"

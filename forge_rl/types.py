@@ -22,11 +22,16 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-Message = Mapping[str, str]
-"""One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}."""
+Message = Mapping[str, object]
+"""One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what chat templates take
+beside these, such as "tool_calls"."""
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 """Token ids as an argument."""
+
+Advantages: TypeAlias = "torch.Tensor | Sequence[Sequence[npt.NDArray[np.float32]]]"
+"""One advantage for each episode of a batch, [P, G] float32; or [P][G] arrays with one for each token that the
+episode's model wrote, turn after turn."""
 
 D = TypeVar("D", bound=np.generic)
 
@@ -122,6 +127,23 @@ class Task:
     """Conversation that the model continues."""
     truth: Mapping[str, object] = field(default_factory=dict)
     """Data for the verifier; never shown to the model. Must pickle."""
+    tools: tuple[Mapping[str, object], ...] = ()
+    """JSON schemas of the tools that the model is shown, as chat templates take them."""
+
+    @property
+    def prompt(self) -> str:
+        """Text of the last message."""
+        return str(self.messages[-1]["content"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """One tool call in a completion."""
+
+    id: str
+    name: str
+    arguments: str
+    """Text of the arguments as the model wrote them; JSON if it did well."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,6 +232,26 @@ class Segment(_ByValue):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Score:
+    """Reward of an episode: a total, and what it is made of.
+
+    Score(total=0.9, parts={"correct": 1.0, "length": -0.1}, answer="42")
+    Score(total=1.0, turns=(0.0, 0.5, 1.0))  # for an episode of three turns
+    """
+
+    total: float
+    """Reward of the whole episode: advantages are taken of it."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts, each a metric."""
+    turns: Sequence[float] = ()
+    """A value for each turn, which its tokens alone are credited with, beside the total; () for none."""
+    tokens: Sequence[Sequence[float] | npt.NDArray[Any]] = ()
+    """A value for each token of each turn, beside the total; NaN where a token has none; () for none."""
+    answer: str = ""
+    """Answer that was found in the episode: what a majority of episodes is taken of."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Episode:
     """All turns of one attempt at one task, scored.
 
@@ -221,6 +263,16 @@ class Episode:
     turns: tuple[Turn, ...]
     """Turns; a prompt that repeats the turns before it is a view of the same memory."""
     reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward by name."""
+    turn_values: tuple[float, ...] = ()
+    """Value of each turn beside the reward; () where the reward gave none."""
+    token_values: tuple[npt.NDArray[np.float32], ...] = field(default=(), compare=False)
+    """Values of tokens beside the reward: an array for each turn, NaN where a token has none; () for none."""
+    answer: str = ""
+    """Answer that the reward found in the episode, if it said so."""
+    output: str | None = None
+    """Text that an agent gave as its result; None where the last completion is."""
     outcome: Outcome = Outcome.COMPLETED
     problem: str = ""
     """Cause of the error, where the outcome is one; what failed at first, where the score was tried again."""
@@ -246,6 +298,16 @@ class Episode:
                 _share_prompts([turns[place] for place in run])
         self.__dict__["_runs"] = runs
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Prompts repeat what came before them: the ids of a run of turns are sent once.
+        last = {place: run[-1] for run in self._runs for place in run}
+        sent = tuple(
+            turn if place == last[place] else (last[place], len(turn.prompt_ids), _without_ids(turn))
+            for place, turn in enumerate(self.turns)
+        )
+        rest = {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name != "turns"}
+        return _read_episode, (sent, rest)
+
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Turns joined by longest exact token prefix; a rewritten history starts a new segment of the same reward.
@@ -261,8 +323,26 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """Text of the last completion."""
+        """Text that rewards score: what an agent gave as its result, or else the last completion."""
+        if self.output is not None:
+            return self.output
         return self.turns[-1].text if self.turns else ""
+
+
+def _without_ids(turn: Turn) -> dict[str, object]:
+    return {name: value for name, value in turn.__dict__.items() if name not in ("prompt_ids", "token_ids")}
+
+
+def _read_episode(sent: Sequence[Any], rest: Mapping[str, Any]) -> Episode:
+    contexts = {place: turn.context for place, turn in enumerate(sent) if isinstance(turn, Turn)}
+    turns = []
+    for turn in sent:
+        if not isinstance(turn, Turn):
+            last, begin, values = turn
+            end = begin + len(values["logprobs"])
+            turn = Turn.of_arrays(prompt_ids=contexts[last][:begin], token_ids=contexts[last][begin:end], **values)
+        turns.append(turn)
+    return Episode(turns=tuple(turns), **rest)
 
 
 def _length(turn: Turn) -> int:
@@ -345,8 +425,8 @@ class Sampling:
 
         Sampling(max_tokens=256, temperature=0.8, stop=("</answer>",))
 
-    Top-p, top-k and penalties are left out on purpose: they would make the behaviour logprobs those of another
-    distribution than the one that is trained.
+    Top-p, top-k and penalties are in `extra` on purpose: they make the behaviour logprobs those of another distribution
+    than the one that is trained.
     """
 
     max_tokens: int
@@ -359,3 +439,6 @@ class Sampling:
     """Texts that end the completion; left out of its text, but their tokens are kept."""
     top_logprobs: int = 0
     """Number of likeliest alternatives to report for each token."""
+    extra: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Settings of the engine's own, by its names: `{"top_p": 0.9, "structured_outputs": {"json": schema}}`. Once a
+    completion that has some has begun, it is not resumed on another engine."""

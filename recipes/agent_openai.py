@@ -15,10 +15,10 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from forge_rl import ClippedSurrogate, Run, RunConfig, Task, group_advantages, launch, pack, start
-from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
+from forge_rl import ClippedSurrogate, Run, RunConfig, Task, batch_advantages, launch, pack, start
+from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.gateway import GatewayConfig, Session
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.rewards.config import RewardTexts, build_reward
 
 
 async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") -> str:
@@ -42,9 +42,15 @@ class Config(RunConfig):
     """Train an agent with group-relative advantages."""
 
     tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
-    """The mixture: reasoning-gym data sets as NAME[:KEY=VALUE,...][*WEIGHT]."""
-    data: ReasoningGymData = field(default_factory=ReasoningGymData)
-    verifier: ReasoningGymReward = field(default_factory=ReasoningGymReward)
+    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
+    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks for evaluation alone, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    data: DataConfig = field(default_factory=DataConfig)
+    rewards: RewardTexts = ("auto",)
+    """What scores, as NAME[:KEY=VALUE,...][*WEIGHT], or MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT] of your
+    own; several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema,
+    judge, length, match, math, model, number, overlong, reasoning_gym, regex."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
     """Address at which the agent finds the policy, and names that it may ask for."""
@@ -55,7 +61,7 @@ async def step(run: Run[Config]) -> None:
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
-        advantages = group_advantages(batch.rewards)  # [P, G]
+        advantages = batch_advantages(batch)
         keep_uniform = run.config.loss.needs_reference
         packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
@@ -72,13 +78,13 @@ async def main(config: Config) -> None:
 
         async def agent(task: Task, session: Session) -> str:
             own = client.with_options(base_url=session.base_url, api_key=session.key)
-            return await solve(own, task.messages[-1]["content"])
+            return await solve(own, task.prompt)
 
         async with start(
             config,
             loss=config.loss,
-            sources=config.data.build(config.tasks, seed=config.seed),
-            reward=config.verifier,
+            sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks),
+            reward=build_reward(config.rewards),
             agent=agent,
             gateway=config.gateway,
             recipe="agent_openai",
@@ -88,7 +94,7 @@ async def main(config: Config) -> None:
             while run.step < config.steps:
                 async with run.recovering():
                     await step(run)
-                    if run.due(config.eval_every):
+                    if run.due(config.evaluation.every):
                         await run.evaluate()
                     if run.due(config.checkpoint_every):
                         await run.checkpoint()

@@ -10,19 +10,30 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import forge_rl
-from forge_rl import ClippedSurrogate, Run, RunConfig, Starting, group_advantages, launch, pack
-from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl import ClippedSurrogate, Run, RunConfig, Starting, batch_advantages, launch, pack
+from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.mixture import AnySources
+from forge_rl.envs.config import build_environment, sources_of
+from forge_rl.rewards.config import RewardTexts, build_reward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     """Train a policy with group-relative advantages."""
 
-    tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
-    """The mixture: reasoning-gym data sets as NAME[:KEY=VALUE,...][*WEIGHT]."""
-    data: ReasoningGymData = field(default_factory=ReasoningGymData)
-    verifier: ReasoningGymReward = field(default_factory=ReasoningGymReward)
+    tasks: tuple[str, ...] = ()
+    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
+    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7. By default those of --env, or
+    additions of one digit."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks for evaluation alone, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    data: DataConfig = field(default_factory=DataConfig)
+    env: str = ""
+    """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
+    rewards: RewardTexts = ("auto",)
+    """What scores, as NAME[:KEY=VALUE,...][*WEIGHT], or MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT] of your
+    own; several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema,
+    judge, length, match, math, model, number, overlong, reasoning_gym, regex."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     advantage_scale: Literal["std", "none"] = "std"
     """Divide a group's centered rewards by their standard deviation, or leave them."""
@@ -30,8 +41,20 @@ class Config(RunConfig):
 
 def start(config: Config) -> Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
-    sources = config.data.build(config.tasks, seed=config.seed)
-    return forge_rl.start(config, loss=config.loss, sources=sources, reward=config.verifier, recipe="grpo")
+    environment = build_environment(config.env)
+    if config.env and not config.tasks:
+        sources: AnySources = sources_of(environment, config.seed)
+    else:
+        tasks = config.tasks or (ONE_DIGIT_ADDITION,)
+        sources = config.data.build(tasks, seed=config.seed, eval_tasks=config.eval_tasks)
+    return forge_rl.start(
+        config,
+        loss=config.loss,
+        sources=sources,
+        reward=build_reward(config.rewards),
+        environment=environment,
+        recipe="grpo",
+    )
 
 
 async def step(run: Run[Config]) -> None:
@@ -39,7 +62,7 @@ async def step(run: Run[Config]) -> None:
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
-        advantages = group_advantages(batch.rewards, scale=run.config.advantage_scale)  # [P, G]
+        advantages = batch_advantages(batch, scale=run.config.advantage_scale)
         keep_uniform = run.config.loss.needs_reference
         packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
@@ -57,7 +80,7 @@ async def main(config: Config) -> None:
         while run.step < config.steps:
             async with run.recovering():
                 await step(run)
-                if run.due(config.eval_every):
+                if run.due(config.evaluation.every):
                     await run.evaluate()
                 if run.due(config.checkpoint_every):
                     await run.checkpoint()

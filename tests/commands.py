@@ -22,10 +22,10 @@ SHM = Path("/dev/shm")
 class Command:
     """A recipe in a process of its own, with its output line by line."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, cwd: Path = ROOT) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
-            cwd=ROOT,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -89,8 +89,10 @@ class Command:
         self.process.kill()
         self.process.wait()
         for process in self.seen:
-            if process.is_running():
-                process.kill()
+            # Python's tracker of semaphores removes those of processes that were killed, and ends by itself.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if not any("resource_tracker" in word for word in process.cmdline()):
+                    process.kill()
 
     @property
     def output(self) -> str:

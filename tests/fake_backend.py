@@ -137,12 +137,18 @@ class FakeBackend:
 
 @asynccontextmanager
 async def serving(
-    backend: FakeBackend, *, model: Path | None = None, open_to_all: bool = True, api_key: str = "", **config: Any
+    backend: FakeBackend,
+    *,
+    model: Path | None = None,
+    open_to_all: bool = True,
+    api_key: str = "",
+    warn: Callable[[str], None] = lambda text: None,
+    **config: Any,
 ) -> AsyncIterator[Gateway]:
     """Serve a gateway on a free port of this machine."""
     tokens = tokenizer() if model is None else Tokenizer(model)
     settings = GatewayConfig(**config)
-    async with Gateway(settings, backend, tokens, api_key=api_key, open_to_all=open_to_all) as gateway:
+    async with Gateway(settings, backend, tokens, api_key=api_key, open_to_all=open_to_all, warn=warn) as gateway:
         yield gateway
 
 
@@ -160,9 +166,10 @@ async def client_of(
 class Agent:
     """An agent that only knows OpenAI's API."""
 
-    def __init__(self, client: AsyncOpenAI, session: Session) -> None:
+    def __init__(self, client: AsyncOpenAI, session: Session, gateway: Gateway) -> None:
         self.client = client
         self.session = session
+        self.gateway = gateway
 
     async def ask(self, messages: Iterable[Any], *, stream: bool = False, **options: Any) -> dict[str, Any]:
         """Return the assistant's message as it came."""
@@ -185,12 +192,12 @@ class Agent:
 
 @asynccontextmanager
 async def agent_of(
-    backend: FakeBackend, *, sampling: Sampling = TRAINING, model: Path | None = None
+    backend: FakeBackend, *, sampling: Sampling = TRAINING, model: Path | None = None, **settings: Any
 ) -> AsyncIterator[Agent]:
-    async with serving(backend, open_to_all=False, model=model) as gateway:
+    async with serving(backend, open_to_all=False, model=model, **settings) as gateway:
         session = gateway.open("task-1", sampling=sampling)
         async with AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
-            yield Agent(client, session)
+            yield Agent(client, session, gateway)
 
 
 async def until(true: Callable[[], bool], deadline_s: float = 30.0) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
+from forge_rl.rewards.protocol import Form
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
-from forge_rl.types import Chunk, Message, Sampling, Task
+from forge_rl.services.environment import LocalSession, Parsed
+from forge_rl.types import Chunk, Episode, Message, Sampling, Score, Task
 
 
 class CountingSource:
@@ -42,10 +45,10 @@ class CountingSource:
 class Letters:
     """A tokenizer of one token a letter."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return tuple(ord(letter) for message in messages for letter in message["content"])
 
-    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+    def extend(self, ids: Sequence[int], messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return (*map(int, ids), *self.render(messages))
 
     def text_stream(self, prompt_ids: Sequence[int]) -> LetterStream:
@@ -128,9 +131,8 @@ class StagedEnvironment:
         owner = self
 
         class EnvSession:
-            async def step(self, answer: str, *, truncated: bool = False) -> Step:
-                step: Step = await env.step(answer, truncated=truncated)
-                return step
+            async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
+                return await LocalSession(env).step(answer, truncated=truncated, parsed=parsed)
 
             async def close(self) -> None:
                 owner.closed += 1
@@ -142,11 +144,17 @@ class StagedEnvironment:
 
 
 class StagedReward:
-    def __init__(self, score: object) -> None:
+    def __init__(self, score: Callable[[Task, Any], Any], form: Form = "text") -> None:
         self.score_of = score
+        self.form = form
 
-    async def score(self, task: Task, text: str) -> float:
-        return self.score_of(task, text)  # type: ignore[operator, no-any-return]
+    async def score(self, episodes: Sequence[Episode]) -> list[Score]:
+        task = episodes[0].task
+        given = self.score_of(task, episodes) if self.form == "group" else [self._one(task, each) for each in episodes]
+        return [each if isinstance(each, Score) else Score(total=each) for each in given]
+
+    def _one(self, task: Task, episode: Episode) -> Any:
+        return self.score_of(task, episode.text if self.form == "text" else episode)
 
 
 def rollouts(**changes: object) -> RolloutExecutor:
@@ -164,7 +172,7 @@ def rollouts(**changes: object) -> RolloutExecutor:
         "warn": lambda text: None,
     }
     parts |= changes
-    runner = EpisodeRunner(parts["tokenizer"], parts.pop("environment"), parts.pop("reward"))  # type: ignore[arg-type]
+    runner = EpisodeRunner(parts["tokenizer"], parts.pop("environment"), parts["reward"])  # type: ignore[arg-type]
     devices = DeviceHandover(parts["generator"])  # type: ignore[arg-type]
     return RolloutExecutor(run_episode=runner, devices=devices, **parts)  # type: ignore[arg-type]
 

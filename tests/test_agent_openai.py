@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from forge_rl.errors import ContextError, ReplicaError, ServiceError
 from forge_rl.gateway import Agent, GatewayConfig, Session, serving_agents
 from forge_rl.gateway.agents import AgentEpisodeRunner
-from forge_rl.types import Chunk, Outcome, Sampling, Task
+from forge_rl.types import Chunk, Episode, Outcome, Sampling, Score, Task
 from recipes.agent_openai import solve
 from tests.commands import Command, metrics
 from tests.fake_backend import FakeBackend, ids_of, letters_of, tokenizer, until
@@ -42,16 +42,19 @@ class PolicyClient:
 class Scorer:
     """Gives the length of the text."""
 
+    form = "episode"
     error: Exception | None = None
 
-    async def score(self, task: Task, text: str) -> float:
+    async def score(self, episodes: Sequence[Episode]) -> list[Score]:
         if self.error is not None:
             raise self.error
-        return float(len(text))
+        return [Score(total=float(len(episode.text))) for episode in episodes]
 
 
 @asynccontextmanager
-async def attempts_of(agent: Agent, judge: Scorer | None = None, **outside: Any) -> AsyncIterator[AgentEpisodeRunner]:
+async def attempts_of(
+    agent: Agent | str, judge: Scorer | None = None, **outside: Any
+) -> AsyncIterator[AgentEpisodeRunner]:
     engines = FakeBackend(**outside)
     async with serving_agents(agent, GatewayConfig(), engines, tokenizer(), judge or Scorer()) as attempts:
         yield attempts
@@ -286,7 +289,7 @@ def test_the_recipe_trains_an_agent_that_knows_only_the_openai_package(
     command = Command(
         "tests.tiny_agent",
         *("--model", str(tiny_model), "--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1"),
-        *("--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--held-out-tasks", "0"),
+        *("--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--evaluation.tasks", "0"),
         *("--checkpoint-every", "0", "--display", "plain", "--out", str(tmp_path)),
         *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
     )

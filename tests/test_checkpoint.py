@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,9 +13,16 @@ from forge_rl.checkpoint import Checkpoints
 from forge_rl.errors import CheckpointError
 
 
-def write(checkpoints: Checkpoints, step: int, *, fail: Exception | None = None, bytes_needed: int = 0) -> None:
+def write(
+    checkpoints: Checkpoints,
+    step: int,
+    *,
+    fail: Exception | None = None,
+    bytes_needed: int = 0,
+    spare: int | None = None,
+) -> None:
     async def run() -> None:
-        async with checkpoints.writing(step, {"step": step}, bytes_needed=bytes_needed) as folder:
+        async with checkpoints.writing(step, {"step": step}, bytes_needed=bytes_needed, spare=spare) as folder:
             (folder / "model" / "weights").write_text(str(step))
             if fail is not None:
                 raise fail
@@ -42,6 +50,41 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path) -> N
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [1]
     write(checkpoints, 3)
     assert not list(tmp_path.glob(".step-*")), "leftovers of the failed write are removed by the next"
+
+
+def test_the_best_stays_whatever_is_written_and_so_does_one_whose_score_is_not_known_yet(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert checkpoints.best() is None
+    for step in (1, 2, 3):
+        write(checkpoints, step)
+        if step == 1:
+            checkpoints.mark_best(1)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [1, 3]
+    assert (tmp_path / "best" / "model" / "weights").read_text() == "1"
+    write(checkpoints, 4, spare=3)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [1, 3, 4]
+    checkpoints.mark_best(3)
+    write(checkpoints, 5)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [3, 5]
+    best = checkpoints.best()
+    assert best is not None
+    assert (best.step, best.folder) == (3, tmp_path / "step-000003")
+    shutil.rmtree(best.folder)
+    assert checkpoints.best() is None, "its folder is gone"
+    checkpoints.mark_best(None)
+    checkpoints.mark_best(None)
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_a_link_that_is_not_written_yet_when_a_run_dies_is_no_best_and_in_nobodys_way(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 1)
+    (tmp_path / ".best.partial").symlink_to("step-000001")
+    assert checkpoints.best() is None
+    checkpoints.mark_best(1)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["best", "step-000001"]
+    with pytest.raises(CheckpointError, match="best cannot be written"):
+        Checkpoints(tmp_path / "none", keep=1).mark_best(1)
 
 
 def test_a_step_can_be_written_again(tmp_path: Path) -> None:

@@ -70,10 +70,28 @@ class Parts:
         self.batches += 1
 
 
+class Unchanged:
+    """Stands for the settings of a run that nobody changes."""
+
+    def state(self) -> None:
+        return None
+
+    def mixture_now(self) -> dict[str, object]:
+        return {}
+
+    def unsaved(self, step: int) -> None:
+        return None
+
+    async def resume(self, state: object) -> None:
+        assert state is None
+
+
 def checkpointer_of(parts: Parts, folder: Path) -> Checkpointer:
     one = cast(Any, parts)
     services = Services(trainer=one, generator=one, weights=one, reward=one, environment=None, devices=one)
-    return Checkpointer(Checkpoints(folder, keep=2), services, cast(RolloutExecutor, parts), folder)
+    return Checkpointer(
+        Checkpoints(folder, keep=2), services, cast(RolloutExecutor, parts), folder, cast(Any, Unchanged())
+    )
 
 
 def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_it(tmp_path: Path) -> None:
@@ -87,7 +105,7 @@ def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_i
         assert (saved.step, first.saved) == (2, 2)
         state = saved.controller_state()
         assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
-        assert state == {"step": 2, "updates": 4, "rollouts": {"batches": 2}, "scores": {"0": 0.25}}
+        assert state == {"step": 2, "updates": 4, "rollouts": {"batches": 2}, "scores": {"0": 0.25}, "live": None}
 
         again = Parts()
         again.version, again.updates = 2, 4  # it loaded the training state
@@ -122,6 +140,67 @@ def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_
     asyncio.run(check())
 
 
+def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_comes_late(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        checkpoints = checkpointer._checkpoints
+
+        def best() -> int | None:
+            found = checkpoints.best()
+            return found.step if found else None
+
+        found: list[object] = []
+        checkpointer.note_score(0, 0.9)  # of no checkpoint
+        for step, score in ((1, 0.2), (2, 0.7), (3, None), (4, 0.7), (5, None)):
+            parts.step(checkpointer)
+            if score is not None:
+                checkpointer.evaluation = step, step
+            await checkpointer.save()
+            found.append(best())
+            if score is not None and step != 4:
+                checkpointer.note_score(step, score)
+        assert found == [None, 1, 2, 2, 2]
+        assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 4, 5], "4 may be the best yet"
+        checkpointer.note_score(4, 0.7)
+        assert best() == 2, "of equal ones the first"
+        checkpointer.note_score(4, 0.8)
+        assert best() == 4
+
+        again = checkpointer_of(Parts(), tmp_path)
+        again._services.trainer.updates = 10
+        saved = checkpoints.latest()
+        assert saved is not None
+        await again.resume(saved)
+        assert again.evaluation == (4, 4), "its score was not known when step 5 was saved"
+        assert best() == 2
+
+        unkept = Checkpointer(checkpoints, again._services, again._rollouts, tmp_path, again._live, keep_best=False)
+        unkept.note_score(5, 9.0)
+        assert best() == 2, "it is not asked for"
+
+    asyncio.run(check())
+
+
+def test_a_rollback_forgets_an_evaluation_of_a_step_that_is_done_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        for step in (1, 2):
+            parts.step(checkpointer)
+            checkpointer.note_score(step, 0.1 * step)
+            await checkpointer.save()
+        checkpointer.evaluation = 2, 2
+        await checkpointer.rollback()
+        assert checkpointer.evaluation == (2, 2), "the weights are the same: it is started again"
+        parts.step(checkpointer)
+        checkpointer.evaluation = 3, 3
+        await checkpointer.rollback()
+        assert checkpointer.evaluation is None
+
+    asyncio.run(check())
+
+
 def test_without_a_checkpoint_a_rollback_goes_to_the_start(tmp_path: Path) -> None:
     async def check() -> None:
         parts = Parts()
@@ -149,7 +228,12 @@ def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError
 
 @pytest.mark.parametrize(
     ("updates", "broken", "said"),
-    [(4, {}, "holds a training state of 4 updates, and .* of 2"), (2, {"scores": None}, "lacks")],
+    [
+        (4, {}, "holds a training state of 4 updates, and .* of 2"),
+        (2, {"scores": None}, "lacks"),
+        (2, {"evaluation": [2]}, "an evaluation"),
+        (2, {"evaluation": ["2", 2]}, "an evaluation"),
+    ],
 )
 def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
     updates: int, broken: dict[str, object], said: str, tmp_path: Path

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
+from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.errors import ConfigError, TaskError
 
 
 def test_the_same_tasks_and_seed_give_the_same_questions_with_instruction_and_system_message():
-    data = ReasoningGymData(instruction=" Answer briefly.", system="You add.")
+    data = DataConfig(instruction=" Answer briefly.", system="You add.")
     mixtures = [data.build([ONE_DIGIT_ADDITION], seed=seed) for seed in (1, 1, 2)]
     first, again, other = ([mixture.draw_from("basic_arithmetic") for _ in range(6)] for mixture in mixtures)
     assert first == again != other
@@ -19,7 +19,7 @@ def test_the_same_tasks_and_seed_give_the_same_questions_with_instruction_and_sy
 
 
 def test_weights_are_written_behind_the_tasks():
-    mixture = ReasoningGymData().build(["chain_sum:max_terms=3*3", "leg_counting"], seed=0)
+    mixture = DataConfig().build(["chain_sum:max_terms=3*3", "leg_counting"], seed=0)
     assert mixture.shares == {"chain_sum": 0.75, "leg_counting": 0.25}
 
 
@@ -33,10 +33,10 @@ def test_weights_are_written_behind_the_tasks():
 )
 def test_tasks_that_make_no_mixture_are_an_error(tasks: list[str], error: type[Exception], said: str):
     with pytest.raises(error, match=said):
-        ReasoningGymData().build(tasks, seed=0)
+        DataConfig().build(tasks, seed=0)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_share_that_holds_out_nothing_or_all_names_its_flag(share: float):
     with pytest.raises(ConfigError, match=r"--data\.held-out-share"):
-        ReasoningGymData(held_out_share=share)
+        DataConfig(held_out_share=share)

@@ -203,11 +203,26 @@ def test_a_step_in_plain_mode_is_one_line() -> None:
 
 def test_the_title_and_held_out_scores_in_plain_mode() -> None:
     bench = Bench(resumed=2)
-    bench.display.log(2, {"held_out": 0.5, "held_out/gsm8k": 0.25})
+    bench.display.log(2, {"held_out": 0.5, "held_out/gsm8k": 0.25, "eval/held_out/avg@1": 0.5})
     assert bench.lines() == [
         "grpo  smollm2-135m  /runs/a  20 steps  resumed after step 2",
         "step  2/20  held-out 0.5  held-out gsm8k 0.25",
     ]
+
+
+def test_of_several_sets_each_has_its_score_also_where_it_comes_late() -> None:
+    bench = Bench()
+    for step in (1, 2):
+        bench.display.log(step, {"reward/mean": 0.5})
+    named = {
+        "eval/maths/avg@4": 0.5,
+        "eval/maths/avg@4_stderr": 0.1,
+        "eval/maths/pass@4": 0.9,
+        "eval/maths/a/avg@4": 0.6,
+    }
+    bench.display.log(1, {**named, "eval/words/avg@4": 0.25})
+    assert bench.lines()[-1] == "step  1/20  held-out maths 0.5  held-out words 0.25"
+    assert bench.display._state.step == 2
 
 
 def test_the_eta_is_the_median_of_recent_steps_times_the_steps_left() -> None:

@@ -17,6 +17,8 @@ PLAIN = [
     errors.CheckpointError,
     errors.WeightsError,
     errors.AttestationError,
+    errors.JudgeError,
+    errors.SpendingError,
 ]
 
 

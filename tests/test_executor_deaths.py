@@ -6,6 +6,7 @@ from dataclasses import replace
 from forge_rl.envs.protocol import Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
+from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.types import Outcome, Sampling, Task
 from tests.staged_rollouts import (
@@ -128,11 +129,15 @@ def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches
         generator = MortalGenerator()
         executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: 1.0))
         executor._scheduler.capacity.set_paused(True)
-        task = asyncio.create_task(executor.evaluate([CountingSource().draw()]))
+        tasks = {"held_out": [CountingSource().draw()]}
+        evaluation = Evaluation(tasks, episodes=1, sampling=Sampling(max_tokens=12, temperature=0), version=0)
+        executor.start_evaluation(evaluation)
+        waiting = asyncio.create_task(executor.finish_evaluation())
         await run_until_idle()
         generator.kill(0)
         generator.gates[1].set_result(None)
-        (episode,) = await task
+        await waiting
+        ((episode,),) = evaluation.results("held_out")
         assert episode.turns[0].versions.tolist() == [0] * 3 + [1] * 9
 
     asyncio.run(main())

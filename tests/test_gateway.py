@@ -265,9 +265,25 @@ def test_models_are_listed_with_their_aliases():
         ({"n": "two"}, openai.BadRequestError, "n", "invalid_value"),
         ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_value"),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature", "invalid_value"),
-        ({"top_p": 0.9}, openai.BadRequestError, "top_p", "unsupported_parameter"),
-        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "unsupported_parameter"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format", None),
+        ({"top_p": 2}, openai.BadRequestError, "top_p", None),
+        ({"presence_penalty": -3}, openai.BadRequestError, None, None),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", None),
+        ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "response_format", None),
+        ({"modalities": ["audio"]}, openai.BadRequestError, "modalities", "unsupported_parameter"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"x": "<|im_end|>"}}},
+            openai.BadRequestError,
+            "chat_template_kwargs",
+            None,
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
+            openai.BadRequestError,
+            "chat_template_kwargs",
+            None,
+        ),
+        ({"extra_body": {"chat_template": "{{ 7 }}"}}, openai.BadRequestError, "chat_template", "unknown_parameter"),
+        ({"extra_body": {"use_beam_search": True}}, openai.BadRequestError, "use_beam_search", "unknown_parameter"),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs", None),
         ({"logprobs": True, "top_logprobs": 21}, openai.BadRequestError, "top_logprobs", None),
         ({"stop": [""]}, openai.BadRequestError, "stop", None),
@@ -278,7 +294,7 @@ def test_models_are_listed_with_their_aliases():
     ],
 )
 def test_wrong_parameters_raise_what_the_client_has_for_them(
-    params: dict[str, Any], error: type[openai.APIStatusError], param: str, code: str | None
+    params: dict[str, Any], error: type[openai.APIStatusError], param: str | None, code: str | None
 ):
     async def check() -> None:
         backend = FakeBackend()

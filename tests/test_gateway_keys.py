@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import httpx
 import openai
@@ -21,6 +22,7 @@ from tests.fake_backend import (
 )
 
 HI = {"role": "user", "content": "Hi"}
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
 def test_a_closed_session_refuses_its_key_and_ends_its_requests():
@@ -77,22 +79,42 @@ def test_completions_are_sampled_as_the_session_says():
     asyncio.run(check())
 
 
-def test_another_temperature_is_refused_and_greedy_completions_have_no_logprobs():
+OWN: Any = {"temperature": 0.3, "top_p": 0.9, "response_format": {"type": "json_object"}}
+
+
+def test_what_an_agent_sets_is_replaced_by_the_runs_said_once_and_counted():
+    async def check() -> None:
+        backend, warned = FakeBackend([letters_of("Hello."), "Yes."]), list[str]()
+        async with agent_of(backend, warn=warned.append) as agent:
+            for params in (OWN, {"temperature": 0}, {"temperature": 0.8}, {"tools": [TOOL], "tool_choice": "required"}):
+                await agent.ask([HI], **params)
+            turns = agent.session.close()
+            counts = agent.gateway._metrics.text().decode()
+        assert {(asked.sampling.temperature, *asked.sampling.extra) for asked in backend.asked} == {(0.8,)}
+        assert all(math.isfinite(logprob) for turn in turns for logprob in turn.logprobs)
+        assert [line.split()[3] for line in warned] == ["temperature,", "top_p,", "structured_outputs,", "tool_choice,"]
+        assert 'settings_replaced_total{name="temperature"} 2.0' in counts
+        assert 'settings_replaced_total{name="tool_choice"} 1.0' in counts
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("mode", ["untrained", "trained"])
+def test_what_an_agent_sets_is_honoured_by_a_flag_and_then_trained_or_not(mode: str):
     async def check() -> None:
         backend = FakeBackend([letters_of("Hello."), "Yes."])
-        async with agent_of(backend) as agent:
-            for params in ({"temperature": 0.5}, {"temperature": 1}, {"top_p": 0.9}):
-                with pytest.raises(openai.BadRequestError, match="logprobs would be"):
-                    await agent.ask([HI], **params)
-            greedy = await agent.ask([HI], temperature=0)
-            await agent.ask([HI, greedy, HI])
-            recorded, drawn = agent.session.close()
-        assert [asked.sampling.temperature for asked in backend.asked] == [0, 0.8]
-        shown = backend.asked[0].prompt_ids + letters_of("Hello.")
-        assert tuple(drawn.prompt_ids[: len(shown)]) == shown
+        async with agent_of(backend, agent_sampling=mode) as agent:
+            first = await agent.ask([HI], **OWN)
+            await agent.ask([HI, first, HI])
+            honoured, own = agent.session.close()
+        asked = backend.asked[0].sampling
+        assert (asked.temperature, asked.extra["top_p"]) == (0.3, 0.9)
+        assert asked.extra["structured_outputs"] == {"json_object": True}
+        assert (backend.asked[1].sampling.temperature, backend.asked[1].sampling.extra) == (0.8, {})
         # Packing masks tokens without a finite logprob.
-        assert all(math.isnan(logprob) for logprob in recorded.logprobs)
-        assert drawn.logprobs == pytest.approx([logprob_of(token) for token in drawn.token_ids])
+        assert all(math.isfinite(logprob) == (mode == "trained") for logprob in honoured.logprobs)
+        assert own.logprobs == pytest.approx([logprob_of(token) for token in own.token_ids])
+        assert tuple(own.prompt_ids[: len(honoured.context)]) == tuple(honoured.context)
 
     asyncio.run(check())
 

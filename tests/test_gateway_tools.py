@@ -97,10 +97,11 @@ def test_what_is_no_call_is_text(text: str):
     asyncio.run(check())
 
 
-def test_an_unknown_tool_parser_is_refused_with_the_known_ones():
+def test_an_unknown_parser_is_refused_with_the_known_ones():
     async def check() -> None:
-        async with serving(FakeBackend(), tool_parser="nonsense") as gateway:
-            with pytest.raises(ConfigError, match=r"'nonsense'\n  hint: .*hermes"):
-                await gateway.load_tool_parser()
+        for flag in ("tool_parser", "reasoning_parser"):
+            with pytest.raises(ConfigError, match=rf"'nonsense'\n  hint: set --{flag.replace('_', '-')} to .*qwen3"):
+                async with serving(FakeBackend(), **{flag: "nonsense"}):
+                    pass
 
     asyncio.run(check())

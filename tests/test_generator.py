@@ -122,6 +122,28 @@ async def _check_sessions(gateway: Gateway, generator: Generator, folder: Path) 
     assert math.isfinite(sum(segments[0].logprobs))
 
 
+def test_a_constraint_holds_and_one_that_cannot_be_had_costs_no_engine(served_engine: Serving) -> None:
+    served_engine.run(_check_constraints(served_engine.generator))
+
+
+async def _check_constraints(generator: Generator) -> None:
+    def asked(**constraint: object) -> Sampling:
+        return Sampling(max_tokens=30, extra={"structured_outputs": constraint, "top_p": 0.9})
+
+    turn = await generator.generate(PROMPT, asked(choice=["yes", "no"]))
+    assert turn.text in ("yes", "no")
+    assert all(math.isfinite(logprob) for logprob in turn.logprobs)
+    turn = await generator.generate(PROMPT, asked(json={"type": "object", "properties": {}, "maxProperties": 0}))
+    assert turn.text.replace(" ", "").startswith("{")
+    before = repr(generator.engines())
+    # The first is refused before it is decoded, the second while its grammar is made.
+    for regex in ("((((", "a{1,100}{1,100}"):
+        with pytest.raises(ConfigError, match="vLLM"):
+            await generator.generate(PROMPT, asked(regex=regex))
+    assert (await generator.generate(PROMPT, asked(choice=["no"]))).text == "no"
+    assert repr(generator.engines()) == before
+
+
 def test_an_engine_computes_with_the_weights_that_were_published_last(served_engine: Serving, tiny_model: Path) -> None:
     served_engine.run(_check_weights(served_engine.generator, served_engine.faults, tiny_model))
 

@@ -9,6 +9,8 @@ from openai import AsyncOpenAI
 
 from forge_rl import Task, start
 from forge_rl.gateway import Session
+from forge_rl.rewards.config import build_reward
+from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.services.generator import Generator
 from recipes.agent_openai import Config, solve, step
 from tests.commands import metrics
@@ -23,12 +25,12 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
         tasks=("chain_sum:min_terms=2,max_terms=2", "leg_counting"),
         groups_per_batch=2,
         group_size=4,
-        held_out_tasks=4,
+        evaluation=EvalConfig(tasks=4),
         out=tmp_path / "run",
         display="none",
         generator=Generator.Config(max_model_tokens=512, kv_cache_gib=0.25),
     )
-    sources = config.data.build(config.tasks, seed=config.seed)
+    sources, reward = config.data.build(config.tasks, seed=config.seed), build_reward(config.rewards)
 
     async def agent(task: Task, session: Session) -> str:
         async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
@@ -37,7 +39,12 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
     with asyncio.Runner() as line:
         run = line.run(
             start(
-                config, loss=config.loss, sources=sources, reward=config.verifier, agent=agent, gateway=config.gateway
+                config,
+                loss=config.loss,
+                sources=sources,
+                reward=reward,
+                agent=agent,
+                gateway=config.gateway,
             ).open()
         )
         try:

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 
 STAGES = (
     ("forge_rl.types", "forge_rl.errors"),
-    ("forge_rl.folders",),
+    ("forge_rl.folders", "forge_rl.redaction", "forge_rl.spec", "forge_rl.user_code"),
+    ("forge_rl.agent_child",),
     ("forge_rl.algorithms", "forge_rl.data", "forge_rl.envs", "forge_rl.rewards", "forge_rl.metrics"),
     ("forge_rl.runtime", "forge_rl.weights", "forge_rl.checkpoint"),
     ("forge_rl.engines",),
@@ -36,7 +37,9 @@ ONLY_IN = {
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway"),
     "torchstore": ("forge_rl.weights.transports",),
     "os.environ": (
-        *("forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log", "forge_rl.runtime.private_network", "apps"),
+        *("forge_rl.runtime.cluster", "forge_rl.runtime.commands", "forge_rl.runtime.monarch_log"),
+        *("forge_rl.runtime.private_network", "forge_rl.rewards.judge", "forge_rl.envs.user"),
+        *("apps", "recipes.agents"),
     ),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),
     "os.putenv": (),
@@ -149,7 +152,10 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
         for _, name in touched(source, "forge_rl.run")
         if any(within(name, own) for own in recipes_own)
     }
-    assert found == {("forge_rl.run.start", "forge_rl.algorithms.losses.Loss")}
+    assert found == {
+        ("forge_rl.run.start", "forge_rl.algorithms.losses.Loss"),
+        ("forge_rl.run.start", "forge_rl.rewards.config.build_reward"),  # a reward that is named while the run goes
+    }
 
 
 @pytest.mark.parametrize(

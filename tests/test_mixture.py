@@ -153,3 +153,11 @@ def test_an_unknown_source_gets_those_there_are() -> None:
 def test_a_mixture_of_nothing_is_refused() -> None:
     with pytest.raises(TaskError, match="at least one source"):
         Mixture({}, {})
+
+
+def test_epochs_are_those_of_sources_whose_tasks_come_again() -> None:
+    mixture = _mixture(a=1, b=1)
+    source = mixture.sources["b"]
+    source.epoch, source.bad_rows = 1.5, 2  # type: ignore[attr-defined]
+    assert mixture.epochs == {"b": 1.5}
+    assert mixture.metrics() == {"data/b/epoch": 1.5, "data/b/bad_rows": 2.0, "mixture/a": 0.5, "mixture/b": 0.5}

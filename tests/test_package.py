@@ -50,7 +50,7 @@ def test_a_wheel_installs_forge_rl_alone_with_every_module_recipes_and_apps(whee
         (entries,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "forge-rl = forge_rl.cli:main" in archive.read(entries).decode()
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "forge_rl").rglob("*.py")} | {"forge_rl/py.typed"}
-    for place in ("recipes", "apps"):
+    for place in ("recipes", "recipes/agents", "apps"):
         expected |= {f"forge_rl/{place}/{path.name}" for path in (ROOT / place).glob("*.py")}
     assert names == expected
 
@@ -91,7 +91,10 @@ def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path
     [
         (("new", "kept.py"), "kept.py exists\n  hint: choose another name, or give --force to overwrite it"),
         (("new", "recipe.txt"), "recipe.txt is no Python file"),
-        (("new", "mine.py", "--from", "nonsense"), "there is no recipe 'nonsense'\n  hint: choose one of agent-openai"),
+        (
+            ("new", "mine.py", "--from", "nonsense"),
+            "there is no recipe 'nonsense'\n  hint: choose one of agent-command",
+        ),
         (("new", "missing/mine.py"), "missing/mine.py cannot be written: No such file or directory"),
         (("nonsense",), "invalid choice: 'nonsense'"),
         ((), "required: COMMAND"),
@@ -124,7 +127,18 @@ def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of
     install = [uv, "pip", "install", "-q", "--python", environment, "--constraints", pins / "constraints-cpu.txt"]
     run(*install, "--require-hashes", "--no-deps", *where, "-r", pins / "overrides-cpu.txt")
     run(*install, "--overrides", pins / "overrides-cpu.txt", f"forge_rl[cpu] @ {wheel.as_uri()}")
-    flags = ["--steps", "1", "--groups-per-batch", "4", "--group-size", "4", "--eval-every", "0", "--display", "plain"]
+    flags = [
+        "--steps",
+        "1",
+        "--groups-per-batch",
+        "4",
+        "--group-size",
+        "4",
+        "--evaluation.every",
+        "0",
+        "--display",
+        "plain",
+    ]
     run(environment / "bin" / "forge-rl", "grpo", *flags, "--out", "by-command")
     run(environment / "bin" / "forge-rl", "new", "mine.py", "--from", "grpo")
     run(environment / "bin" / "python", "mine.py", *flags, "--out", "by-file")

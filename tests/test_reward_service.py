@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.rewards.protocol import RewardFunction
+from forge_rl.rewards.scorer import with_score
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
-from forge_rl.services.reward import Reward, RewardFunction
+from forge_rl.services.reward import Reward
+from forge_rl.types import Episode, Task
 from tests import fake_envs
 from tests.fake_actors import cluster, send_signal
 from tests.fake_envs import task_of
@@ -39,12 +42,19 @@ async def reward(
             await service.stop()
 
 
+async def score(service: Reward, task: Task, text: str) -> float:
+    """Score the text of an answer."""
+    episode = Episode(task=task, turns=(), reward=0.0, output=text)
+    [found] = await service.score([episode])
+    return with_score(episode, found).reward
+
+
 async def full_strength(service: Reward) -> None:
     """Wait until all replicas serve."""
     changed = asyncio.Event()
-    service._service.listeners.append(changed.set)
+    service._shared.service.listeners.append(changed.set)
     async with asyncio.timeout(LONG_S):
-        while not all(replica.serving for replica in service._service.replicas):
+        while not all(replica.serving for replica in service._shared.service.replicas):
             await changed.wait()
             changed.clear()
 
@@ -53,19 +63,19 @@ def test_answers_are_scored_by_every_kind_of_function(tmp_path: Path):
     async def main() -> None:
         async with reward(tmp_path, fake_envs.length) as (service, _):
             task = task_of()
-            assert await service.score(task, "four") == 4.0
+            assert await score(service, task, "four") == 4.0
             await service.replace(lambda task, text: 7)
-            assert await service.score(task, "") == 7.0
+            assert await score(service, task, "") == 7.0
             await service.replace(fake_envs.Meeting())  # async: side by side
-            assert await asyncio.gather(service.score(task, ""), service.score(task, "")) == [2.0, 2.0]
+            assert await asyncio.gather(score(service, task, ""), score(service, task, "")) == [2.0, 2.0]
             await service.replace(fake_envs.Alone())  # plain: one by one
-            assert await asyncio.gather(*(service.score(task, "") for _ in range(8))) == [1.0] * 8
+            assert await asyncio.gather(*(score(service, task, "") for _ in range(8))) == [1.0] * 8
 
             async def awaited() -> float:
                 return 9.0
 
             await service.replace(lambda task, text: awaited())  # plain, but what it gives is not
-            assert await service.score(task, "") == 9.0
+            assert await score(service, task, "") == 9.0
 
     asyncio.run(main())
 
@@ -74,15 +84,15 @@ def test_what_a_function_raises_is_no_death(tmp_path: Path):
     async def main() -> None:
         async with reward(tmp_path, fake_envs.obedient) as (service, faults):
             with pytest.raises(ServiceError, match="ValueError: mine") as caught:
-                await service.score(task_of(), "raise mine")
+                await score(service, task_of(), "raise mine")
             assert type(caught.value) is ServiceError
             assert (caught.value.service, caught.value.call) == ("reward", "score")
             for value in ("nan", "inf"):
                 with pytest.raises(ForgeError, match=f"the reward of t is {value}"):
-                    await service.score(task_of(), f"number {value}")
+                    await score(service, task_of(), f"number {value}")
             with pytest.raises(ServiceError, match="pickle"):
                 await service.replace(_Holds(threading.Lock()))
-            assert await service.score(task_of(), "number 3") == 3.0
+            assert await score(service, task_of(), "number 3") == 3.0
             assert "obedient" in repr(service)
             assert faults.seen == []
 
@@ -100,7 +110,7 @@ class _Holds:
 def test_a_score_whose_replica_dies_is_had_elsewhere(tmp_path: Path):
     async def main() -> None:
         async with reward(tmp_path, fake_envs.length, replicas=2) as (service, faults):
-            scores = [service.score(task_of(once=tmp_path / "once"), "x" * n) for n in range(20)]
+            scores = [score(service, task_of(once=tmp_path / "once"), "x" * n) for n in range(20)]
             assert await asyncio.gather(*scores) == [float(n) for n in range(20)]
             assert ["status 5" in fault.cause for fault in faults.seen] == [True]
             assert faults.fatal is None
@@ -112,16 +122,16 @@ def test_a_score_whose_replica_dies_is_had_elsewhere(tmp_path: Path):
 def test_a_new_replica_scores_with_the_function_of_the_day(number: signal.Signals, tmp_path: Path):
     async def main() -> None:
         async with reward(tmp_path, fake_envs.pid, replicas=1) as (service, faults):
-            first = int(await service.score(task_of(), ""))
+            first = int(await score(service, task_of(), ""))
             send_signal(first, number)
-            waiting = asyncio.create_task(service.score(task_of(), ""))
+            waiting = asyncio.create_task(score(service, task_of(), ""))
             assert int(await waiting) not in (first, 0)
-            assert (await service.score(task_of(), "")) == waiting.result()
+            assert (await score(service, task_of(), "")) == waiting.result()
             # Replaced while none is there.
             send_signal(int(waiting.result()), number)
-            await asyncio.wait_for(asyncio.shield(service._service.replicas[0].death), LONG_S)
+            await asyncio.wait_for(asyncio.shield(service._shared.service.replicas[0].death), LONG_S)
             await service.replace(fake_envs.negative)
-            assert await service.score(task_of(), "") == -1.0
+            assert await score(service, task_of(), "") == -1.0
             assert [fault.fatal for fault in faults.seen] == [False, False]
 
     asyncio.run(main())
@@ -143,11 +153,11 @@ def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(
                 return answer
 
             monkeypatch.setattr(Replica, "call", call)
-            os.kill(int(await service.score(task_of(), "")), signal.SIGKILL)
+            os.kill(int(await score(service, task_of(), "")), signal.SIGKILL)
             await given.wait()
             await service.replace(fake_envs.negative)
             go_on.set()
-            assert await service.score(task_of(), "") == -1.0
+            assert await score(service, task_of(), "") == -1.0
 
     asyncio.run(main())
 
@@ -158,7 +168,7 @@ def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch: pyte
 
     async def main() -> None:
         async with reward(tmp_path, fake_envs.obedient) as (service, faults):
-            assert await service.score(task_of(), "sleep 4") == 1.0
+            assert await score(service, task_of(), "sleep 4") == 1.0
             assert faults.seen == []
 
     asyncio.run(main())
@@ -168,15 +178,15 @@ def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others
     async def main() -> None:
         async with reward(tmp_path, fake_envs.obedient, deadline_s=1.0) as (service, faults):
             with pytest.raises(DeadlineError, match="no answer within 1 s") as caught:
-                await service.score(task_of(), "sleep 600")
+                await score(service, task_of(), "sleep 600")
             assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 0, "score")
-            await asyncio.wait_for(asyncio.shield(service._service.replicas[0].death), LONG_S)
-            assert await service.score(task_of(), "number 4") == 4.0
+            await asyncio.wait_for(asyncio.shield(service._shared.service.replicas[0].death), LONG_S)
+            assert await score(service, task_of(), "number 4") == 4.0
             assert [fault.cause for fault in faults.seen] == [
                 "its reward function did not come back within its deadline"
             ]
             # One that only waited for others is no reason.
-            many = [service.score(task_of(), "sleep 0.4") for _ in range(5)]
+            many = [score(service, task_of(), "sleep 0.4") for _ in range(5)]
             assert await asyncio.gather(*many) == [1.0] * 5
             assert len(faults.seen) == 1
 
@@ -187,13 +197,13 @@ def test_an_async_function_that_does_not_come_back_is_late_and_its_process_goes_
     async def main() -> None:
         async with reward(tmp_path, fake_envs.Meeting(), deadline_s=1.0) as (service, faults):
             with pytest.raises(DeadlineError, match="no answer within 1 s"):
-                await service.score(task_of(), "")
+                await score(service, task_of(), "")
             assert faults.seen == []
             told: list[None] = []
             service.replaced.append(lambda: told.append(None))
             await service.replace(fake_envs.length)
             assert told == [None]
-            assert await service.score(task_of(), "four") == 4.0
+            assert await score(service, task_of(), "four") == 4.0
 
     asyncio.run(main())
 
@@ -202,7 +212,7 @@ def test_a_reward_that_kills_every_replica_is_told_apart(tmp_path: Path):
     async def main() -> None:
         async with reward(tmp_path, lambda task, text: os._exit(6)) as (service, faults):
             with pytest.raises(ReplicaError, match="status 6"):
-                await service.score(task_of(), "")
+                await score(service, task_of(), "")
             assert len(faults.seen) == 3
             await full_strength(service)
             assert faults.fatal is None

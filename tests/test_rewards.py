@@ -146,12 +146,12 @@ def test_the_gold_answer_scores_one_and_an_empty_one_zero(dataset: str) -> None:
     source, reward = ReasoningGymSource(dataset, {}, 0, 0.1), ReasoningGymReward()
     for task in (source.draw() for _ in range(5)):
         gold = _gold(task)
-        assert reward(task, f"Let me see, <answer>{gold}</answer>.") == 1.0
-        assert reward(task, gold) == 1.0
+        assert reward(task, f"Let me see, <answer>{gold}</answer>.").total == 1.0
+        assert reward(task, gold).total == 1.0
         if is_number(gold):
-            assert reward(task, f"After 12 steps, 3 + 4, the answer is {gold}.") == 1.0
-        assert reward(task, "") == 0.0
-        assert reward(task, "<answer>I do not know</answer>") == 0.0
+            assert reward(task, f"After 12 steps, 3 + 4, the answer is {gold}.").total == 1.0
+        assert reward(task, "").total == 0.0
+        assert reward(task, "<answer>I do not know</answer>").total == 0.0
 
 
 def _task(dataset: str, entry: dict[str, object]) -> Task:
@@ -161,21 +161,21 @@ def _task(dataset: str, entry: dict[str, object]) -> Task:
 def test_a_wrong_number_scores_zero() -> None:
     task = _task("chain_sum", {"question": "2 + 3 =", "answer": "5", "metadata": {}})
     reward: Reward = ReasoningGymReward()
-    assert reward(task, "2 + 3 = 5") == 1.0
-    assert reward(task, "2 + 3 = 6") == 0.0
+    assert reward(task, "2 + 3 = 5").total == 1.0
+    assert reward(task, "2 + 3 = 6").total == 0.0
 
 
 def test_partial_credit_is_kept_only_when_not_strict() -> None:
     # reasoning-gym gives len("5") / len("55") to an answer that holds the right one.
     task = _task("chain_sum", {"question": "2 + 3 =", "answer": "5", "metadata": {}})
-    assert ReasoningGymReward(strict=False)(task, "55") == 0.5
-    assert ReasoningGymReward(strict=True)(task, "55") == 0.0
+    assert ReasoningGymReward(strict=False)(task, "55").total == 0.5
+    assert ReasoningGymReward(strict=True)(task, "55").total == 0.0
 
 
 def test_text_that_a_verifier_chokes_on_scores_zero() -> None:
     # The verifier of prime_factorization raises ValueError on what is not a number.
     task = ReasoningGymSource("prime_factorization", {}, 0, 0.1).draw()
-    assert ReasoningGymReward(extract="whole")(task, "zzz") == 0.0
+    assert ReasoningGymReward(extract="whole")(task, "zzz").total == 0.0
 
 
 def test_a_verifier_that_fails_on_the_gold_answer_too_raises(monkeypatch: pytest.MonkeyPatch) -> None:

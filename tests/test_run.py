@@ -24,8 +24,8 @@ def test_ctrl_c_saves_and_the_same_command_continues_and_leaves_a_whole_run_fold
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = ("--steps", "25", "--checkpoint-every", "3", "--eval-every", "25", "--seed", "3")
-    arguments += ("--schedule.max-lag", "0")
+    arguments = ("--steps", "25", "--checkpoint-every", "3", "--seed", "3", "--schedule.max-lag", "0")
+    arguments += ("--evaluation.every", "2", "--evaluation.episodes", "2", "--evaluation.temperature", "1")
     stopped = tiny_run(commands, tiny_model, out, *arguments)
     stopped.wait_for("step +5/25")
     stopped.process.send_signal(signal.SIGINT)
@@ -55,6 +55,7 @@ def test_ctrl_c_saves_and_the_same_command_continues_and_leaves_a_whole_run_fold
         assert ours["seconds/train"] != theirs["seconds/train"], "it was trained again"
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+        assert ours.get("held_out") == pytest.approx(theirs.get("held_out", ours.get("held_out")), abs=1e-6)
     check_folder(out, steps=25, redone=done - 3)
     assert continued.strays() == []
     assert not forgotten(memory)
@@ -70,7 +71,12 @@ def test_ctrl_c_saves_and_the_same_command_continues_and_leaves_a_whole_run_fold
 def check_folder(out: Path, *, steps: int, redone: int) -> None:
     """Checks what a run left that has ended, some of whose steps were done twice."""
     rows = metrics(out)
+    for row in rows[::2] + rows[-1:]:
+        assert row["held_out"] == row["eval/held_out/avg@2"] > 0
+        assert row["eval/held_out/other_versions"] == 0, "without a lag none goes on under other weights"
+        assert row["eval/held_out/avg@2_stderr"] >= 0
     for row in rows[1:]:
+        assert ("held_out" in row) == (row["step"] % 2 == 0 or row["step"] == steps)
         assert row["logprob_gap"] <= 1e-4
         assert row["lag/max"] == 0
         assert row["lag/hist"].keys() == {"0"}
@@ -82,7 +88,13 @@ def check_folder(out: Path, *, steps: int, redone: int) -> None:
     assert summary["faults"] == []
     assert summary["score_before"] == rows[0]["held_out"]
     assert summary["score_after"] == rows[-1]["held_out"]
-    assert set(summary) == {"score_before", "score_after", "steps", "seconds", "faults"}
+    assert set(summary) == {"score_before", "score_after", "best", "steps", "seconds", "faults"}
+    scores = {row["step"]: row["held_out"] for row in rows if "held_out" in row}
+    best = summary["best"]
+    assert scores[best["step"]] == best["score"]
+    link = out / "checkpoints" / "best"
+    assert link.readlink().name == f"step-{best['step']:06d}" == Path(best["checkpoint"]).name
+    assert (link / "model" / "config.json").is_file()
     assert json.loads((out / "config.json").read_text())["steps"] == steps
     assert "torch" in json.loads((out / "versions.json").read_text())
     assert (out / "episodes.jsonl").read_text().count("\n") > 0
@@ -100,7 +112,7 @@ def test_a_death_that_may_not_be_mended_ends_the_run(
     commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    flags = ("--steps", "100000", "--eval-every", "0", "--generator.restart.max-restarts", "0")
+    flags = ("--steps", "100000", "--evaluation.every", "0", "--generator.restart.max-restarts", "0")
     command = tiny_run(commands, tiny_model, tmp_path / "run", *flags, recipe="tests.tiny_fake")
     command.wait_for("step +2/")
     actor_of(command, "generator").kill()

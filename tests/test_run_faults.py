@@ -16,7 +16,7 @@ import pytest
 from forge_rl.weights.volume import reclaim
 from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
 
-FOR_EVER = ("--steps", "100000", "--eval-every", "0")
+FOR_EVER = ("--steps", "100000", "--evaluation.every", "0")
 
 
 def engine_of(command: Command, replica: int) -> psutil.Process:
@@ -38,7 +38,7 @@ def tasks_by_step(out: Path) -> dict[int, set[tuple[str, str]]]:
 # With four digits no source draws one task twice in a run of some hundred steps by itself.
 _LARGE = "min_terms=2,max_terms=2,min_digits=4,max_digits=4"
 TASKS = ("--tasks", f"chain_sum:{_LARGE}*3", f"basic_arithmetic:{_LARGE}*1")
-COLOCATED = ("--eval-every", "0", *TASKS, "--groups-per-batch", "4", "--placement", "colocated")
+COLOCATED = ("--evaluation.every", "0", *TASKS, "--groups-per-batch", "4", "--placement", "colocated")
 
 
 def kill_the_trainer_past_a_checkpoint(command: Command, out: Path, *, every: int) -> None:

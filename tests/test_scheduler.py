@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from benchmarks.schedules import Config, simulate
 from benchmarks.virtual_time import run
 from forge_rl.errors import ConfigError, TaskError
+from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.scheduler import Scheduler
-from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig
-from forge_rl.types import Episode, Outcome, Task, Turn
+from forge_rl.rollout.state import RIDE_ALONG, GroupState, InflightEpisode, ScheduleConfig
+from forge_rl.types import Episode, Outcome, Sampling, Task, Turn
 
 
 class Drawn:
@@ -63,6 +65,19 @@ def begin(scheduler: Scheduler) -> list[InflightEpisode]:
 def end(scheduler: Scheduler, episode: InflightEpisode, reward: float | None = None, **more: object) -> None:
     scheduler.finish_turn(episode)
     scheduler.record_result(episode, result(episode, float(episode.index) if reward is None else reward, **more))  # type: ignore[arg-type]
+
+
+def evaluate(scheduler: Scheduler, tasks: int, *, episodes: int = 1) -> Evaluation:
+    """Let an evaluation ride along."""
+    named = [Task(id=f"e{number}", source="held", messages=()) for number in range(tasks)]
+    evaluation = Evaluation({"held_out": named}, episodes=episodes, sampling=Sampling(max_tokens=4), version=0)
+    scheduler.add_evaluation(evaluation.groups["held_out"])
+    return evaluation
+
+
+def kinds(episodes: list[InflightEpisode]) -> list[object]:
+    """Batch of each episode, or "eval"."""
+    return ["eval" if episode.group.batch == RIDE_ALONG else episode.group.batch for episode in episodes]
 
 
 def names(groups: list[GroupState] | None) -> list[str]:
@@ -346,6 +361,96 @@ def test_a_pause_holds_back_all_but_evaluations():
     assert scheduler.pop_grants() == [episodes[0]]
 
 
+def test_an_evaluation_starts_after_the_awaited_batch_and_before_work_ahead():
+    scheduler = schedule(groups=2, episodes=2, max_lag=2)
+    evaluate(scheduler, 3)
+    assert kinds(begin(scheduler)) == [0] * 4 + ["eval"] * 3 + [1] * 4 + [2] * 4
+    # Where nothing of a batch may start, it goes on: it has no lag.
+    evaluate(scheduler, 2)
+    assert kinds(begin(scheduler)) == ["eval"] * 2
+
+
+def test_an_evaluation_decodes_after_the_awaited_batch_and_before_work_ahead_whatever_asked_first():
+    scheduler = schedule(groups=1, episodes=2, max_lag=2)
+    evaluate(scheduler, 2)
+    episodes = scheduler.pop_starts()
+    scheduler.capacity.set_engines({0: 1})
+    order = []
+    for episode in reversed(episodes):
+        scheduler.request_decode(episode)
+    for _ in range(8):
+        (granted,) = scheduler.pop_grants()
+        order.append(granted)
+        scheduler.finish_turn(granted)
+        if len(order) == 6:  # the second batch is awaited now, and a new evaluation comes after it
+            for episode in order[:2]:
+                scheduler.record_result(episode, result(episode, float(episode.index)))
+            assert scheduler.planner.pop_batch() is not None
+            for riding in order[2:4]:
+                scheduler.request_decode(riding)
+    assert kinds(order) == [0, 0, "eval", "eval", 1, 1, "eval", "eval"]
+
+
+def test_an_evaluation_pauses_with_batches_and_goes_first_once_it_is_awaited():
+    now = [0.0]
+    scheduler = Scheduler(ScheduleConfig(max_lag=1), groups=2, episodes=2, tasks=Drawn(), clock=lambda: now[0])
+    scheduler.capacity.set_engines({0: 4})
+    evaluate(scheduler, 4)
+    started = scheduler.pop_starts()
+    assert kinds(started) == [0, 0, 0, 0, "eval"]
+    batch, (riding,) = started[:4], started[4:]
+    used_s = scheduler.stopwatch(riding)
+    for episode in started:
+        scheduler.request_decode(episode)
+    assert scheduler.pop_grants() == batch
+    now[0] = 5.0
+    scheduler.finish_turn(batch[0])
+    assert scheduler.pop_grants() == [riding]
+    now[0] = 7.0
+    assert used_s() == 2.0, "a wait for an engine is not its own time"
+    scheduler.finish_turn(riding)
+    scheduler.capacity.set_paused(True)
+    scheduler.request_decode(batch[0])
+    scheduler.request_decode(riding)
+    now[0] = 10.0
+    assert (scheduler.pop_starts(), scheduler.pop_grants(), used_s()) == ([], [], 2.0)
+    # Awaited, it goes on in the pause, before all else; nothing of a batch does, and what is paused holds up no start.
+    scheduler.await_evaluation(True)
+    assert scheduler.pop_grants() == [riding]
+    now[0] = 11.0
+    assert used_s() == 3.0
+    rest = scheduler.pop_starts()
+    assert kinds(rest) == ["eval"] * 3
+    scheduler.finish_turn(riding)
+    for episode in rest:
+        scheduler.request_decode(episode)
+        assert scheduler.pop_grants() == [episode]
+        scheduler.finish_turn(episode)
+    for episode in (riding, *rest):
+        scheduler.end_evaluation(episode)
+    scheduler.await_evaluation(False)
+    assert (scheduler.pop_starts(), scheduler.pop_grants()) == ([], [])
+    scheduler.capacity.set_paused(False)
+    assert scheduler.pop_grants() == [batch[0]]
+
+
+def test_an_evaluation_whose_engine_dies_goes_first_and_one_that_restarts_is_started_again():
+    scheduler = schedule(groups=1, episodes=2, max_lag=1)
+    evaluate(scheduler, 1)
+    *batch, riding = begin(scheduler)[:3]
+    scheduler.capacity.set_engines({0: 1})
+    for episode in (*batch, riding):
+        scheduler.finish_turn(episode, interrupted=episode is riding)
+        scheduler.request_decode(episode)
+    assert scheduler.capacity.choose(()) is None, "work ahead has the engine"
+    scheduler.capacity.set_engines({0: 3})
+    assert scheduler.pop_grants() == [riding]
+    scheduler.finish_turn(riding)
+    scheduler.restart(riding)
+    scheduler.capacity.set_engines({0: 100})
+    assert riding in scheduler.pop_starts()
+
+
 def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     now = [0.0]
     scheduler = Scheduler(ScheduleConfig(max_lag=0), groups=1, episodes=2, tasks=Drawn(), clock=lambda: now[0])
@@ -370,6 +475,8 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     slots=st.integers(1, 40),
     groups=st.integers(1, 5),
     publishes=st.sampled_from([(1,), (0,), (2,), (0, 1), (1, 2), (0, 1, 2, 3)]),
+    evaluates=st.booleans(),
+    changes=st.booleans(),
     seed=st.integers(0, 10_000),
 )
 @example(
@@ -380,24 +487,23 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     slots=6,
     groups=1,
     publishes=(0, 1),
+    evaluates=True,
+    changes=False,
     seed=0,
 )
 def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_nothing_is_lost(
-    kind, max_lag, over_sampling, replace_uniform, slots, groups, publishes, seed
+    kind, max_lag, over_sampling, replace_uniform, slots, groups, publishes, evaluates, changes, seed
 ):
-    """A batch may be followed by any number of publishes; some come while one is waited for."""
+    """A batch may be followed by any number of publishes; some come while one is waited for. Bounds may change.
+    Evaluations ride along, and some are awaited."""
     rng = random.Random(seed)
     tasks = Drawn()
-    policy = ScheduleConfig(kind=kind, max_lag=max_lag)
-    scheduler = schedule(
-        groups=groups,
-        episodes=2,
-        tasks=tasks,
-        kind=kind,
-        max_lag=max_lag,
-        over_sampling=over_sampling if kind == "pipelined" else 1.0,
-        replace_uniform=replace_uniform,
+    over_sampling = over_sampling if kind == "pipelined" else 1.0
+    policy = ScheduleConfig(
+        kind=kind, max_lag=max_lag, over_sampling=over_sampling, replace_uniform=replace_uniform, max_episodes=64
     )
+    largest = (policy.lag + 2) * over_sampling
+    scheduler = schedule(groups=groups, episodes=2, tasks=tasks, **vars(policy))
     scheduler.capacity.set_engines({0: slots})
     expected = Drawn()
     begun: dict[InflightEpisode, int] = {}
@@ -405,15 +511,46 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
     delivered: list[GroupState] = []
     served = published = trained = idle = to_publish = 0
     waits = True
-    for _ in range(1000):
+    evaluation: Evaluation | None = None
+    evaluated = 0
+
+    def end_one() -> None:
+        episode = in_flight.pop(rng.randrange(len(in_flight)))
+        outcome = Outcome.COMPLETED if rng.random() < 0.9 else Outcome.INFRASTRUCTURE_ERROR
+        scheduler.finish_turn(episode, interrupted=(again := rng.random() < 0.3) and rng.random() < 0.1)
+        if again:
+            scheduler.request_decode(episode)
+        elif episode.group.batch != RIDE_ALONG:
+            scheduler.record_result(episode, result(episode, float(rng.random() < 0.5), outcome))
+        elif outcome is Outcome.COMPLETED:
+            assert evaluation is not None
+            scheduler.end_evaluation(episode)
+            evaluation.record(episode, result(episode, 1.0))
+        else:
+            scheduler.restart(episode)
+
+    for _ in range(2000 if evaluates else 1000):
+        if evaluates and evaluation is None and rng.random() < 0.05:
+            evaluation = evaluate(scheduler, 3, episodes=2)
+        if evaluation is not None and not scheduler.capacity.evaluating and rng.random() < 0.01:
+            scheduler.await_evaluation(True)
         for episode in scheduler.pop_starts():
+            assert episode.group.batch == RIDE_ALONG or not scheduler.capacity.evaluating
             begun[episode] = served if episode.tries == 0 else min(begun[episode], served)
             scheduler.request_decode(episode)
         in_flight += scheduler.pop_grants()
         ended = scheduler.pop_cancelled()
         in_flight = [episode for episode in in_flight if episode not in ended]
-        assert len(in_flight) == scheduler.states["decoding"] <= slots
-        assert sum(1 for _ in scheduler.planner.groups()) <= groups * (policy.lag + 2) * over_sampling + 3
+        decoding = scheduler.states["decoding"] + scheduler.evaluation_states["decoding"]
+        assert len(in_flight) == decoding <= slots
+        assert sum(1 for _ in scheduler.planner.groups()) <= groups * largest + 3
+        if evaluation is not None and evaluation.complete:
+            evaluated, evaluation = evaluated + 1, None
+            scheduler.await_evaluation(False)
+        if scheduler.capacity.evaluating:
+            assert in_flight, "an evaluation that is awaited goes on, also while batches are paused"
+            end_one()
+            continue
         taken = scheduler.planner.pop_batch() if waits else None
         if taken is not None:
             assert len(taken) == groups
@@ -421,10 +558,12 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
                 assert Counter(g.task.source for g in taken) == Counter(expected.source_order(groups))
             for group in taken:
                 assert len(group.results) == 2
+                assert group.task.source != "held"
                 assert all(published - begun[episode] <= policy.lag for episode in group.episodes)
             delivered += taken
             trained += 1
             to_publish, waits = rng.choice(publishes), False
+            scheduler.capacity.set_paused(not policy.decodes_while_training)
         elif not waits and (not policy.decodes_while_training or rng.random() < 0.2):
             if served < published:
                 served = published
@@ -433,31 +572,54 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
             else:
                 waits = True
                 scheduler.planner.await_batch()
+                scheduler.capacity.set_paused(False)
+                if changes and rng.random() < 0.5:
+                    lag = rng.randrange(kind == "asynchronous", 4)
+                    factor = rng.choice([1.0, 1.5, 2.0]) if kind == "pipelined" and lag else 1.0
+                    policy = replace(policy, max_lag=lag, over_sampling=factor, max_episodes=rng.choice([1, 3, 64]))
+                    largest = max(largest, (policy.lag + 2) * factor)
+                    scheduler.reconfigure(policy)
+                    ended = scheduler.pop_cancelled()
+                    in_flight = [episode for episode in in_flight if episode not in ended]
             scheduler.planner.set_versions(served, published)
         elif waits and publishes != (1,) and rng.random() < 0.01:
             served = published = published + 1
             scheduler.planner.set_versions(served, published)
         elif in_flight:
-            episode = in_flight.pop(rng.randrange(len(in_flight)))
-            outcome = Outcome.COMPLETED if rng.random() < 0.9 else Outcome.INFRASTRUCTURE_ERROR
-            scheduler.finish_turn(episode)
-            if rng.random() < 0.3:
-                scheduler.request_decode(episode)
-            else:
-                scheduler.record_result(episode, result(episode, float(rng.random() < 0.5), outcome))
+            end_one()
         elif waits:
             idle += 1
             assert idle < 3, f"nobody works, and {scheduler.describe_missing()}"
             continue
         idle = 0
     assert trained >= 3
+    assert evaluated >= 3 * evaluates
     ids = [group.task.id for group in delivered]
     assert len(ids) == len(set(ids))
-    if publishes == (1,) and kind != "asynchronous" and over_sampling == 1:
+    if publishes == (1,) and kind != "asynchronous" and over_sampling == 1 and not changes:
         assert scheduler.planner.replaced["aged"] == 0
     open_ones = {group.task.id for group in scheduler.planner.groups()}
     unused = scheduler.planner.replaced.total()
     assert tasks.drawn.total() == len(ids) + len(open_ones) + unused
+
+
+def test_a_lower_bound_on_the_lag_drops_what_comes_too_late_at_once_and_replaces_it_by_other_tasks():
+    scheduler = schedule(max_lag=2)
+    started = begin(scheduler)
+    assert Counter(episode.group.batch for episode in started) == {0: 6, 1: 6, 2: 6}
+    scheduler.reconfigure(ScheduleConfig(max_lag=0))
+    gone = scheduler.pop_cancelled()
+    assert {episode.group.batch for episode in gone} == {1, 2}, "they would be one and two versions too old"
+    assert scheduler.planner.replaced == {"aged": 6}
+    assert begin(scheduler) == [], "no work ahead"
+    for episode in [episode for episode in started if episode not in gone]:
+        end(scheduler, episode)
+    assert names(scheduler.planner.pop_batch()) == ["a1", "a2", "b1"]
+    scheduler.planner.set_versions(1, 1)
+    scheduler.planner.await_batch()
+    assert Counter(episode.group.batch for episode in begin(scheduler)) == {1: 6}
+    scheduler.reconfigure(ScheduleConfig(max_lag=1))
+    assert Counter(episode.group.batch for episode in begin(scheduler)) == {2: 6}, "a higher one lets work ahead begin"
 
 
 def test_settings_that_cannot_be_name_their_flag():

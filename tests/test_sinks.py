@@ -135,8 +135,42 @@ def test_a_step_that_goes_back_is_a_bug(tmp_path: Path) -> None:
     sink.start(info(tmp_path))
     sink.log(3, {})
     with pytest.raises(AssertionError, match="step 2 was logged after step 3"):
-        sink.log(2, {})
+        sink.log(2, {}, batch(1, 1))
     sink.close()
+
+
+def test_values_that_come_late_are_added_to_their_step_in_the_file_and_in_every_curve(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JSONLSink(path)
+    sink.start(info(tmp_path))
+    for step in (1, 2, 3):
+        sink.log(step, {"loss": 1.0})
+    sink.log(0, {"held_out": 0.25})  # of a step that has no line yet
+    sink.log(2, {"held_out": 0.5})
+    sink.log(3, {"held_out": 0.75})
+    sink.log(4, {"loss": 0.5})
+    sink.log(4, {"held_out": 1.0})
+    expected = [(0, None, 0.25), (1, 1, None), (2, 1, 0.5), (3, 1, 0.75), (4, 0.5, 1)]
+    assert [(row["step"], row.get("loss"), row.get("held_out")) for row in rows(path)] == expected
+    sink.log(2, {"held_out": 0.6})
+    sink.log(5, {"loss": 0.1})
+    sink.close()
+    assert [row["step"] for row in rows(path)] == [0, 1, 2, 3, 4, 5]
+    assert rows(path)[2]["held_out"] == 0.6
+    assert not list(tmp_path.glob(".*"))
+    sink.rollback(3)
+    assert [step for step, _ in sink.history] == [0, 1, 2, 3]
+
+    curves = TensorBoardSink(tmp_path / "curves")
+    display = Display("none", phase_clock=PhaseClock())
+    display.start(info(tmp_path))
+    for each in (curves, display):
+        each.start(info(tmp_path))
+        each.log(6, {"loss": 1.0})
+        each.log(4, {"held_out": 0.5})
+    assert (curves._step, display._state.step) == (6, 6)
+    assert display._state.held_out == {"": (0.5,)}
+    curves.close()
 
 
 def test_a_full_disk_is_told_with_a_hint(tmp_path: Path) -> None:

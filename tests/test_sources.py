@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from forge_rl.data.config import ONE_DIGIT_ADDITION, ReasoningGymData
+from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources import ReasoningGymSource, Source, SourceSpec, parse_source
 from forge_rl.data.sources.reasoning_gym import problem_of
@@ -185,7 +185,7 @@ def test_a_star_in_a_list_is_not_a_weight() -> None:
 
 
 def _make(*texts: str) -> Mixture:
-    return ReasoningGymData(held_out_share=0.1).build(texts, seed=0)
+    return DataConfig(held_out_share=0.1).build(texts, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -242,3 +242,34 @@ def test_importing_the_data_modules_loads_no_heavy_library() -> None:
         "print(sorted({'torch', 'transformers', 'reasoning_gym', 'gguf'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "title", "name", "written", "weight"),
+    [
+        ("data/*.jsonl*0.5", "", "data/*.jsonl", {}, 0.5),
+        ("data/*.jsonl", "", "data/*.jsonl", {}, 1),
+        ("data/*", "", "data/*", {}, 1),
+        ("data/**/*.parquet:question=a b*2", "", "data/**/*.parquet", {"question": "a b"}, 2),
+        ("data/part*1*1", "", "data/part*1", {}, 1),
+        (
+            "a.jsonl:question=problem,answer=meta.truth*.25",
+            "",
+            "a.jsonl",
+            {"question": "problem", "answer": "meta.truth"},
+            0.25,
+        ),
+        ("/logs/12:30/a.jsonl:question=q", "", "/logs/12:30/a.jsonl", {"question": "q"}, 1),
+        ("/logs/12:30/a.jsonl", "", "/logs/12:30/a.jsonl", {}, 1),
+        ("maths=data/test.jsonl:question=q", "maths", "data/test.jsonl", {"question": "q"}, 1),
+        ("chain=chain_sum:max_terms=3*0.5", "chain", "chain_sum", {"max_terms": "3"}, 0.5),
+        ("./day=1/a.jsonl", "", "./day=1/a.jsonl", {}, 1),
+        ("openai/gsm8k:config=main,split=train", "", "openai/gsm8k", {"config": "main", "split": "train"}, 1),
+        ("a.csv:question=1,answer=true", "", "a.csv", {"question": "1", "answer": "true"}, 1),
+    ],
+)
+def test_titles_paths_patterns_and_weights_are_told_apart(
+    text: str, title: str, name: str, written: dict[str, str], weight: float
+) -> None:
+    spec = parse_source(text)
+    assert (spec.title, spec.name, dict(spec.written), spec.weight) == (title, name, written, weight)

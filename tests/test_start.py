@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forge_rl.errors import ModelError, ServiceError
+from forge_rl.errors import ModelError, ServiceError, TaskError
+from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run import services as services_module
 from forge_rl.types import Sampling
 from recipes.grpo import Config, start
@@ -30,6 +31,7 @@ class Handle:
     version = updates = parameters = 0
     dtype = "float32"
     sampling = Sampling(max_tokens=4)
+    function = None
 
     def __init__(self, name: str, stopped: list[str]) -> None:
         self.name = name
@@ -77,7 +79,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
 
 
 def config_of(out: Path) -> Config:
-    return Config(out=out, display="none", tasks=("chain_sum",), eval_every=0, checkpoint_every=0)
+    return Config(out=out, display="none", tasks=("chain_sum",), evaluation=EvalConfig(every=0), checkpoint_every=0)
 
 
 def events(out: Path) -> str:
@@ -105,6 +107,34 @@ def test_an_open_run_is_complete_and_its_close_stops_everything_once(
     assert not (tmp_path / "summary.json").exists()
 
 
+def test_files_of_tasks_are_read_before_anything_starts_and_evaluated_on_by_their_own_file(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(12)]
+    for name, part in (("train", [*rows[:9], {"question": "long " * 2000}, rows[2]]), ("test", rows[9:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    tasks, eval_tasks = (f"own={tmp_path}/train.jsonl",), (f"mine={tmp_path}/test.jsonl",)
+    config = replace(config_of(tmp_path / "run"), tasks=tasks, eval_tasks=eval_tasks, evaluation=EvalConfig())
+
+    async def check() -> None:
+        async with start(config) as run:
+            assert list(run.mixture) == ["own"]
+            evaluated = run.mixture.eval_sets(100)
+            assert sorted(str(task.truth["answer"]) for task in evaluated["mine"]) == ["10", "11", "9"]
+            assert len({run.mixture.draw_from("own").id for _ in range(40)}) == 9
+
+    asyncio.run(check())
+    assert "own: 11 rows; 1 left out, as their prompts are longer than 1,008 tokens; 1 duplicates" in events(
+        tmp_path / "run"
+    )
+    assert "evaluation mine: 3 rows" in events(tmp_path / "run")
+
+    (tmp_path / "train.jsonl").write_text('{"question": 5}\n')
+    with pytest.raises(TaskError, match="line 1: column 'question' holds no text: 5"):
+        asyncio.run(check())
+    assert sorted(staged[0]) == sorted(NAMES), "nothing was started the second time"
+
+
 @pytest.mark.parametrize("parses", [False, True])
 def test_control_tokens_in_messages_are_parsed_only_if_asked_for(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path, parses: bool
@@ -127,7 +157,7 @@ def test_a_run_that_reached_its_steps_leaves_a_summary(
     asyncio.run(check())
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("seconds") >= 0
-    assert summary == {"score_before": 0.25, "score_after": 0.5, "steps": 10, "faults": []}
+    assert summary == {"score_before": 0.25, "score_after": 0.5, "best": None, "steps": 10, "faults": []}
 
 
 def test_when_one_service_does_not_start_the_others_are_stopped_and_the_folder_is_free_again(

@@ -53,11 +53,11 @@ class Repeating(Counting):
         return replace(super().draw(), id="the only one")
 
 
-def test_a_task_that_comes_again_is_passed_over_once() -> None:
+def test_a_task_that_comes_again_is_passed_over_as_often_as_it_was_consumed() -> None:
     stream = ResumableTaskStream(Mixture({"a": Repeating("a")}))
     first = _batch(stream)[0]
-    state, consumed = stream.state(), stream.consumed([])
-    assert consumed == [["a", "the only one"]]
+    state, consumed = stream.state(), stream.consumed([first])
+    assert consumed == [["a", "the only one"]] * 2
     stream.restore(state, consumed)
     assert _batch(stream) == [first] * 3
 
@@ -68,3 +68,22 @@ def test_weights_are_those_of_the_stop_and_not_of_the_checkpoint() -> None:
     _batch(stream)
     mixture["b"] = 0
     assert stream.state()["weights"] == {"a": 2, "b": 0}
+
+
+class Cycling(Counting):
+    """Two tasks, which come again and again, as those of a small file do."""
+
+    def draw(self) -> Task:
+        return replace(super().draw(), id=str(self.index % 2))
+
+
+def test_a_task_is_drawn_as_often_after_a_stop_as_without_one() -> None:
+    def stream() -> ResumableTaskStream:
+        return ResumableTaskStream(Mixture({"a": Cycling("a")}))
+
+    first, resumed = stream(), stream()
+    drawn = [task for _ in range(2) for task in _batch(first)]  # 1 0 1 0 1 0
+    assert [task.id for task in drawn] == ["1", "0", "1", "0", "1", "0"]
+    state, consumed = json.loads(json.dumps([first.state(), first.consumed([drawn[1], drawn[3]])]))
+    resumed.restore(state, consumed)
+    assert [task.id for _ in range(2) for task in _batch(resumed)] == ["0", "0", "1", "0", "1", "0"]

@@ -77,8 +77,8 @@ def test_extending_keeps_the_ids_of_the_engine(tokenizer: Tokenizer) -> None:
     odd = (*tokenizer.render(QUESTION), *tokenizer.encode("I"), *tokenizer.encode("t"), 2)  # "It" is one token
     extended = tokenizer.extend(odd, [{"role": "tool", "content": "8"}])
     assert tuple(extended[: len(odd)]) == odd
-    assert tokenizer.decode(extended[len(odd) :], skip_special=False) == (
-        "\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(extended[len(odd) :], skip_special=False) == (  # a template that knows no tools
+        "\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -113,7 +113,22 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
 def test_tools_are_shown_by_templates_that_know_them(folder: Path, tmp_path: Path) -> None:
-    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ messages[0].content }}"
+    template = (
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
+    )
     shown = Tokenizer(_with_template(folder, tmp_path, template))
-    assert shown.decode(shown.render(QUESTION, tools=[{"name": "add"}])) == "[add]What is 2+3?"
+    assert shown.decode(shown.render(QUESTION, tools=[ADD])) == "[add]What is 2+3?"
+
+
+def test_tools_are_text_for_templates_that_know_none(tokenizer: Tokenizer) -> None:
+    text = tokenizer.decode(tokenizer.render(QUESTION, tools=[ADD]), skip_special=False)
+    assert text.startswith("<|im_start|>system\n# Tools")
+    assert json.dumps(ADD) in text
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]}
+    text = tokenizer.decode(tokenizer.render([*QUESTION, called], add_generation_prompt=False), skip_special=False)
+    assert '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>' in text

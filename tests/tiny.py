@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_rl import Task, launch
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.rewards.config import RewardTexts
+from forge_rl.rollout.evaluation import EvalConfig
 from recipes import grpo
 
 
@@ -46,22 +47,14 @@ def share_of_vowels(task: Task, text: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareOfVowels(ReasoningGymReward):
-    """The same as a recipe's verifier."""
-
-    def __call__(self, task: Task, text: str) -> float:
-        return share_of_vowels(task, text)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
     """GRPO on a tiny model."""
 
     tasks: tuple[str, ...] = ("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1",)
-    verifier: ReasoningGymReward = field(default_factory=ShareOfVowels)
+    rewards: RewardTexts = ("tests.tiny:share_of_vowels",)
     groups_per_batch: int = 2
     group_size: int = 4
-    held_out_tasks: int = 4
+    evaluation: EvalConfig = field(default_factory=lambda: EvalConfig(tasks=4))
     steps: int = 4
 
 

@@ -1,23 +1,22 @@
-"""The agent's recipe with a verifier that a random model's completions differ in.
+"""The agent's recipe with a reward that a random model's completions differ in.
 
 python -m tests.tiny_agent --model FOLDER --out FOLDER ...
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forge_rl import launch
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.rewards.config import RewardTexts
 from recipes import agent_openai
-from tests.tiny import ShareOfVowels
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(agent_openai.Config):
     """The agent's recipe on a tiny model."""
 
-    verifier: ReasoningGymReward = field(default_factory=ShareOfVowels)
+    rewards: RewardTexts = ("tests.tiny:share_of_vowels",)
 
 
 if __name__ == "__main__":

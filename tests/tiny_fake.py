@@ -6,11 +6,11 @@ FORGE_RL_FAKE_ENGINES=FOLDER python -m tests.tiny_fake --model FOLDER --out FOLD
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from forge_rl import Task, launch
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.rewards.config import RewardTexts
 from forge_rl.services.generator import Generator
 from recipes import grpo
 from tests import tiny
@@ -19,19 +19,16 @@ from tests.fake_engine import FakeEngine
 _TURNS = itertools.count()
 
 
-@dataclass(frozen=True, kw_only=True)
-class InTurns(ReasoningGymReward):
+def in_turns(task: Task, text: str) -> float:
     """A reward that the equal completions of a fake engine differ in."""
-
-    def __call__(self, task: Task, text: str) -> float:
-        return float(next(_TURNS) % 2)
+    return float(next(_TURNS) % 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tiny.Config):
     """GRPO on a tiny model that nothing is decoded with."""
 
-    verifier: ReasoningGymReward = field(default_factory=InTurns)
+    rewards: RewardTexts = ("tests.tiny_fake:in_turns",)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What requirements/ pins, and what the registry that pip is configured with tells about it."""
+"""Reads the pins of requirements/, and asks the registry that pip is configured with about them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def registry() -> str:
 
 
 def release(base: str, name: str, version: str) -> Release | None:
-    """What a registry tells about a release; None if it does not answer for just that one.
+    """Ask a registry about a release; return None if it does not answer for just that one.
 
     Some registries answer for the latest release alone.
     """
@@ -60,7 +60,7 @@ def release(base: str, name: str, version: str) -> Release | None:
 
 
 def latest(base: str, name: str) -> Release | None:
-    """What a registry tells about a package's latest release; None if it does not answer."""
+    """Ask a registry about a package's latest release; return None if it does not answer."""
     return _ask(f"{base}/{name}/json")
 
 

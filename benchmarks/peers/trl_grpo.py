@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from datasets import Dataset  # type: ignore[import-untyped]
+from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer

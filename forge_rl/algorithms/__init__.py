@@ -1,6 +1,6 @@
 """Pure tensor functions of the methods: advantages, losses, logprobs and KL estimators."""
 
-from forge_rl.algorithms.advantages import group_advantages
+from forge_rl.algorithms.advantages import batch_advantages, group_advantages
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import kl_estimate, kl_penalty
 from forge_rl.algorithms.logprobs import logprob_gap, token_logprobs
@@ -11,6 +11,7 @@ __all__ = [
     "ClippedSurrogate",
     "Loss",
     "LossInputs",
+    "batch_advantages",
     "group_advantages",
     "kl_estimate",
     "kl_penalty",

@@ -1,13 +1,18 @@
-"""Advantages of episodes over the other episodes of their group."""
+"""Advantages of episodes, and of their tokens, over the other episodes of their group."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from forge_rl.errors import ConfigError
+from forge_rl.types import Advantages, Batch, Group
 
+_NONE = np.zeros(0, np.float32)
 EPSILON = 1e-4
 """Added to the standard deviation of a group, as TRL does."""
 
@@ -47,3 +52,54 @@ def group_advantages(rewards: torch.Tensor, *, scale: Literal["std", "none"] = "
     if scale == "std" and rewards.shape[1] > 1:
         advantages = advantages / (rewards.std(dim=1, keepdim=True, correction=1) + EPSILON)
     return torch.where(uniform, 0.0, advantages)
+
+
+def batch_advantages(batch: Batch, *, scale: Literal["std", "none"] = "std") -> Advantages:
+    """Return the advantages of a batch: those of `group_advantages`, and on top of them those of turns and tokens.
+
+        advantages = batch_advantages(batch)
+        packed = pack(batch, advantages, run.trainer.layout)
+
+    Where rewards gave values to turns or tokens (`Score.turns`, `Score.tokens`), these are centered, and with scale
+    "std" divided by their standard deviation, over all turns' values of the group, or all tokens', as the steps of
+    process supervision are in DeepSeekMath (arXiv 2402.03300) section 4.1.3. A turn's value is added to the advantage
+    of its own tokens, as in MT-GRPO (arXiv 2505.11821) equation 5; a token's to its own. Values that are all equal add
+    nothing.
+
+    Raises:
+        ConfigError: as group_advantages; or a value is infinite.
+    """
+    advantages = group_advantages(batch.rewards, scale=scale)
+    if not any(episode.turn_values or episode.token_values for episode in batch.episodes):
+        return advantages
+    return [_with_values(group, advantages[p].tolist(), scale) for p, group in enumerate(batch.groups)]
+
+
+def _with_values(group: Group, advantages: Sequence[float], scale: str) -> list[npt.NDArray[np.float32]]:
+    """Advantages of the tokens of each episode of a group."""
+    of_turns = _normalised([np.asarray(episode.turn_values, np.float32) for episode in group.episodes], group, scale)
+    of_tokens = _normalised([np.concatenate([_NONE, *each.token_values]) for each in group.episodes], group, scale)
+    found = []
+    for episode, advantage, turns, tokens in zip(group.episodes, advantages, of_turns, of_tokens, strict=True):
+        own = np.full(episode.response_tokens, advantage, np.float32)
+        if len(turns):
+            own += np.repeat(turns, [len(turn.token_ids) for turn in episode.turns])
+        if len(tokens):
+            own += tokens
+        found.append(own)
+    return found
+
+
+def _normalised(values: Sequence[npt.NDArray[np.float32]], group: Group, scale: str) -> list[npt.NDArray[np.float32]]:
+    """Center values of a group's episodes over all of them, and scale them; 0 for NaN, which is none."""
+    given = np.concatenate(values)
+    given = given[~np.isnan(given)]
+    if np.isinf(given).any():
+        raise ConfigError(
+            f"the reward of {group.task.id} has infinite values", hint="give turns and tokens finite numbers"
+        )
+    if not len(given) or given.max() == given.min():
+        return [np.zeros_like(each) for each in values]
+    mean = float(given.mean(dtype=np.float64))
+    divisor = float(given.std(ddof=1, dtype=np.float64)) + EPSILON if scale == "std" else 1.0
+    return [np.nan_to_num((each - mean) / divisor).astype(np.float32) for each in values]

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
+from forge_rl import user_code
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.sources import ReasoningGymSource, Source, parse_source
-from forge_rl.errors import ConfigError, TaskError
+from forge_rl.data.sources import (
+    Columns,
+    IterableSource,
+    ReasoningGymSource,
+    Source,
+    SourceSpec,
+    TableSource,
+    hub,
+    parse_source,
+)
+from forge_rl.data.sources.files import find_files, is_path, open_tables
+from forge_rl.data.sources.reasoning_gym import has_dataset
+from forge_rl.errors import ConfigError, TaskError, check_flags
 
 ONE_DIGIT_ADDITION = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false,"
@@ -15,48 +30,151 @@ ONE_DIGIT_ADDITION = (
 )
 """Additions such as "Calculate 4 + 7.", in many wordings."""
 
+_NUMBERS = " Answer with a number."
+_GENERATED_SHARE = 0.25
+_FILE_SHARE = 0.1
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Columns))
+_HUB_KEYS = ("config", "split", "revision")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGymData:
-    """Tasks that reasoning-gym generates: how they are asked, and which of them are held out.
+class DataConfig:
+    """Tasks from files, the hub or reasoning-gym: how they are asked, and which of them are held out.
 
-    sources = ReasoningGymData(instruction=" Think first.").build(["chain_sum*2", "leg_counting"], seed=0)
+    sources = DataConfig().build(["data/train.jsonl:question=problem,answer=solution*0.7", "chain_sum*0.3"], seed=0)
     """
 
-    instruction: str = " Answer with a number."
-    """Text that is added to every question."""
+    instruction: str | None = None
+    """Text that is added to every question. By default " Answer with a number." to those of reasoning-gym, and nothing
+    to those of files."""
     system: str = ""
-    """System message of every task; the model's own default if empty."""
-    held_out_share: float = 0.25
-    """Share of all tasks that is set apart for evaluation; which ones does not depend on the seed."""
+    """System message of every task that has none; the model's own default if empty."""
+    template: str = ""
+    """Jinja template that makes the user's message of a row's columns, or a file that holds one (.jinja). Its block
+    `messages`, if it has one, makes a JSON list of chat messages instead."""
+    held_out_share: float | None = None
+    """Share of all problems that is set apart for evaluation; which ones depends on what a problem asks, not on the
+    seed. By default 0.25 of what is generated, and of files 0.1, or nothing where --eval-tasks are given."""
+    max_bad_rows: float = 0.0
+    """Most bad rows of a file, as a share of all; they are passed over and counted. With 0 the first is an error."""
+    overlap: Literal["refuse", "leave-out"] = "refuse"
+    """What is done where problems of --eval-tasks are among those to train on: an error, or they are left out there."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.held_out_share < 1:
+        check_flags(self, "--data.", least={"max_bad_rows": 0}, below={"max_bad_rows": 1})
+        if self.held_out_share is not None and not 0 < self.held_out_share < 1:
             raise ConfigError(
                 f"--data.held-out-share is {self.held_out_share}", hint="set --data.held-out-share between 0 and 1"
             )
 
-    def build(self, tasks: Sequence[str], *, seed: int) -> Mixture:
-        """Makes the mixture of these data sets, `name[:key=value,...][*weight]`; the seed orders the training tasks.
+    def build(self, tasks: Sequence[str], *, seed: int, eval_tasks: Sequence[str] = ()) -> Mixture:
+        """Makes the mixture of these tasks, `[title=]name[:key=value,...][*weight]`; the seed orders those to train on.
 
-        Several data sets of one name are told apart by their parameters too.
+        A name is a data set of reasoning-gym, a file, a folder or a pattern of files, a hub id, or FILE.py:NAME, which
+        is a list of tasks or rows, or a function that returns an iterator of them. Several of one name are told apart
+        by their parameters too.
+
+        Args:
+            eval_tasks: tasks for evaluation alone, of the same form; see Mixture.eval_sets.
 
         Raises:
             ConfigError: no tasks are named.
-            TaskError: an unknown data set or parameter, or the same data set twice.
+            TaskError: an unknown data set, file or parameter, or the same one twice.
         """
         if not tasks:
-            raise ConfigError("no tasks are named", hint="give --tasks at least one reasoning-gym data set")
+            raise ConfigError("no tasks are named", hint="give --tasks at least one data set, or a file of tasks")
         specs = [parse_source(text) for text in tasks]
-        names = [spec.name for spec in specs]
+        sources = self._sources(specs, seed, trained=True, evaluated=bool(eval_tasks))
+        held_apart = self.eval_sources(eval_tasks, seed=seed)
+        return Mixture(
+            sources,
+            {name: spec.weight for name, spec in zip(sources, specs, strict=True)},
+            evaluation=held_apart,
+            holds_out=not eval_tasks or self.held_out_share is not None,
+            overlap=self.overlap,
+        )
+
+    def eval_sources(self, tasks: Sequence[str], *, seed: int) -> dict[str, Source]:
+        """Makes sources of tasks for evaluation alone, by the name of their set: whole files, and held-out parts.
+
+        Raises:
+            TaskError: as `build`.
+        """
+        return self._sources([parse_source(text) for text in tasks], seed, trained=False, evaluated=True)
+
+    def _sources(self, specs: Sequence[SourceSpec], seed: int, *, trained: bool, evaluated: bool) -> dict[str, Source]:
+        names = [spec.title or _short_name(spec) for spec in specs]
         sources: dict[str, Source] = {}
-        for spec in specs:
-            name = spec.name if names.count(spec.name) == 1 else spec.label
+        for spec, short in zip(specs, names, strict=True):
+            name = short if names.count(short) == 1 else spec.label
             if name in sources:
                 raise TaskError(
                     f"the tasks {name!r} are named twice", hint="name them once, with the sum of the weights"
                 )
-            sources[name] = ReasoningGymSource(
-                spec.name, spec.params, seed, self.held_out_share, name, self.instruction, self.system
+            sources[name] = self._source(name, spec, seed, trained=trained, evaluated=evaluated)
+        return sources
+
+    def _source(self, name: str, spec: SourceSpec, seed: int, *, trained: bool, evaluated: bool) -> Source:
+        if _is_generated(spec):
+            share = _GENERATED_SHARE if self.held_out_share is None else self.held_out_share
+            instruction = _NUMBERS if self.instruction is None else self.instruction
+            return ReasoningGymSource(spec.name, spec.params, seed, share, name, instruction, self.system)
+        share = (0.0 if evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
+        if spec.is_code:
+            items: Any = user_code.load(spec.name, "--tasks")
+            return IterableSource(name, items, seed, share if trained else 1.0, self._columns(spec))
+        return TableSource(
+            name,
+            open_tables(_paths(spec)),
+            self._columns(spec),
+            seed=seed,
+            held_out_share=share if trained else 1.0,
+            max_bad_rows=self.max_bad_rows,
+        )
+
+    def _columns(self, spec: SourceSpec) -> Columns:
+        others = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
+        allowed = (*_COLUMNS, *others)
+        if unknown := [key for key in spec.params if key not in allowed]:
+            raise TaskError(
+                f"the tasks {spec.name!r} have no key {', '.join(map(repr, unknown))}",
+                hint=f"a file's keys are: {', '.join(allowed)}",
             )
-        return Mixture(sources, {name: spec.weight for name, spec in zip(sources, specs, strict=True)})
+        given = {key: _text(spec, key) for key in _COLUMNS if key in spec.params}
+        if "question" in given and "messages" in given:
+            raise TaskError(
+                f"the tasks {spec.name!r} have both a question and messages", hint="give one: both are what is shown"
+            )
+        template = "" if "question" in given or "messages" in given else self.template
+        common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
+        return Columns(**{**common, **given})
+
+
+def _is_generated(spec: SourceSpec) -> bool:
+    if spec.is_code or is_path(spec.name):
+        return False
+    # A plain name is a data set before it is a folder: that one is written ./name.
+    return not hub.is_hub_id(spec.name) and (not Path(spec.name).exists() or has_dataset(spec.name))
+
+
+def _paths(spec: SourceSpec) -> list[Path]:
+    if is_path(spec.name) or not hub.is_hub_id(spec.name):
+        return find_files(spec.name, split=_text(spec, "split"))
+    return hub.fetch(spec.name, **{key: _text(spec, key) for key in _HUB_KEYS})
+
+
+def _text(spec: SourceSpec, key: str) -> str:
+    """Return a parameter that is a text, such as a column's name, which may look like a number."""
+    value = spec.params.get(key, "")
+    return value if isinstance(value, str) else spec.written[key]
+
+
+def _short_name(spec: SourceSpec) -> str:
+    """Name a source in a word: the data set, the file without its suffix, or the folder."""
+    if spec.is_code:
+        return spec.name.rpartition(":")[2]
+    if not is_path(spec.name):
+        return spec.name
+    path = Path(spec.name).expanduser()
+    plain = path.name.partition(".")[0]
+    return path.parent.name if any(letter in plain for letter in "*?[") and path.parent.name else plain or path.name

@@ -29,7 +29,7 @@ class Hidden:
     parts: tuple[object, ...]
     """Messages and tools as they were, but with private characters in place of some."""
     characters: Mapping[str, str]
-    """What each private character stands for."""
+    """Original character by the private one that stands in its place."""
 
     def uncover(self, text: str) -> str:
         """Return a text that was rendered of the parts, with the characters that were hidden."""

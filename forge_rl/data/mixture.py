@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
 
-from forge_rl.data.sources import Source
+from forge_rl.data.adaptive import Adapting, AdaptiveShares
+from forge_rl.data.sources import IterableSource, Source
+from forge_rl.data.sources.iterable import Items
 from forge_rl.errors import TaskError
-from forge_rl.types import Task
+from forge_rl.types import Group, Task
 
 
 class Mixture:
@@ -16,14 +19,29 @@ class Mixture:
 
         mixture = Mixture({"math": math, "words": words}, {"math": 3, "words": 1})
         mixture["words"] = 2  # from the next batch on
+        mixture.adapt(Adapting(adapt="success"))  # shares follow the success at each source, between bounds
 
-    Weights are from 0 up and not all 0; all equal when not given.
+    Weights are from 0 up and not all 0; all equal when not given. While they adapt they are shares, which add up to 1;
+    one that is set then stays, whatever the bounds, until `adapt` is called again, and the others share the rest.
+
+    Args:
+        evaluation: sources of tasks for evaluation alone, by the name of their set.
+        holds_out: evaluate on the held-out part of the sources, too.
+        overlap: what is done with training tasks that are also in `evaluation`, see `scan.check_tasks`.
 
     Raises:
         TaskError: no sources, unknown names, or weights out of range.
     """
 
-    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        weights: Mapping[str, float] | None = None,
+        *,
+        evaluation: Mapping[str, Source] | None = None,
+        holds_out: bool = True,
+        overlap: Literal["refuse", "leave-out"] = "refuse",
+    ) -> None:
         if not sources:
             raise TaskError("a mixture needs at least one source", hint="name the tasks to train on")
         self._sources = dict(sources)
@@ -35,6 +53,36 @@ class Mixture:
             )
         self._weights = self._checked({name: given[name] for name in self._sources})
         self._owed = dict.fromkeys(self._sources, 0.0)
+        self.evaluation = dict(evaluation or {})
+        self.holds_out = holds_out
+        self.overlap = overlap
+        self._adaptive: AdaptiveShares | None = None
+        self.changed: list[Callable[[str], None]] = []
+        """Callbacks, run with a line that says what somebody changed."""
+
+    @property
+    def adapting(self) -> Adapting:
+        """Settings by which the weights adapt, if they do."""
+        return self._adaptive.config if self._adaptive else Adapting()
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """The sources by name."""
+        return self._sources
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Passes so far over each source whose tasks come again."""
+        found = {name: getattr(source, "epoch", None) for name, source in self._sources.items()}
+        return {name: epoch for name, epoch in found.items() if isinstance(epoch, int | float)}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of each source if there are several, its epoch if it has one, and bad rows passed over."""
+        values = {f"data/{name}/epoch": epoch for name, epoch in self.epochs.items()}
+        if len(self._sources) > 1:
+            values |= {f"mixture/{name}": share for name, share in self.shares.items()}
+        bad = {name: getattr(source, "bad_rows", 0) for name, source in self._sources.items()}
+        return values | {f"data/{name}/bad_rows": float(rows) for name, rows in bad.items() if rows}
 
     @property
     def shares(self) -> dict[str, float]:
@@ -49,13 +97,48 @@ class Mixture:
         return self._weights[self._known(name)]
 
     def __setitem__(self, name: str, weight: float) -> None:
-        """Change a weight from the next batch on."""
-        self._weights = self._checked(self._weights | {self._known(name): weight})
+        """Change a weight from the next batch on; while weights adapt, a share."""
+        before = self[name]
+        if self._adaptive is not None:
+            self._adaptive.pin(name, weight)
+            self._weights = self._adaptive.shares()
+        else:
+            self._weights = self._checked(self._weights | {name: weight})
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
+        self._tell(f"mixture {name} {before:g} -> {weight:g}")
+
+    def adapt(self, config: Adapting) -> None:
+        """Let the weights adapt from the next batch on, also those that were set by hand; with "off", stay as they are.
+
+        Raises:
+            ConfigError: the bounds leave no room for so many sources.
+        """
+        if config.adapt == "off":
+            if self._adaptive is not None:
+                self._adaptive = None
+                self._tell("mixture stays as it is")
+            return
+        if self._adaptive is None:
+            self._adaptive = AdaptiveShares(config, self._weights)
+        else:
+            self._adaptive = self._adaptive.released(config)
+        self._weights = self._adaptive.shares()
+        bounds = f"between {config.least:g} and {config.most:g}"
+        self._tell(f"mixture adapts: shares by success, {bounds}, target {config.target:g}")
+
+    def observe(self, groups: Iterable[Group]) -> None:
+        """Count in the groups of a batch that is delivered: weights that adapt change from the next batch on."""
+        if self._adaptive is not None:
+            self._adaptive.observe(groups)
+            self._weights = self._adaptive.shares()
 
     def __repr__(self) -> str:
         width = max(len(name) for name in ("source", *self._weights))
-        rows = (f"{name:<{width}}  {self._weights[name]:6g}  {share:6.1%}" for name, share in self.shares.items())
+        notes = {name: f"  {self._adaptive.describe(name)}" if self._adaptive else "" for name in self._weights}
+        rows = (
+            f"{name:<{width}}  {self._weights[name]:6.4g}  {share:6.1%}{notes[name]}"
+            for name, share in self.shares.items()
+        )
         return "\n".join([f"{'source':<{width}}  weight   share", *rows])
 
     def source_order(self, groups: int) -> list[str]:
@@ -75,12 +158,25 @@ class Mixture:
         counts = Counter(_largest_remainder(dict.fromkeys(self._sources, 0.0), self.shares, tasks))
         return tuple(task for name, source in self._sources.items() for task in source.held_out(counts[name]))
 
+    def eval_sets(self, tasks: int) -> dict[str, tuple[Task, ...]]:
+        """Return the tasks to evaluate on by the name of their set, at most so many of each, the same for every seed.
+
+        The set "held_out" is the held-out part of the sources, if there is any; the others are those of `evaluation`.
+        """
+        if tasks == 0:
+            return {}
+        held_out = self.held_out(tasks) if self.holds_out else ()
+        return ({"held_out": held_out} if held_out else {}) | {
+            name: source.held_out(tasks) for name, source in self.evaluation.items()
+        }
+
     def state(self) -> dict[str, object]:
         """Weights, remainders, and the position of each source, as JSON."""
         return {
             "weights": dict(self._weights),
             "owed": dict(self._owed),
             "sources": {name: source.state() for name, source in self._sources.items()},
+            "adaptive": self._adaptive.state() if self._adaptive else None,
         }
 
     def restore(self, state: Mapping[str, object]) -> None:
@@ -95,8 +191,11 @@ class Mixture:
                 and all(isinstance(number, int | float) for number in (*weights.values(), *owed.values()))
                 and all(isinstance(source, Mapping) for source in sources.values())
             ):
+                adaptive = state.get("adaptive")  # absent in runs of before there was one
+                found = AdaptiveShares.restored(adaptive, self._sources) if isinstance(adaptive, Mapping) else None
                 for name, source in self._sources.items():
                     source.restore(sources[name])
+                self._adaptive = found
                 self._weights = self._checked({name: weights[name] for name in self._sources})
                 self._owed = {name: float(owed[name]) for name in self._sources}
             case _:
@@ -106,6 +205,21 @@ class Mixture:
                     f"the saved mixture has the sources {saved}, this one {sorted(self._sources)}",
                     hint="resume with the tasks of the first start, or start a new run",
                 )
+
+    def restore_sources(self, state: Mapping[str, object]) -> None:
+        """Put the sources where a saved state has them, and leave the weights: a state that cannot be is seen early.
+
+        Raises:
+            TaskError: a source refuses, as files have changed.
+        """
+        saved = state.get("sources")
+        for name, source in self._sources.items():
+            if isinstance(saved, Mapping) and isinstance(position := saved.get(name), Mapping):
+                source.restore(position)
+
+    def _tell(self, line: str) -> None:
+        for listener in self.changed:
+            listener(line)
 
     def _known(self, name: str) -> str:
         if name not in self._sources:
@@ -119,6 +233,34 @@ class Mixture:
         if not any(weights.values()):
             raise TaskError(f"all weights are 0: {weights}", hint="give at least one source a weight above 0")
         return weights
+
+
+AnySources = Mixture | Source | Mapping[str, Source | Items] | Items
+"""Anything that tasks are taken from, see `as_mixture`."""
+
+
+def as_mixture(sources: AnySources, *, seed: int) -> Mixture:
+    """Make a mixture of a source, of an iterable of tasks or rows, of a function that returns one, or of several.
+
+        as_mixture([{"question": "2+3?", "answer": "5"}], seed=0)
+        as_mixture({"sums": sums, "words": generate_words}, seed=0)
+
+    Args:
+        seed: orders sequences.
+
+    Raises:
+        TaskError: they are nothing of that kind.
+    """
+    if isinstance(sources, Mixture):
+        return sources
+    if isinstance(sources, Source):
+        return Mixture({sources.name: sources})
+    if not isinstance(sources, Mapping):
+        sources = {"tasks": sources}
+    made: dict[str, Source] = {}
+    for name, source in sources.items():
+        made[name] = source if isinstance(source, Source) else IterableSource(name, source, seed)
+    return Mixture(made)
 
 
 def _largest_remainder(owed: dict[str, float], shares: Mapping[str, float], groups: int) -> list[str]:

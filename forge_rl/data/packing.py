@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from forge_rl.data.trees import Tree, assign_rows, build_trees, make_branch, round_up, row_size
 from forge_rl.errors import ConfigError
-from forge_rl.types import Batch
+from forge_rl.types import Advantages, Batch, Episode, Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +140,10 @@ def dense_mask(row: Row, first: int = 0, end: int | None = None) -> torch.Tensor
     return attends(row.trees, row.branches, index[:, None], index[None, :])
 
 
-def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform: bool = True) -> Packed:
+def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: bool = True) -> Packed:
     """Lay the segments of a batch into rows with shared prefixes, balanced over ranks. The result is deterministic.
 
-        packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
+        packed = pack(batch, batch_advantages(batch), run.trainer.layout)
 
     The shared prefix of a tree ends before the token that predicts the first completion token of any of its branches,
     so each trained token is the target of exactly one position. Tokens after the last trained token's predictor are
@@ -150,7 +151,7 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
     unscored_tokens.
 
     Args:
-        advantages: [P, G] float32, one for each episode; its segments share it.
+        advantages: [P, G] float32, one for each episode, which its segments share; or one for each of its tokens.
         drop_uniform: leave out groups whose advantages are all 0: the surrogate has no gradient there. They count in
             the loss's mean all the same. Keep them when another term (a KL penalty) should still reach them.
 
@@ -159,11 +160,7 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
             match the batch.
     """
     shape = [len(batch.groups), len(batch.groups[0].episodes) if batch.groups else 0]
-    if batch.groups and list(advantages.shape) != shape:
-        raise ConfigError(
-            f"advantages have shape {list(advantages.shape)} and the batch is of shape [P, G] = {shape}",
-            hint="compute them from batch.rewards, with group_advantages",
-        )
+    _check(batch, advantages, shape)
     if batch.groups and len(batch.groups) < layout.minibatches:
         raise ConfigError(
             f"{len(batch.groups)} groups cannot be cut into {layout.minibatches} minibatches",
@@ -176,14 +173,14 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
         part, branches = parts[p % layout.minibatches], []
         for g, episode in enumerate(group.episodes):
             own = [
-                make_branch(segment, p * shape[1] + g, s, float(advantages[p, g]))
+                make_branch(segment, p * shape[1] + g, s, _of_segment(advantages[p][g], episode, segment))
                 for s, segment in enumerate(episode.segments)
             ]
             trained = sum(int(branch.mask.sum()) for branch in own)
             unscored += episode.response_tokens - trained
             part.lengths[p * shape[1] + g] = trained
             branches += [branch for branch in own if branch.mask.any()]
-        is_uniform = not bool(advantages[p].any())
+        is_uniform = not any(bool(each.any()) for each in advantages[p])
         uniform += is_uniform
         if not (drop_uniform and is_uniform):
             part.trees += build_trees(branches, first_key=len(part.trees), share_prefixes=layout.share_prefixes)
@@ -204,6 +201,35 @@ def pack(batch: Batch, advantages: torch.Tensor, layout: Layout, *, drop_uniform
         uniform_share=uniform / max(1, len(batch.groups)),
         version=batch.version,
     )
+
+
+def _check(batch: Batch, advantages: Advantages, shape: list[int]) -> None:
+    given = list(advantages.shape) if isinstance(advantages, torch.Tensor) else [len(advantages), *map(len, advantages)]
+    if batch.groups and given[:2] != shape:
+        raise ConfigError(
+            f"advantages have shape {given[:2]} and the batch is of shape [P, G] = {shape}",
+            hint="compute them from the batch, with batch_advantages",
+        )
+    if not isinstance(advantages, torch.Tensor):
+        for each, episode in zip((own for group in advantages for own in group), batch.episodes, strict=True):
+            if len(each) != episode.response_tokens:
+                raise ConfigError(
+                    f"an episode of {episode.response_tokens} tokens has {len(each)} advantages",
+                    hint="compute them from the batch, with batch_advantages",
+                )
+
+
+def _of_segment(
+    advantages: torch.Tensor | npt.NDArray[np.float32], episode: Episode, segment: Segment
+) -> float | npt.NDArray[np.float32]:
+    """Advantage of an episode, or those of a segment's tokens, [T]."""
+    if isinstance(advantages, torch.Tensor):
+        return float(advantages)
+    ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
+    found = np.zeros(len(segment.token_ids), np.float32)
+    for turn in np.unique(segment.turns[segment.trained]):
+        found[segment.turns == turn] = advantages[ends[turn] - len(episode.turns[turn].token_ids) : ends[turn]]
+    return found
 
 
 @dataclass
@@ -254,10 +280,10 @@ def _row(trees: list[Tree], pad_multiple: int, lengths: Mapping[int, int]) -> Ro
             row["targets"][here] = branch.token_ids[following]
             row["mask"][here] = trained
             row["behaviour"][here] = branch.behaviour[following]
+            row["advantages"][here] = branch.advantages[following]
             row["versions"][here] = branch.versions[following]
             row["turns"][here] = branch.turns[following]
             row["lengths"][here][trained] = lengths[branch.episode]
-            row["advantages"][here][trained] = branch.advantage
             row["episodes"][here][trained] = branch.episode
             row["segments"][here][trained] = branch.segment
             at = here.stop

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.errors import TaskError
-from forge_rl.types import Task
+from forge_rl.types import Group, Task
+
+_OF_NOW = ("weights", "adaptive")
+"""Parts of a mixture's state that no draw changes."""
 
 
 class ResumableTaskStream:
     """Draws a mixture's tasks for batches that are planned ahead, and resumes without repeating or losing one.
 
     A saved state is a checkpoint of the mixture before the oldest undelivered batch, and the tasks drawn after it that
-    are consumed already: a resumed stream draws from there and passes over those.
+    are consumed already: a resumed stream draws from there and passes over those, each as often as it was consumed.
     """
 
     def __init__(self, mixture: Mixture) -> None:
@@ -22,7 +26,7 @@ class ResumableTaskStream:
         """State of the mixture before each undelivered batch, and how many of `_drawn` precede it."""
         self._drawn: list[tuple[str, str]] = []
         """Source and id of each task drawn since the oldest checkpoint."""
-        self._consumed: set[tuple[str, str]] = set()
+        self._consumed: Counter[tuple[str, str]] = Counter()
         """Tasks that were consumed before the stream was restored and have not been passed over yet."""
 
     def source_order(self, groups: int) -> list[str]:
@@ -35,12 +39,13 @@ class ResumableTaskStream:
         while True:
             task = self._mixture.draw_from(source)
             self._drawn.append((task.source, task.id))
-            if (task.source, task.id) not in self._consumed:
+            if self._consumed[task.source, task.id] <= 0:
                 return task
-            self._consumed.discard((task.source, task.id))
+            self._consumed[task.source, task.id] -= 1
 
-    def batch_delivered(self) -> None:
-        """Drop the checkpoint of the oldest batch, which need not be drawn again."""
+    def batch_delivered(self, groups: Sequence[Group] = ()) -> None:
+        """Drop the checkpoint of the oldest batch, which need not be drawn again; the mixture sees its groups."""
+        self._mixture.observe(groups)
         del self._checkpoints[:1]
         keep_from = self._checkpoints[0][1] if self._checkpoints else len(self._drawn)
         del self._drawn[:keep_from]
@@ -49,13 +54,14 @@ class ResumableTaskStream:
     def state(self) -> dict[str, object]:
         """State of the mixture before the oldest undelivered batch, with its weights of now."""
         now = self._mixture.state()
-        return {**self._checkpoints[0][0], "weights": now["weights"]} if self._checkpoints else now
+        return self._checkpoints[0][0] | {name: now[name] for name in _OF_NOW} if self._checkpoints else now
 
     def consumed(self, pending: Sequence[Task]) -> list[list[str]]:
         """Source and id of each task drawn after `state()` that must not be drawn again: all but the pending ones."""
-        kept = {(task.source, task.id) for task in pending}
-        drawn = [task for task in dict.fromkeys(self._drawn) if task not in kept]
-        return [list(task) for task in [*drawn, *sorted(self._consumed)]]
+        consumed = Counter(self._drawn)
+        consumed.subtract((task.source, task.id) for task in pending)
+        consumed.update(self._consumed)
+        return [list(task) for task in sorted(consumed.elements())]
 
     def restore(self, state: dict[str, object], consumed: Sequence[Sequence[str]]) -> None:
         """Continue from what `state` and `consumed` returned.
@@ -66,6 +72,6 @@ class ResumableTaskStream:
         self._mixture.restore(state)
         self._checkpoints, self._drawn = [], []
         try:
-            self._consumed = {(str(source), str(id_)) for source, id_ in consumed}
+            self._consumed = Counter((str(source), str(id_)) for source, id_ in consumed)
         except (TypeError, ValueError) as error:
             raise TaskError(f"the saved tasks are no pairs of texts: {error}", hint="start a new run") from error

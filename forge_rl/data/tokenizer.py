@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.data.control_tokens import ControlTokens
+from forge_rl.data.tool_text import as_text, has_tools
 from forge_rl.errors import ModelError
 from forge_rl.types import TokenIds
 
@@ -70,27 +71,41 @@ class Tokenizer:
         return f"Tokenizer({str(self.folder)!r}, vocab_size={self.vocab_size}, stop_ids={self.stop_ids})"
 
     def render(
-        self, messages: _Messages, *, add_generation_prompt: bool = True, tools: _Messages | None = None
+        self,
+        messages: _Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: _Messages | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation, by default up to where the completion begins.
 
         Args:
             add_generation_prompt: end with the opening of an assistant's turn.
-            tools: JSON schemas of the tools that the model may call, for templates that show them.
+            tools: JSON schemas of the tools that the model may call. Templates that show none get them as text.
+            settings: other variables of the template, such as {"enable_thinking": False}; never text of users.
 
         Raises:
             ModelError: the template refuses these messages, or they hold a lone surrogate.
         """
+        if has_tools(messages, tools or ()) and not self.shows_tools:
+            messages, tools = as_text(messages, tools or ()), None
 
         def text(messages: _Messages, tools: _Messages) -> str:
-            return self._text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+            return self._text(messages, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings)
 
         ids = self._encode_rendered(text, messages, tools or ())
         assert ids is not None
         return ids
 
     def extend(
-        self, ids: TokenIds, messages: _Messages, *, tools: _Messages | None = None, calls: _Messages = ()
+        self,
+        ids: TokenIds,
+        messages: _Messages,
+        *,
+        tools: _Messages | None = None,
+        calls: _Messages = (),
+        settings: Mapping[str, object] | None = None,
     ) -> npt.NDArray[np.int32]:
         """Append new messages, such as a tool's output, to a finished turn, up to where the next completion begins.
 
@@ -101,15 +116,19 @@ class Tokenizer:
                 token limit), the template's own end of turn is added.
             calls: names of the completion's tool calls with their ids, {"id": ..., "function": {"name": ...}}, for
                 templates that want to see a call before its output.
+            settings: other variables of the template, as for `render`.
 
         Raises:
             ModelError: the template refuses these messages, they hold a lone surrogate, or the template drops the
                 completion before them.
         """
         tools = tools or ()
-        delta = self._encode_rendered(self._after_calls, messages, tools, calls) if calls else None
+        if (calls or has_tools(messages, tools)) and not self.shows_tools:
+            messages, tools, calls = as_text(messages, ()), (), ()
+        after_calls = partial(self._after_calls, settings=settings)
+        delta = self._encode_rendered(after_calls, messages, tools, calls) if calls else None
         if delta is None:
-            delta = self._encode_rendered(self._after_text, messages, tools)
+            delta = self._encode_rendered(partial(self._after_text, settings=settings), messages, tools)
         if delta is None:
             raise ModelError(
                 f"the chat template of {self.folder} drops earlier completions, so a conversation cannot go on",
@@ -186,6 +205,11 @@ class Tokenizer:
         size = self._setting("config.json", "vocab_size")
         return size if isinstance(size, int) else len(self.hf)
 
+    @cached_property
+    def model_type(self) -> str:
+        """Family of the model, as its config names it; "" if there is none."""
+        return str(self._setting("config.json", "model_type") or "")
+
     def _encode_rendered(self, render: Callable[..., str | None], *given: _Messages) -> tuple[int, ...] | None:
         """Token ids of what is rendered of messages and tools, with the template's control tokens; None as `render`."""
         parts = tuple(map(list, given))
@@ -201,7 +225,9 @@ class Tokenizer:
             return None
         return ids if self._control.only_those_of(rendered, ids) else self._control.encode(rendered, hidden)
 
-    def _after_calls(self, messages: _Messages, tools: _Messages, calls: _Messages) -> str | None:
+    def _after_calls(
+        self, messages: _Messages, tools: _Messages, calls: _Messages, *, settings: Mapping[str, object] | None
+    ) -> str | None:
         """Rendered text behind a completion that ends with tool calls; None if the template does not show its end."""
         # The last call's argument marks the place. What the template puts behind it inside the completion is cut off
         # with the end of turn, so there must be one.
@@ -210,29 +236,46 @@ class Tokenizer:
         marked = {**calls[-1], "function": {**function, "arguments": {"at": self._completion}}}
         try:
             completion = {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], marked]}
-            after = self._after(completion, messages, tools) or ""
+            after = self._after(completion, messages, tools, settings) or ""
         except ModelError:
             return None
         ends = [at for token in self.stop_ids if (at := after.find(self.hf.convert_ids_to_tokens(token) or "\0")) >= 0]
         return after[min(ends) :] if ends else None
 
-    def _after_text(self, messages: _Messages, tools: _Messages) -> str | None:
+    def _after_text(
+        self, messages: _Messages, tools: _Messages, *, settings: Mapping[str, object] | None
+    ) -> str | None:
         """Rendered text behind a completion without calls; None if the template drops the completion."""
-        return self._after({"role": "assistant", "content": self._completion}, messages, tools)
+        return self._after({"role": "assistant", "content": self._completion}, messages, tools, settings)
 
-    def _after(self, marked: Mapping[str, object], messages: _Messages, tools: _Messages) -> str | None:
+    def _after(
+        self,
+        marked: Mapping[str, object],
+        messages: _Messages,
+        tools: _Messages,
+        settings: Mapping[str, object] | None,
+    ) -> str | None:
         """Rendered text behind the marked completion; None if the template drops the completion."""
         conversation: _Messages = [{"role": "user", "content": "?"}, marked, *messages]
-        _, found, after = self._text(conversation, add_generation_prompt=True, tools=tools).partition(self._completion)
+        text = self._text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
+        _, found, after = text.partition(self._completion)
         return after if found else None
 
-    def _text(self, messages: _Messages, *, add_generation_prompt: bool, tools: _Messages | None) -> str:
+    def _text(
+        self,
+        messages: _Messages,
+        *,
+        add_generation_prompt: bool,
+        tools: _Messages | None,
+        settings: Mapping[str, object] | None = None,
+    ) -> str:
         try:
             return self.hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **(settings or {}),
             )
         except Exception as error:  # it did what its texts do not do, or what it was sent has no JSON
             roles = [message.get("role") for message in messages]

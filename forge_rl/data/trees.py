@@ -23,9 +23,9 @@ class Branch:
     behaviour: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     turns: npt.NDArray[np.int32]
+    advantages: npt.NDArray[np.float32]
     episode: int
     segment: int
-    advantage: float
 
     @property
     def inputs(self) -> int:
@@ -70,8 +70,12 @@ _place = operator.attrgetter("episode", "segment")
 """Order of branches in their batch."""
 
 
-def make_branch(segment: Segment, episode: int, index: int, advantage: float) -> Branch:
-    """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained."""
+def make_branch(segment: Segment, episode: int, index: int, advantages: float | npt.NDArray[np.float32]) -> Branch:
+    """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained.
+
+    Args:
+        advantages: that of the episode, or one for each of the segment's tokens, [T].
+    """
     mask = segment.trained & np.isfinite(segment.logprobs)
     assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
     end = int(mask.nonzero()[0][-1]) + 1 if mask.any() else 0
@@ -81,9 +85,9 @@ def make_branch(segment: Segment, episode: int, index: int, advantage: float) ->
         behaviour=np.where(mask, segment.logprobs, np.float32(0))[:end],
         versions=np.where(mask, segment.versions, np.int32(-1))[:end],
         turns=np.where(mask, segment.turns, np.int32(-1))[:end],
+        advantages=np.where(mask, advantages, np.float32(0))[:end].astype(np.float32, copy=False),
         episode=episode,
         segment=index,
-        advantage=advantage,
     )
 
 

@@ -1,5 +1,6 @@
 """The gateway: OpenAI's and Anthropic's APIs before the engines; it records each turn token for token."""
 
+from forge_rl.gateway.agent_command import AgentCommand, AgentFunction
 from forge_rl.gateway.agents import Agent, serving_agents
 from forge_rl.gateway.backend import Backend, GeneratorBackend
 from forge_rl.gateway.config import GatewayConfig
@@ -9,6 +10,8 @@ from forge_rl.gateway.sessions import Session
 
 __all__ = [
     "Agent",
+    "AgentCommand",
+    "AgentFunction",
     "Backend",
     "Gateway",
     "GatewayConfig",

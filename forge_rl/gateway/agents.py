@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ContextError, ReplicaError
+from forge_rl.errors import ContextError, ReplicaError, SpendingError
+from forge_rl.gateway.agent_command import AgentError, AgentFunction
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import Session
-from forge_rl.rewards.scorer import score_again
-from forge_rl.types import Chunk, Episode, Outcome, Sampling, Task, TokenIds
+from forge_rl.rewards.scorer import score_again, with_score
+from forge_rl.types import Chunk, Episode, Outcome, Sampling, Score, Task, TokenIds
 
 if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
@@ -25,9 +27,10 @@ if TYPE_CHECKING:
 _LOOKS = 50
 """Number of times that an episode's own time is looked at before its deadline."""
 
-Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | None]]
+Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | Score | None]]
 """Works on a task with the policy at session.base_url, under session.key. Returns the text to score; None stands for
-the policy's last answer. Blocking work must run in a thread or a process."""
+the policy's last answer, and a Score takes the place of the reward's. Blocking work must run in a thread or a process;
+a ReplicaError says that such a process died, and the episode is tried again."""
 
 
 class PolicyClient(Protocol):
@@ -101,31 +104,40 @@ class AgentEpisodeRunner:
 
         Raises:
             ContextError: the agent's first prompt leaves no room for an answer.
+            SpendingError: a judge has spent all that it may.
         """
         began = time.monotonic()
         session = self.gateway.open(task.id, sampling=client.sampling)
-        reward = 0.0
         with self.backend.connected(session, client):
-            outcome, text, problem = await self._work(task, session, client)
-        if outcome.scored:
+            outcome, result, problem = await self._work(task, session, client)
+        own, text = (result, None) if isinstance(result, Score) else (None, result)
+        episode = Episode(task=task, turns=session.turns, reward=0.0, outcome=outcome, problem=problem, output=text)
+        if outcome.scored and own is None and self.reward.form == "group":
+            episode = replace(episode, reward=math.nan)
+        elif outcome.scored:
             try:
-                reward, problem = await score_again(self.reward, task, text)
+                [episode] = [with_score(episode, own)] if own is not None else await score_again(self.reward, [episode])
+            except SpendingError:
+                raise
             except Exception as error:
                 died = isinstance(error, ReplicaError)
-                outcome, problem = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR, str(error)
-        turns, seconds = session.turns, time.monotonic() - began
-        return Episode(task=task, turns=turns, reward=reward, outcome=outcome, problem=problem, seconds=seconds)
+                outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
+                episode = replace(episode, outcome=outcome, problem=str(error))
+        return replace(episode, seconds=time.monotonic() - began)
 
-    async def _work(self, task: Task, session: Session, client: PolicyClient) -> tuple[Outcome, str, str]:
-        """Run the agent and close the session; returns the outcome, the text to score, and the problem if any."""
-        text, failure = None, ""
+    async def _work(self, task: Task, session: Session, client: PolicyClient) -> tuple[Outcome, str | Score, str]:
+        """Run the agent and close the session; returns the outcome, a text or score, and the problem if any."""
+        text, failure, died = None, "", False
         deadline = _OwnTime(self.deadline_s, client.used_s, session)
         try:
             with deadline:
                 async with deadline.limit:
                     text = await self.agent(task, session)
+        except AgentError as error:
+            failure = error.message
         except Exception as error:
-            failure = f"the agent raised {type(error).__name__}: {error}{_line_of(error)}"
+            died = isinstance(error, ReplicaError)
+            failure = str(error) if died else f"the agent raised {type(error).__name__}: {error}{_line_of(error)}"
         finally:
             session.close()
             # None of its requests may be on an engine when the episode is over.
@@ -136,6 +148,8 @@ class AgentEpisodeRunner:
                 return Outcome.TRUNCATED, last.text, ""
             hangs = "and has asked the policy nothing for half of it"
             return Outcome.ENVIRONMENT_ERROR, "", f"the agent took longer than {self.deadline_s:g} s, {hangs}"
+        if died:
+            return Outcome.INFRASTRUCTURE_ERROR, "", failure
         if failure and session.refusal is not None:
             if session.refusal.code == "context_length_exceeded":
                 if last is None:
@@ -195,13 +209,23 @@ def _line_of(error: Exception) -> str:
 
 @contextlib.asynccontextmanager
 async def serving_agents(
-    agent: Agent, config: GatewayConfig, outside: Backend, tokenizer: Tokenizer, reward: Reward
+    agent: Agent | str,
+    config: GatewayConfig,
+    outside: Backend,
+    tokenizer: Tokenizer,
+    reward: Reward,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[AgentEpisodeRunner]:
     """Serve the policy to an agent at a gateway of its own, and yield what runs its episodes.
 
+    A text, MODULE:FUNCTION or FILE.py:FUNCTION, names an agent that runs in a process of its own.
+
     Raises:
-        ConfigError: it cannot listen.
+        ConfigError: it cannot listen, or there is no such agent.
     """
+    if isinstance(agent, str):
+        agent = function = AgentFunction(agent, config.agent_limits)
+        await function.check()
     backend = SessionBackend(outside)
-    async with Gateway(config, backend, tokenizer) as gateway:
+    async with Gateway(config, backend, tokenizer, warn=warn) as gateway:
         yield AgentEpisodeRunner(agent, gateway, backend, reward, config.agent_deadline_s)

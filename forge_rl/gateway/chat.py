@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sessions import Session
-from forge_rl.types import TokenArray, TokenIds
+from forge_rl.types import TokenArray, TokenIds, ToolCall
 
 _MOST_LEVELS = 64
 """Levels of a call's arguments that are shown as JSON; templates fail at some depth."""
 
-_TOOLS_INTRODUCTION = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-"""System message by which Hermes and Qwen show tools."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """One tool call in a completion."""
-
-    id: str
-    name: str
-    arguments: str
-    """Text of the arguments as the model wrote them; JSON if it did well."""
+_TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "summary_text", "reasoning_text")
+"""Types of content that are text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +35,32 @@ class ChatMessage:
     call_id: str = ""
     """Id of the call that a tool's message answers."""
     name: str = ""
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> ChatMessage:
+        """Read a message of OpenAI's form, which those of all APIs are brought to; `where` is its place in the request.
+
+        Raises:
+            ApiError: it holds what is not supported, or lacks what it needs.
+        """
+        role = "system" if raw.get("role") == "developer" else str(raw.get("role"))
+        calls, content = raw.get("tool_calls") or (), raw.get("content")
+        if calls and role != "assistant":
+            raise ApiError(400, "only an assistant's message has tool calls", param=f"{where}.tool_calls")
+        if role == "tool" and not raw.get("tool_call_id"):
+            raise ApiError(400, "a tool's message names its call", param=f"{where}.tool_call_id")
+        if content is None and not calls and role != "assistant":
+            raise ApiError(400, "the message has no content", param=f"{where}.content")
+        return cls(
+            role=role,
+            content=_join_text(content, f"{where}.content"),
+            calls=tuple(
+                ToolCall(id=call.get("id") or "", name=call["function"]["name"], arguments=_arguments(call))
+                for call in calls
+            ),
+            call_id=raw.get("tool_call_id") or "",
+            name=raw.get("name") or "",
+        )
 
     def template(self) -> dict[str, object]:
         """Return the message as chat templates take it."""
@@ -80,6 +85,10 @@ class Prompt:
     """Digest of the tools and messages."""
     text: str | None = None
     """Raw prompt text; None for chat and for prompts of ids."""
+    reads: Callable[[str, Sequence[int]], tuple[str, Sequence[ToolCall]]] | None = None
+    """Finds content and tool calls in a completion's text and ids; None where the text is all of it."""
+    asked_temperature: float | None = None
+    """Temperature that the request names."""
 
 
 def parsed(arguments: str) -> object:
@@ -103,8 +112,16 @@ def parsed(arguments: str) -> object:
 
 
 def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
-    """Return the digest with one more message; blanks in the JSON of arguments make no difference."""
-    return hashlib.sha256(digest + _canonical(message.template())).digest()
+    """Return the digest with one more message.
+
+    Of an assistant's, blanks around its text and in the JSON of arguments make no difference, nor do the ids of its
+    calls: clients and parsers write them as they please.
+    """
+    shown = message.template()
+    if message.role == "assistant":
+        calls = [[call.name, parsed(call.arguments)] for call in message.calls]
+        shown = {**shown, "content": message.content.strip(), "tool_calls": calls}
+    return hashlib.sha256(digest + _canonical(shown)).digest()
 
 
 class PromptBuilder:
@@ -124,8 +141,15 @@ class PromptBuilder:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, object]],
         session: Session | None,
+        settings: Mapping[str, object] | None = None,
     ) -> Prompt:
         """Make the prompt of a conversation, up to where the model is to answer.
+
+        Args:
+            messages: the conversation.
+            tools: the tools' schemas.
+            session: whose recorded turns keep their ids.
+            settings: other variables of the chat template.
 
         Raises:
             ModelError: the chat template refuses the messages.
@@ -138,8 +162,9 @@ class PromptBuilder:
                 "shown is not known",
                 param="tools",
             )
+        first = _canonical([list(tools), settings or {}])
         # For each number of messages from 0 on, a digest of the tools and that many messages.
-        known = list(accumulate(messages, extend_digest, initial=hashlib.sha256(_canonical(list(tools))).digest()))
+        known = list(accumulate(messages, extend_digest, initial=hashlib.sha256(first).digest()))
         recorded = (
             (count, ids)
             for count in range(len(messages), 0, -1)
@@ -149,12 +174,12 @@ class PromptBuilder:
         )
         count, context = next(recorded, (0, ()))
         rest = messages[count:]
-        shown, shown_tools = self._shown(rest, tools, whole=count == 0)
+        shown = [message.template() for message in rest]
         if count == 0:
-            token_ids: TokenIds = self.tokenizer.render(shown, tools=shown_tools)
+            token_ids: TokenIds = self.tokenizer.render(shown, tools=tools, settings=settings)
         else:
-            calls = messages[count - 1].template_calls() if self.tokenizer.shows_tools else []
-            token_ids = self.tokenizer.extend(context, shown, tools=shown_tools, calls=calls)
+            calls = messages[count - 1].template_calls()
+            token_ids = self.tokenizer.extend(context, shown, tools=tools, calls=calls, settings=settings)
         return Prompt(token_ids=token_ids, digest=known[-1])
 
     def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
@@ -167,41 +192,28 @@ class PromptBuilder:
         added = self.tokenizer.encode(rest, add_special=not known)
         return Prompt(token_ids=[*context, *added], text=prompt)
 
-    def _shown(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]], *, whole: bool
-    ) -> tuple[list[dict[str, object]], Sequence[Mapping[str, object]]]:
-        """Return messages and tools as the template takes them: as Hermes' text, where it knows no tools.
 
-        A tool's output can hold `</tool_response>`, but never as a token: tags around outputs and in them are text.
-        """
-        if self.tokenizer.shows_tools:
-            return [message.template() for message in messages], tools
-        texts: list[dict[str, object]] = []
-        if tools and whole:
-            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            introduction = _TOOLS_INTRODUCTION.format(tools=listed)
-            if messages and messages[0].role == "system":
-                introduction = f"{messages[0].content}\n\n{introduction}"
-                messages = messages[1:]
-            texts.append({"role": "system", "content": introduction})
-        after_tool = False
-        for message in messages:
-            role, content = message.role, message.content
-            if role == "tool":
-                role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-                if after_tool:
-                    texts[-1]["content"] = f"{texts[-1]['content']}\n{content}"
-                    continue
-            elif message.calls:
-                content = "\n".join([*filter(None, [content]), *map(_hermes_call, message.calls)])
-            after_tool = message.role == "tool"
-            texts.append({"role": role, "content": content})
-        return texts, ()
+def _join_text(content: object, where: str) -> str:
+    """Return the text of a message's content; `where` is its place in the request.
+
+    Raises:
+        ApiError: it holds something else than text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for place, part in enumerate(content if isinstance(content, Iterable) else ()):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise ApiError(400, f"content of type {kind!r} is not supported: send text", param=f"{where}.{place}")
+        texts.append(text)
+    return "\n".join(texts)
 
 
-def _hermes_call(call: ToolCall) -> str:
-    written = json.dumps({"name": call.name, "arguments": parsed(call.arguments)}, ensure_ascii=False)
-    return f"<tool_call>\n{written}\n</tool_call>"
+def _arguments(call: Mapping[str, Any]) -> str:
+    written = call["function"].get("arguments") or ""
+    return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
 
 
 def _canonical(value: object) -> bytes:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from forge_rl.errors import ConfigError
+from forge_rl.runtime.commands import CommandLimits
+
+AgentSampling: TypeAlias = Literal["replaced", "untrained", "trained"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,13 @@ class GatewayConfig:
     """Origins such as https://chat.example whose web pages may use the gateway from a browser; * allows all."""
     aliases: tuple[str, ...] = ()
     """Other names for the model, such as the one that an agent asks for."""
-    tool_parser: str = "hermes"
-    """Name of vLLM's parser for the model's way to write tool calls."""
+    tool_parser: str = ""
+    """Name of vLLM's parser for the model's way to write tool calls; by default that which fits its chat template."""
+    reasoning_parser: str = ""
+    """Name of vLLM's parser that tells the model's thoughts from its answer; "" leaves them in its text."""
+    agent_sampling: AgentSampling = "replaced"
+    """Sampling settings of agents in a run, such as temperature, top_p and forced tools or JSON: replaced by the run's;
+    honoured in turns that are then untrained; or honoured and trained, with the logprobs of the settings that were."""
     max_body_bytes: int = 4 << 20
     """Longest body of a request. English text has four bytes a token."""
     max_concurrent: int = 4096
@@ -40,6 +49,9 @@ class GatewayConfig:
     agent_deadline_s: float = 3600.0
     """Longest time for an agent's attempt at a task, without the time for which it waits for an engine or is paused. If
     it came back to the policy again and again, the attempt is truncated, and scored; else the agent hangs."""
+
+    agent_limits: CommandLimits = field(default_factory=CommandLimits)
+    """What each process of an agent may use that runs in processes of its own."""
 
     def __post_init__(self) -> None:
         for flag, value, good, hint in (
@@ -57,7 +69,6 @@ class GatewayConfig:
                 not any(set(host) & set("/:@ ") for host in self.allowed_hosts),
                 "names without scheme and port, such as gateway.example",
             ),
-            ("tool-parser", self.tool_parser, bool(self.tool_parser), "the name of one of vLLM's tool parsers"),
             ("max-body-bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more"),
             ("max-concurrent", self.max_concurrent, self.max_concurrent >= 1, "1 or more"),
             ("client-deadline-s", self.client_deadline_s, self.client_deadline_s > 0, "a value above 0"),

@@ -171,7 +171,8 @@ class Guard:
             ApiError: it is too long, too slow, or no JSON by its header.
             _GoneError: the client did not send all of it.
         """
-        length, most, deadline_s = headers.get("content-length", "0"), *self._limits
+        most, deadline_s = self._config.max_body_bytes, self._config.client_deadline_s
+        length = headers.get("content-length", "0")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and (length != "0" or "transfer-encoding" in headers):
             # A web page cannot send this type to another origin without being allowed to.
@@ -199,10 +200,6 @@ class Guard:
         finally:
             self._arriving_bytes -= len(body)
         return bytes(body)
-
-    @property
-    def _limits(self) -> tuple[int, float]:
-        return self._config.max_body_bytes, self._config.client_deadline_s
 
     async def _refuse(self, error: ApiError, caller: Hashable, scope: Scope, receive: Receive, send: Send) -> None:
         self._refused(scope["path"], caller, error)

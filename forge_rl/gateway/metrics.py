@@ -29,6 +29,9 @@ class GatewayMetrics:
         self._seconds = timer("request_seconds", "From a request to the end of its response", **own)
         self._first = timer("first_event_seconds", "From a request to the first event of its stream", **own)
         self._tokens = Counter("tokens", "Tokens of answered requests", ["kind"], **own)
+        self._settings = Counter(
+            "settings_replaced", "Sampling settings of agents replaced by a run's", ["name"], **own
+        )
         Gauge("completions_in_flight", "Completions that are being decoded", **own).set_function(in_flight)
         Gauge("sessions_open", "Sessions whose key is accepted", **own).set_function(sessions)
 
@@ -43,6 +46,10 @@ class GatewayMetrics:
         """Count the tokens of a request that was answered."""
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("completion").inc(completion)
+
+    def replaced(self, name: str) -> None:
+        """Count a sampling setting of an agent's that was replaced by the run's."""
+        self._settings.labels(name).inc()
 
     def text(self) -> bytes:
         """Return all counts in Prometheus' format."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Hashable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -18,21 +20,26 @@ from starlette.types import ASGIApp, Receive, Send
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ForgeError
-from forge_rl.gateway import anthropic_api, http, openai_api
+from forge_rl.gateway import http
 from forge_rl.gateway.backend import Backend
+from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError, to_api_error
 from forge_rl.gateway.guard import ANTHROPIC_PATH, Guard, InFlight
-from forge_rl.gateway.json_text import encode
+from forge_rl.gateway.json_text import encode, encode_beside
 from forge_rl.gateway.keys import KeyRing, read_key
 from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
-from forge_rl.gateway.request_builder import RequestBuilder
-from forge_rl.gateway.response import ApiResponse
+from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.sessions import Session
+from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.types import Sampling
 
-Make = Callable[[bytes, RequestBuilder, Session | None], Awaitable[ApiResponse | dict[str, object]]]
-"""Reads a request. Raises ValidationError, ApiError or ForgeError if it is wrong."""
+if TYPE_CHECKING:
+    from forge_rl.gateway.vllm_server import VLLMServer
+
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", ANTHROPIC_PATH, f"{ANTHROPIC_PATH}/count_tokens")
+_LONG_TOKENS = 2048
+"""Responses with so many tokens are written beside the event loop."""
 
 
 class Gateway:
@@ -71,7 +78,13 @@ class Gateway:
     ) -> None:
         self.config = config
         self._backend = backend
-        self._request_builder = RequestBuilder(backend, tokenizer, config)
+        self._tokenizer = tokenizer
+        self._models = tuple(dict.fromkeys((backend.model, *config.aliases)))
+        self._reader = Reader(tokenizer, backend.max_model_tokens)
+        self._vllm: VLLMServer | None = None
+        self._warn = warn
+        self._replaced: set[str] = set()
+        """Sampling settings of agents that were replaced by a run's."""
         if not api_key and config.api_key_file is not None:
             api_key = read_key(config.api_key_file)
         self._keys: KeyRing[Session] = KeyRing(api_key, open_to_all=open_to_all)
@@ -88,20 +101,25 @@ class Gateway:
         self._http: http.HttpServer | None = None
 
     async def start(self) -> None:
-        """Listen.
+        """Import vLLM's server, which takes seconds in a process that has not, and listen.
 
         Raises:
-            ConfigError: the port is in use, or there is no such address here.
+            ConfigError: the port is in use, there is no such address here, or there is no such parser in vLLM.
         """
+        http.check_address(self.config)
+        name = self.config.tool_parser or parser_for(self._tokenizer)
+        parser = ToolParser(name, self._tokenizer, self.config.reasoning_parser)
+        await parser.load()
+
+        def load() -> VLLMServer:
+            from forge_rl.gateway.vllm_server import VLLMServer
+
+            given = (self._backend, self._tokenizer, self.config, self._reader, parser)
+            return VLLMServer(*given, replaced=self._note_replaced)
+
+        self._vllm = await asyncio.to_thread(load)
+        gc.freeze()  # garbage collection would hold up the loop for half a second to look at all of vLLM
         self._http = http.HttpServer(self._app(), self.config)
-
-    async def load_tool_parser(self) -> None:
-        """Import vLLM's parser now, and not with the first request that has tools.
-
-        Raises:
-            ConfigError: there is no such parser, or it does not fit the model.
-        """
-        await self._request_builder.parser.load()
 
     @property
     def base_url(self) -> str:
@@ -124,7 +142,7 @@ class Gateway:
         """
         key = f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
         on_close = partial(self._keys.remove, key)
-        session = Session(key, self.base_url, task_id=task_id, sampling=sampling, on_close=on_close)
+        session = Session(key, self.base_url, task_id=task_id, model=self.model, sampling=sampling, on_close=on_close)
         self._keys.add(key, session)
         return session
 
@@ -137,7 +155,8 @@ class Gateway:
             task.cancel()
         if self._http is not None:
             await self._http.stop()
-        self._request_builder.close()
+        gc.unfreeze()
+        self._reader.close()
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -152,15 +171,10 @@ class Gateway:
 
     def _app(self) -> ASGIApp:
         app = FastAPI(openapi_url=None, redirect_slashes=False)
-        for path, make in (
-            ("/v1/chat/completions", openai_api.chat),
-            ("/v1/completions", openai_api.completion),
-            (ANTHROPIC_PATH, anthropic_api.messages),
-            (f"{ANTHROPIC_PATH}/count_tokens", anthropic_api.count_tokens),
-        ):
-            app.add_route(path, partial(self._endpoint, path, make), methods=["POST"])
-        app.add_route("/v1/models", self._models, methods=["GET"])
-        app.add_route("/v1/models/{name:path}", self._models, methods=["GET"])
+        for path in _PATHS:
+            app.add_route(path, partial(self._endpoint, path), methods=["POST"])
+        app.add_route("/v1/models", self._list_models, methods=["GET"])
+        app.add_route("/v1/models/{name:path}", self._list_models, methods=["GET"])
         app.add_route("/health", self._health, methods=["GET"])
         app.add_route("/metrics", self._counts, methods=["GET"])
         for kind in (ApiError, HTTPException, Exception):
@@ -168,10 +182,10 @@ class Gateway:
         caller, in_flight = self._keys.caller, self._in_flight
         return Guard(app, self.config, caller=caller, in_flight=in_flight, refused=self._count_refusal)
 
-    async def _endpoint(self, path: str, make: Make, request: Request) -> Response:
-        return http.AsgiResponse(partial(self._respond, path, make, request))
+    async def _endpoint(self, path: str, request: Request) -> Response:
+        return http.AsgiResponse(partial(self._respond, path, request))
 
-    async def _respond(self, path: str, make: Make, request: Request, receive: Receive, send: Send) -> None:
+    async def _respond(self, path: str, request: Request, receive: Receive, send: Send) -> None:
         """Serve one request that the guard let through."""
         began = time.monotonic()
         writer = http.ResponseWriter(send, self.config.client_deadline_s)
@@ -180,7 +194,7 @@ class Gateway:
         running = self._running if session is None else session.running
         try:
             body = b"".join([part async for part in request.stream()])
-            work = self._serve(make, body, session, writer)
+            work = self._serve(path, body, session, writer)
             del body  # it would stay for as long as the answer takes
             await http.while_connected(work, receive, running)
             status = 200
@@ -200,27 +214,72 @@ class Gateway:
             first = writer.started_s - began if writer.is_stream and writer.started_s is not None else None
             self._metrics.request(path, status, time.monotonic() - began, first)
 
-    async def _serve(self, make: Make, body: bytes, session: Session | None, writer: http.ResponseWriter) -> None:
+    async def _serve(self, path: str, body: bytes, session: Session | None, writer: http.ResponseWriter) -> None:
         if self._closing or (session is not None and session.closed):
             raise ApiError(503, "the session or the server was closed", code="closed")
-        response = await make(body, self._request_builder, session)
+        assert self._vllm is not None
+        call = Call(session=session)
+        CALL.set(call)
+        request = await self._vllm.read(path, body, call, self._check_model)
         del body
-        if isinstance(response, dict):
-            await writer.write_json(encode(response))
-            return
-        with self._in_flight.admit(len(response.choices) - 1, session):
-            await response.run(self._backend, session, writer)
-        self._metrics.tokens(response.prompt_tokens, response.completion_tokens)
+        with self._in_flight.admit(call.wanted - 1, session):
+            try:
+                answer = await self._vllm.answer(path, request, call)
+                if isinstance(answer, AsyncGenerator):
+                    await self._write_stream(answer, call, writer)
+                elif call.completion_tokens < _LONG_TOKENS and not any(each.logprobs for each in call.completions):
+                    await writer.write_json(encode(answer))
+                else:
+                    await writer.write_json(await encode_beside(lambda: answer))
+            finally:
+                await call.end()
+        self._metrics.tokens(call.prompt_tokens, call.completion_tokens)
+
+    async def _write_stream(self, events: AsyncGenerator[str, None], call: Call, writer: http.ResponseWriter) -> None:
+        """Write events no faster than the client reads; none before an engine answers, which may fail."""
+        held = b""
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if call.failure is not None:
+                    break
+                held += event.encode(errors="replace")
+                if call.started:
+                    await writer.write_events(held)
+                    held = b""
+        if call.failure is not None:
+            raise call.failure
+        await writer.write_events(held, last=True)
+
+    def _check_model(self, name: str) -> str:
+        """Return the name if the model goes by it.
+
+        Raises:
+            ApiError: it does not.
+        """
+        if name not in self._models:
+            problem = f"The model `{name[:100]}` does not exist; there is {', '.join(self._models)}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+        return name
+
+    def _note_replaced(self, name: str) -> None:
+        """Count a sampling setting that was replaced by a run's, and say it the first time."""
+        self._metrics.replaced(name)
+        if name not in self._replaced:
+            self._replaced.add(name)
+            self._warn(
+                f"an agent sets {name}, which is replaced by the run's: training assumes its sampling; "
+                "--gateway.agent-sampling honours what agents set"
+            )
 
     def _count_refusal(self, path: str, caller: Hashable, error: ApiError) -> None:
         if isinstance(caller, Session):
             caller.refusal = error
         self._metrics.request("refused", error.status, 0.0)
 
-    async def _models(self, request: Request) -> Response:
-        names = self._request_builder.models
+    async def _list_models(self, request: Request) -> Response:
+        names = self._models
         if "name" in request.path_params:
-            return JSONResponse(self._model_card(self._request_builder.check_model(request.path_params["name"])))
+            return JSONResponse(self._model_card(self._check_model(request.path_params["name"])))
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **ends})
 

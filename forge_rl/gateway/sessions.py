@@ -21,16 +21,25 @@ class Session:
         key: API key of its requests.
         base_url: URL for OpenAI's clients.
         task_id: id of the episode's task, for people to read.
+        model: name of the policy in requests.
         sampling: how its turns are sampled, and the most tokens of one.
         on_close: called when it closes; ends its key.
     """
 
     def __init__(
-        self, key: str, base_url: str, *, task_id: str, sampling: Sampling, on_close: Callable[[], object]
+        self,
+        key: str,
+        base_url: str,
+        *,
+        task_id: str,
+        model: str,
+        sampling: Sampling,
+        on_close: Callable[[], object],
     ) -> None:
         self.key = key
         self.base_url = base_url
         self.task_id = task_id
+        self.model = model
         self.sampling = sampling
         self.closed = False
         self.running: set[asyncio.Task[None]] = set()

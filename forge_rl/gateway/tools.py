@@ -1,42 +1,43 @@
-"""vLLM's tool parsers: find the tool calls in a whole completion, and in one that is still being decoded."""
+"""vLLM's parsers of tool calls and thoughts: find them in a completion, in the server and without one."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.chat import ToolCall
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallDelta:
-    """Part of a tool call that some tokens add; id and name come with the first one."""
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
+from forge_rl.types import ToolCall, Turn
 
 
 class ToolParser:
-    """One of vLLM's tool parsers, imported when it is first needed: vLLM takes seconds.
+    """A parser of vLLM's, imported when it is first needed: vLLM takes seconds.
+
+        parser = ToolParser(parser_for(tokenizer), tokenizer)
+        content, calls = await parser.parse(turn, task.tools)
 
     Args:
-        name: the parser's name in vLLM.
+        name: name in vLLM of the parser of tool calls.
         tokenizer: the model's tokenizer.
+        reasoning: name of the parser of thoughts; "" leaves them in the text.
     """
 
-    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer, reasoning: str = "") -> None:
         self.name = name
+        self.reasoning = reasoning
         self._tokenizer = tokenizer
         self._loading = asyncio.Lock()
-        self._loaded: tuple[Any, Any] | None = None  # vLLM has no types that we follow
+        self._loaded: tuple[type[Any], type[Any]] | None = None  # vLLM has no types that we follow
+
+    @property
+    def cls(self) -> type[Any]:
+        """The parser's class, once it is loaded."""
+        assert self._loaded is not None, "load comes first"
+        return self._loaded[0]
 
     async def load(self) -> None:
         """Import the parser in a thread, once.
@@ -49,80 +50,92 @@ class ToolParser:
                 self._loaded = await asyncio.to_thread(self._load)
                 gc.freeze()  # garbage collection would hold up the loop for half a second to look at all of vLLM
 
-    async def asked(self, tools: Sequence[Mapping[str, object]]) -> Any:
-        """Return a request's tools as the parser takes them."""
+    async def parse(self, turn: Turn, tools: Sequence[Mapping[str, object]]) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return content and tool calls of a turn, of those tools. What the parser cannot read is text."""
         await self.load()
         assert self._loaded is not None
-        return self._loaded[1].model_validate(
-            {"messages": [{"role": "user", "content": ""}], "tools": list(tools), "tool_choice": "auto"}
-        )
+        cls, request = self._loaded
+        asked = request.model_validate({"messages": [], "tools": list(tools), "tool_choice": "auto"})
+        return read_calls(cls(self._tokenizer.hf, asked.tools), asked, turn.text, turn.token_ids.tolist())
 
-    def reader(self, asked: Any, prompt_ids: list[int]) -> ToolReader:
-        """Make a reader of one completion, of what `asked` returned."""
-        assert self._loaded is not None, "asked comes first"
-        return ToolReader(self._loaded[0](self._tokenizer.hf, asked.tools), asked, prompt_ids)
-
-    def _load(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[type[Any], type[Any]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser.parser_manager import ParserManager
+        from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager
 
-        if self.name not in (known := ToolParserManager.list_registered()):
-            raise ConfigError(
-                f"vLLM has no tool parser {self.name!r}", hint=f"set --tool-parser to one of {', '.join(known)}"
-            )
+        # They log a stack trace for each call that a model wrote badly.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        for kind, name, manager in (
+            ("tool", self.name, ToolParserManager),
+            ("reasoning", self.reasoning, ReasoningParserManager),
+        ):
+            if name and name not in (known := manager.list_registered()):
+                raise ConfigError(
+                    f"vLLM has no {kind} parser {name!r}", hint=f"set --{kind}-parser to one of {', '.join(known)}"
+                )
         try:
             parser = ParserManager.get_parser(
-                tool_parser_name=self.name, enable_auto_tools=True, tokenizer=self._tokenizer.hf
+                tool_parser_name=self.name,
+                reasoning_parser_name=self.reasoning or None,
+                enable_auto_tools=True,
+                tokenizer=self._tokenizer.hf,
+                is_harmony=self._tokenizer.model_type == "gpt_oss",
             )
         except TypeError as error:
             raise ConfigError(
-                f"the tool parser {self.name!r} does not fit the model: {error}", hint="set another --tool-parser"
+                f"the parsers {self.name!r} and {self.reasoning!r} do not fit the model: {error}",
+                hint="set another --tool-parser or --reasoning-parser",
             ) from error
-        return parser, ChatCompletionRequest
+        return _forgiving(parser), ChatCompletionRequest
 
 
-class ToolReader:
-    """Finds the tool calls in one completion. What the parser cannot read is text."""
+def parser_for(tokenizer: Tokenizer) -> str:
+    """Return the name of vLLM's parser for the way in which a model's chat template writes tool calls.
 
-    def __init__(self, parser: Any, request: Any, prompt_ids: list[int]) -> None:
-        self._parser = parser
-        self._request = request
-        self._prompt_ids = prompt_ids
-
-    def parse(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return content and calls of a whole completion."""
-        try:
-            _, content, calls = self._parser.parse(
-                text, self._request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
-            )
-        except Exception:  # a parser may raise on anything that a model writes
-            return text, ()
-        return content or "", tuple(
-            ToolCall(id=call.id or new_call_id(), name=call.name, arguments=call.arguments) for call in calls or ()
-        )
-
-    def parse_delta(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, list[CallDelta]]:
-        """Return content and calls that some tokens add to a completion."""
-        try:
-            delta = self._parser.parse_delta(
-                text, list(token_ids), self._request, prompt_token_ids=self._prompt_ids, finished=finished
-            )
-        except Exception:  # as above
-            return text, []
-        if delta is None:
-            return "", []
-        calls = [
-            CallDelta(
-                index=call.index,
-                id=(call.id or new_call_id()) if call.function and call.function.name else None,
-                name=call.function.name if call.function else None,
-                arguments=(call.function.arguments or "") if call.function else "",
-            )
-            for call in delta.tool_calls or ()
-        ]
-        return delta.content or "", calls
+    Templates that show no tools get them as Hermes' text, whose calls are then the ones to look for.
+    """
+    if not tokenizer.shows_tools:
+        return "hermes"
+    template = str(tokenizer.hf.chat_template)
+    signs = {
+        "<function=": "qwen3_coder",
+        "<tool_call>": "hermes",
+        "<|channel|>": "openai",
+        "[TOOL_CALLS]": "mistral",
+        "<\uff5ctool\u2581calls\u2581begin\uff5c>": "deepseek_v3",
+        "<|python_tag|>": "llama3_json",
+        "ipython": "llama3_json",
+    }
+    return next((parser for sign, parser in signs.items() if sign in template), "hermes")
 
 
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+    """Return content and calls of a whole completion; `parser` is one of vLLM's for `request`."""
+    _, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=list(token_ids))
+    if request.parallel_tool_calls is False:
+        calls = (calls or [])[:1]
+    return content or "", tuple(
+        ToolCall(id=call.id or f"call_{secrets.token_hex(12)}", name=call.name, arguments=call.arguments)
+        for call in calls or ()
+    )
+
+
+def _forgiving(parser: type[Any]) -> type[Any]:
+    """Return the parser's class, but what it cannot read is text: it may raise on anything that a model writes."""
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+
+    class Forgiving(parser):
+        def parse(self, model_output: str, *given: Any, **named: Any) -> Any:
+            try:
+                return super().parse(model_output, *given, **named)
+            except Exception:
+                return None, model_output, []
+
+        def parse_delta(self, delta_text: str, *given: Any, **named: Any) -> Any:
+            try:
+                return super().parse_delta(delta_text, *given, **named)
+            except Exception:
+                return DeltaMessage(content=delta_text)
+
+    return Forgiving

@@ -25,8 +25,18 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
         "lag/mean": sum(lag * tokens for lag, tokens in lags.counts.items()) / max(1, lags.total),
         "lag/max": float(max(lags.counts, default=0)),
         "lag/hist": lags,
+        **reward_parts(episodes),
         **rewards_by_source("reward", episodes),
     }
+
+
+def reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Mean of each part of the rewards, as `reward_parts/NAME`, over the episodes that have it."""
+    found: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.parts.items():
+            found.setdefault(name, []).append(value)
+    return {f"reward_parts/{name}": sum(values) / len(values) for name, values in found.items()}
 
 
 def rewards_by_source(name: str, episodes: Sequence[Episode]) -> dict[str, float]:

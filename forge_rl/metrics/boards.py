@@ -40,7 +40,7 @@ class TensorBoardSink(Sink):
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         assert self._writer is not None, "the sink was not started"
-        self._step = step
+        self._step = max(self._step, step)
         with writing(self._folder):
             for name, value in values.items():
                 if not isinstance(value, Histogram):
@@ -76,7 +76,8 @@ class WandbSink(Sink):
     """Logs to Weights & Biases, where a resumed run goes on as the same run.
 
     It is named after its folder. Of the steps that a resumed run repeats, W&B, which cannot go back, keeps the values
-    that it got first. It keeps the console's output itself, so events are not sent.
+    that it got first; values of an evaluation that come late are drawn at the step of then, beside their own
+    `eval/step`. It keeps the console's output itself, so events are not sent.
 
     Raises:
         ConfigError: wandb is not installed.
@@ -94,6 +95,7 @@ class WandbSink(Sink):
         self._wandb = wandb
         self._project = project
         self._run: wandb.Run | None = None
+        self._step = 0
 
     def start(self, info: RunInfo) -> None:
         self._run = self._wandb.init(
@@ -112,7 +114,10 @@ class WandbSink(Sink):
             for name, value in values.items()
             if not isinstance(value, Histogram) or value.counts
         }
-        self._run.log(drawn, step=step)
+        if step < self._step:
+            drawn["eval/step"] = step
+        self._step = max(self._step, step)
+        self._run.log(drawn, step=self._step)
 
     def close(self) -> None:
         if self._run is not None:

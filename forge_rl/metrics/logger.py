@@ -8,16 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
+from forge_rl.redaction import without_credentials
 from forge_rl.types import Batch, Episode
 
 _NUMBERS = re.compile(r"\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
 """Numbers and digests."""
-_CREDENTIALS = re.compile(r"://[^/?#\s]*@")
-
-
-def without_credentials(text: str) -> str:
-    """Leave user and password out of URLs: `https://me:secret@host/v1` becomes `https://host/v1`."""
-    return _CREDENTIALS.sub("://", text)
 
 
 class RunLog:

@@ -58,7 +58,8 @@ class Sink:
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         """Keep the values of a step, and samples of the batch that it trained on.
 
-        Steps never go back, except by `rollback`; a step that is logged again gains values.
+        A step that is logged again gains values, also an earlier one: those of an evaluation come late. Batches' steps
+        never go back, except by `rollback`.
         """
 
     def episode(self, episode: Episode) -> None:
@@ -92,6 +93,9 @@ class JSONLSink(Sink):
         self.history = [(past, _floats(row)) for past, row in rows]
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
+        if step < self._last[0] and batch is None:
+            self._lines.amend(step, {name: _as_json(value) for name, value in values.items()})
+            return
         again = self._last[0] == step
         row = (self._last[1] if again else {}) | {name: _as_json(value) for name, value in values.items()}
         self._lines.append(step, row, replace=again)
@@ -127,20 +131,20 @@ class EpisodeSink(Sink):
             self._waiting.append(episode)
         elif self._failed < self._episodes_per_step:
             self._failed += 1
-            self._lines.append(self._step + 1, _sample(episode))
+            self._lines.append(self._step + 1, episode_sample(episode))
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         episodes = batch.episodes if batch is not None else ()
         chosen = min(self._episodes_per_step, len(episodes))
         for i in range(chosen):
-            self._lines.append(step, _sample(episodes[i * len(episodes) // chosen]))
+            self._lines.append(step, episode_sample(episodes[i * len(episodes) // chosen]))
         if chosen:
             self._next(step)
 
     def close(self) -> None:
         if self._step == 0:
             for episode in self._waiting:
-                self._lines.append(1, _sample(episode))
+                self._lines.append(1, episode_sample(episode))
         self._waiting.clear()
 
     def _next(self, step: int) -> None:
@@ -149,7 +153,8 @@ class EpisodeSink(Sink):
         self._waiting: deque[Episode] = deque(maxlen=self._episodes_per_step)
 
 
-def _sample(episode: Episode) -> dict[str, object]:
+def episode_sample(episode: Episode) -> dict[str, object]:
+    """Describe an episode for a person to read, as JSON."""
     shown = (f"{message['role']}: {message['content']}" for message in episode.task.messages)
     return {
         "task": episode.task.id,
@@ -201,6 +206,22 @@ class _StepLines:
         data, at = _encode({"step": step, **row}), self._last if replace else self._end
         _append(self._path, data, at=at)
         self._step, self._last, self._end = step, at, at + len(data)
+
+    def amend(self, step: int, values: Mapping[str, object]) -> None:
+        """Add values to an earlier step, or the step itself, in its place; the file is replaced as a whole."""
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        with writing(self._path):
+            lines = self._path.read_bytes()[: self._end].splitlines(keepends=True)
+            place = len(lines)
+            while place and (found := _decode(lines[place - 1])) is not None and found[0] > step:
+                place -= 1
+            same = _decode(lines[place - 1]) if place else None
+            before = same[1] if same is not None and same[0] == step else None
+            lines[place - (before is not None) : place] = [_encode({"step": step, **(before or {}), **values})]
+            partial.write_bytes(b"".join(lines))
+            partial.replace(self._path)
+        self._end = sum(map(len, lines))
+        self._last = self._end - len(lines[-1])
 
 
 @contextlib.contextmanager

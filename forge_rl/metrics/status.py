@@ -27,6 +27,10 @@ class RolloutStatus:
     engines: int = 0
     lag_max: int = 0
     """Largest lag of a token so far."""
+    evaluated: int = 0
+    """Episodes of the evaluation under way that have ended."""
+    to_evaluate: int = 0
+    """Episodes of the evaluation under way, or of the last one."""
 
     @property
     def share(self) -> float:
@@ -42,6 +46,7 @@ class RolloutStatus:
             "queued": str(self.queue),
             "engines": f"{self.engines_serving}/{self.engines}",
             "lag up to": str(self.lag_max),
+            **({"evaluated": f"{self.evaluated}/{self.to_evaluate}"} if self.evaluated < self.to_evaluate else {}),
         }
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from forge_rl.errors import TaskError
 from forge_rl.rewards.extract import Extract, extract
-from forge_rl.types import Task
+from forge_rl.types import Score, Task
 
 _Entry = Mapping[str, object]
 
@@ -19,7 +19,7 @@ _Entry = Mapping[str, object]
 class ReasoningGymReward:
     """Scores a completion by the verifier of the reasoning-gym data set that its task came from.
 
-    ReasoningGymReward(extract="tagged")(task, "<answer>5</answer>")  # 1.0
+    ReasoningGymReward(extract="tagged")(task, "<answer>5</answer>")  # Score(total=1.0, answer="5")
     """
 
     extract: Extract = "auto"
@@ -28,8 +28,8 @@ class ReasoningGymReward:
     """Give 1.0 to answers that the verifier scores fully right, and otherwise 0.0. Many verifiers give a little for any
     wrong answer, or for a right one inside a longer text; without `strict` that partial credit is kept."""
 
-    def __call__(self, task: Task, text: str) -> float:
-        """Return a score from 0 to 1.
+    def __call__(self, task: Task, text: str) -> Score:
+        """Return a score from 0 to 1, and the answer.
 
         Raises:
             TaskError: the task is not of reasoning-gym, or its verifier fails for a reason other than the answer.
@@ -43,7 +43,7 @@ class ReasoningGymReward:
         gold = entry.get("answer")
         answer = extract(self.extract, text, gold if isinstance(gold, str) else None)
         if answer is None:
-            return 0.0
+            return Score(total=0.0)
         verify = _verifier(dataset, json.dumps(params, sort_keys=True))
         try:
             score = verify(answer, entry)
@@ -55,13 +55,13 @@ class ReasoningGymReward:
                     f"the verifier of {dataset!r} failed on task {task.id!r}: {type(error).__name__}: {error}",
                     hint="leave this data set out, or report it to reasoning-gym",
                 ) from error
-            return 0.0
+            return Score(total=0.0, answer=answer)
         if not isinstance(score, int | float) or not math.isfinite(score) or not 0 <= score <= 1:
             raise TaskError(
                 f"the verifier of {dataset!r} scored {score!r}, not 0 to 1, on task {task.id!r}",
                 hint="leave this data set out, or report it to reasoning-gym",
             )
-        return float(score >= 1) if self.strict else float(score)
+        return Score(total=float(score >= 1) if self.strict else float(score), answer=answer)
 
 
 @functools.lru_cache(maxsize=64)

@@ -105,12 +105,19 @@ class BatchPlanner:
         if self._delivered_at is not None:
             self._pace = max(1, published - self._delivered_at, *self._paces)
         self._due = max(self._due, published)
+        self._drop_aged()
+
+    def reconfigure(self, config: ScheduleConfig) -> None:
+        """Plan by other bounds from now on. Groups that a lower bound on the lag makes too old are dropped.
+
+        Those that could still be delivered now, but are planned for a batch that comes too late for them, go too: else
+        they would keep engines busy until they are too old.
+        """
+        self._config = config
+        self._drop_aged()
         for batch in self._batches.values():
-            for group in [g for g in batch.groups if g.first_version is not None]:
-                if self._newest(group) < published:
-                    batch.groups.remove(group)
-                    batch.completed -= group.completed is not None
-                    self._drop(group, "aged")
+            late = [group for group in batch.groups if group.first_version is not None]
+            self._age(batch, [group for group in late if self._last_batch(group) < batch.number])
 
     def await_batch(self) -> None:
         """Note that the next batch is waited for: it is delivered at the version that is the latest now."""
@@ -324,6 +331,18 @@ class BatchPlanner:
                 "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.most-replaced, or leave out "
                 "--schedule.replace-uniform",
             )
+
+    def _drop_aged(self) -> None:
+        """Drop the groups that may not be delivered any more."""
+        for batch in self._batches.values():
+            started = [group for group in batch.groups if group.first_version is not None]
+            self._age(batch, [group for group in started if self._newest(group) < self.published])
+
+    def _age(self, batch: _Batch, groups: Iterable[GroupState]) -> None:
+        for group in groups:
+            batch.groups.remove(group)
+            batch.completed -= group.completed is not None
+            self._drop(group, "aged")
 
     def _drop(self, group: GroupState, reason: str) -> None:
         self.replaced[reason] += 1

@@ -16,6 +16,8 @@ class EngineCapacity:
         self.slots = 0
         """Requests that all engines together take at a time."""
         self.paused = False
+        self.evaluating = False
+        """True while an evaluation is awaited: its episodes then decode also where others are paused."""
         self._clock = clock
         self._load: Counter[int] = Counter()
         self._used = 0
@@ -23,7 +25,7 @@ class EngineCapacity:
         """Heap of (requests beyond the budget, engine); some entries no longer hold."""
         self._offers: set[tuple[int, int]] = set()
         """Entries in the heap: each only once, however often it comes to hold."""
-        self._busy = self._offered = self._unpaused_s = 0.0
+        self._busy = self._offered = self._unpaused_s = self._evaluated_s = 0.0
         self._counted = clock()
 
     def set_engines(self, budgets: Mapping[int, int]) -> None:
@@ -40,6 +42,11 @@ class EngineCapacity:
         """Pause or resume; while paused, no time is counted, and no episode of a batch is given an engine."""
         self._count()
         self.paused = paused
+
+    def set_evaluating(self, evaluating: bool) -> None:
+        """Note that an evaluation is awaited from now on, or no more."""
+        self._count()
+        self.evaluating = evaluating
 
     def choose(self, preferred: Iterable[int | None]) -> int | None:
         """Return the first preferred engine that has room, else the one with most; None if none has any."""
@@ -64,6 +71,11 @@ class EngineCapacity:
         """Return the seconds so far that were no pause."""
         return self._unpaused_s if self.paused else self._unpaused_s + self._clock() - self._counted
 
+    def evaluation_s(self) -> float:
+        """Return the seconds so far in which evaluations could decode: those that were no pause, or awaited one."""
+        stopped = self.paused and not self.evaluating
+        return self._evaluated_s if stopped else self._evaluated_s + self._clock() - self._counted
+
     def pop_busy(self) -> tuple[float, float]:
         """Return requests decoded times seconds, and budgets times seconds, since the last call, without pauses."""
         self._count()
@@ -81,6 +93,8 @@ class EngineCapacity:
 
     def _count(self) -> None:
         now = self._clock()
+        if not self.paused or self.evaluating:
+            self._evaluated_s += now - self._counted
         if not self.paused:
             self._unpaused_s += now - self._counted
             self._busy += self._used * (now - self._counted)

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ContextError, DeadlineError, ReplicaError
-from forge_rl.rewards.scorer import score_again
-from forge_rl.types import Episode, Outcome, Task, TokenIds, Turn
+from forge_rl.errors import ContextError, DeadlineError, ReplicaError, SpendingError
+from forge_rl.rewards.scorer import score_again, with_score
+from forge_rl.types import Episode, Message, Outcome, Score, Task, TokenIds, ToolCall, Turn
 
 if TYPE_CHECKING:
-    from forge_rl.services.environment import Environment
+    from collections.abc import Mapping
+
+    from forge_rl.envs.protocol import Step
+    from forge_rl.services.environment import Environment, Parsed
     from forge_rl.services.reward import Reward
+
+Tools = Sequence["Mapping[str, object]"]
+Parse = Callable[[Turn, Tools], Awaitable["Parsed"]]
+"""Finds content and tool calls of a turn, of those tools."""
 
 
 @dataclass(frozen=True)
 class EpisodeRunner:
     """Runs episodes, each in an environment session of its own.
 
-    runner = EpisodeRunner(tokenizer, environment, reward)
+    runner = EpisodeRunner(tokenizer, environment, reward, parse)
     episode = await runner(task, client)
     """
 
     tokenizer: Tokenizer
     environment: Environment
     reward: Reward
-    """Scores the episodes that their environment does not."""
+    """Scores the episodes that their environment does not. One that needs the whole group is asked later: until then
+    the episode's reward is NaN."""
+    parse: Parse | None = None
+    """Finds the tool calls of turns, where the model was shown tools."""
     clock: Callable[[], float] = time.monotonic
 
     async def __call__(self, task: Task, decode: Callable[[TokenIds], Awaitable[Turn]]) -> Episode:
@@ -36,20 +47,25 @@ class EpisodeRunner:
 
         Raises:
             ContextError: the task's prompt leaves no room for an answer. Later on that makes the episode truncated.
+            SpendingError: a judge has spent all that it may.
         """
         began = self.clock()
         turns: list[Turn] = []
-        outcome, reward, problem = Outcome.COMPLETED, 0.0, ""
+        steps: list[Step] = []
+        episode = Episode(task=task, turns=(), reward=0.0)
         # Outcome of an error in what is done now; None where it is a bug, and raised.
         on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
         try:
             session, observation = await self.environment.open(task)
-            prompt_ids: TokenIds = self.tokenizer.render(observation.messages)
+            tools = observation.tools or task.tools
+            prompt_ids: TokenIds = self.tokenizer.render(observation.messages, tools=tools)
             full = False
             while True:
-                on_error = None
+                on_error, parsed = None, None
                 try:
                     turns.append(await decode(prompt_ids))
+                    if tools and self.parse is not None:
+                        parsed = await self.parse(turns[-1], tools)
                 except BaseException as error:
                     full = isinstance(error, ContextError) and bool(turns)
                     if not full:
@@ -57,27 +73,57 @@ class EpisodeRunner:
                         raise
                 on_error = Outcome.ENVIRONMENT_ERROR
                 truncated = full or turns[-1].truncated
-                step = await session.step("" if full else turns[-1].text, truncated=truncated)
+                step = await session.step("" if full else turns[-1].text, truncated=truncated, parsed=parsed)
+                steps.append(step)
                 outcome = Outcome.TRUNCATED if truncated else Outcome.COMPLETED
                 if step.model_error:
                     outcome = Outcome.MODEL_ERROR
+                episode = replace(episode, turns=tuple(turns), output=step.output, outcome=outcome)
                 if full and not step.done:
                     await session.close()
                 if full or step.done:
                     break
                 on_error = None
-                prompt_ids = self.tokenizer.extend(turns[-1].context, step.messages)
-            if step.reward is None:
-                on_error = Outcome.JUDGE_ERROR
-                reward, problem = await score_again(self.reward, task, turns[-1].text)
+                prompt_ids = self._next_prompt(turns[-1], step, tools, parsed[1] if parsed else ())
+            on_error = Outcome.JUDGE_ERROR
+            if (score := _own_score(steps, len(turns))) is not None:
+                episode = with_score(episode, score)
+            elif self.reward.form == "group":
+                episode = replace(episode, reward=math.nan)
             else:
-                reward = step.reward
+                [episode] = await score_again(self.reward, [episode])
         except Exception as error:
             late = isinstance(error, DeadlineError) and on_error is not Outcome.JUDGE_ERROR
             if late or isinstance(error, ReplicaError):
                 on_error = Outcome.INFRASTRUCTURE_ERROR
-            if on_error is None:
+            if on_error is None or isinstance(error, SpendingError):
                 raise
-            outcome, problem = on_error, str(error)
-        seconds = self.clock() - began
-        return Episode(task=task, turns=tuple(turns), reward=reward, outcome=outcome, problem=problem, seconds=seconds)
+            episode = replace(episode, turns=tuple(turns), outcome=on_error, problem=str(error))
+        return replace(episode, seconds=self.clock() - began)
+
+    def _next_prompt(self, turn: Turn, step: Step, tools: Tools, calls: Sequence[ToolCall]) -> TokenIds:
+        """Return what the model is shown next: all of before and the new messages, or a new history."""
+        if step.history is not None:
+            return self.tokenizer.render(step.history, tools=tools)
+        shown: list[Message] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {}}} for call in calls
+        ]
+        return self.tokenizer.extend(turn.context, step.messages, tools=tools, calls=shown)
+
+
+def _own_score(steps: Sequence[Step], turns: int) -> Score | None:
+    """Return the score that the environment gave: the sum of its steps' rewards; None if it gave none.
+
+    Rewards before the last step are those of their turns, too.
+    """
+    if all(step.reward is None for step in steps):
+        return None
+    rewards = [step.reward or 0.0 for step in steps]
+    parts: dict[str, float] = {}
+    for step in steps:
+        for name, value in step.parts.items():
+            parts[name] = parts.get(name, 0.0) + value
+    by_turn = rewards[:turns]
+    by_turn[-1] += sum(rewards[turns:])  # of a last step without a turn, as the context is full
+    several = any(step.reward is not None for step in steps[:-1])
+    return Score(total=sum(rewards), parts=parts, turns=by_turn if several else ())

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeAlias
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ContextError, ForgeError, TaskError
+from forge_rl.errors import ContextError, ForgeError, ReplicaError, SpendingError, TaskError
 from forge_rl.metrics import RolloutStatus
+from forge_rl.rewards.scorer import Scorer, score_again
 from forge_rl.rollout.dispatcher import Decoder, Dispatcher, PolicyClient
+from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
-from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
-from forge_rl.runtime.tasks import task_group
+from forge_rl.rollout.state import RIDE_ALONG, InflightEpisode, ScheduleConfig
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
 _NEARLY_ALL = 0.9
@@ -44,6 +46,7 @@ class RolloutExecutor:
         episodes: G.
         devices: handed to the engines and back.
         seed: of the sampling. The same seed gives the same batches where the schedule has no lag.
+        reward: scores episodes of a group together where they come without (their reward is NaN).
         version: returns the latest version that is published.
         warn: takes a line for the user.
         on_episode: takes each episode that ends, but for evaluations that end well.
@@ -60,6 +63,7 @@ class RolloutExecutor:
         tokenizer: Tokenizer,
         generator: Decoder,
         run_episode: RunEpisode,
+        reward: Scorer | None = None,
         devices: DeviceHandover,
         seed: int,
         version: Callable[[], int],
@@ -68,21 +72,25 @@ class RolloutExecutor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = schedule
+        """Settings of the schedule. Others that are set here, of the same kind, hold from the next batch on."""
         self.last: Batch | None = None
         """The batch that was delivered last."""
+        self.evaluation: Evaluation | None = None
+        """The evaluation that was started last."""
         self._tasks = ResumableTaskStream(mixture)
         self._generator = generator
         self._tokenizer = tokenizer
         self._run_episode = run_episode
+        self._reward = reward
         self._devices = devices
         self._seed = seed
         self._version = version
         self._warn = warn
         self._on_episode = on_episode
         self._new_scheduler = functools.partial(
-            Scheduler, schedule, groups=groups, episodes=episodes, tasks=self._tasks, clock=clock
+            Scheduler, groups=groups, episodes=episodes, tasks=self._tasks, clock=clock
         )
-        self._scheduler = self._new_scheduler()
+        self._scheduler = self._new_scheduler(schedule)
         self._dispatcher = Dispatcher(self._scheduler, generator, tokenizer)
         generator.listeners.append(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
@@ -99,59 +107,69 @@ class RolloutExecutor:
         """Return the next batch, complete: P groups in the mixture's proportions.
 
         Work in flight for later batches then pauses at a token boundary, unless the schedule decodes while training,
-        and resumes with the next call. After an error, the next call goes on from where this one stood.
+        and resumes with the next call; so do evaluations, but for one of a single version, which the batch waits for.
+        After an error, the next call goes on from where this one stood.
 
         Raises:
             TaskError: a source gives nothing but groups that cannot be used.
         """
-        if self._failure is not None:  # what is not mended will fail again
-            self._warn(f"rollouts go on after an error: {str(self._failure).splitlines()[0]}")
-            self._failure = None
+        self._go_on()
         await self._devices.hand_to_engines()
         self._scheduler.capacity.set_paused(False)
         self._set_versions()
         self._scheduler.planner.await_batch()
+        self._scheduler.reconfigure(self.config)
         while True:
             self._changed.clear()
             self._advance()
             if self._failure is not None:
                 raise self._failure
             version, number = self._scheduler.planner.published, self._scheduler.planner.next_batch
-            if (groups := self._scheduler.planner.pop_batch()) is not None:
+            if not self._held and (groups := self._scheduler.planner.pop_batch()) is not None:
                 break
             self._advance()  # groups planned by pop_batch() have episodes to start
             await self._changed.wait()
-        self._tasks.batch_delivered()
+        made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
+        self._tasks.batch_delivered(made)
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
-            await self._devices.hand_to_trainer(idle=not self._scheduler.states["decoding"])
+            states = self._scheduler.states + self._scheduler.evaluation_states
+            await self._devices.hand_to_trainer(idle=not states["decoding"])
         self._advance()
-        made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
         self.last = Batch(groups=made, version=version)
         self._tell_of(self.last, number)
         return self.last
 
-    async def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
-        """Run one greedy episode of each task, before all others; returns them in the order of the tasks.
+    def start_evaluation(self, evaluation: Evaluation) -> None:
+        """Let an evaluation's episodes ride along with those of batches, from the next call of `next_batch` on.
 
-        Episodes that fail through no fault of the policy are left out, and the user is told.
-
-        Raises:
-            ForgeError: all failed.
+        They take what the batch that is awaited leaves free, and are in no batch. Those that fail through the
+        infrastructure are run again. There is one evaluation at a time.
         """
-        greedy = Sampling(max_tokens=self._generator.sampling.max_tokens, temperature=0)
+        assert self.evaluation is None or self.evaluation.complete, "an evaluation is under way"
+        self.evaluation = evaluation
+        for groups in evaluation.groups.values():
+            self._scheduler.add_evaluation(groups)
+
+    async def finish_evaluation(self) -> None:
+        """Wait for the evaluation that is under way, if there is one. Its episodes go first, and none of a batch
+        starts."""
+        if self.evaluation is None or self.evaluation.complete:
+            return
+        self._go_on()
         await self._devices.hand_to_engines()
-        async with task_group() as running:
-            ended = [running.create_task(self.episode(task, greedy)) for task in tasks]
-        episodes = [task.result() for task in ended]
-        scored = [episode for episode in episodes if episode.outcome.scored]
-        if failed := len(episodes) - len(scored):
-            last = next(episode for episode in reversed(episodes) if not episode.outcome.scored)
-            cause = f"{last.task.source} {last.task.id} ended with {last.outcome}: {last.problem}"
-            if not scored:
-                raise ForgeError(f"all {failed} evaluations failed; {cause}", hint=last.outcome.hint)
-            self._warn(f"{failed} of {len(tasks)} evaluations failed and are left out of the score; {cause}")
-        return scored
+        self._scheduler.await_evaluation(True)
+        try:
+            while True:
+                self._changed.clear()
+                self._advance()
+                if self._failure is not None:
+                    raise self._failure
+                if self.evaluation.complete:
+                    return
+                await self._changed.wait()
+        finally:
+            self._scheduler.await_evaluation(False)
 
     async def episode(self, task: Task, sampling: Sampling) -> Episode:
         """Run one episode that belongs to no batch, before all others; again where the infrastructure failed.
@@ -163,11 +181,12 @@ class RolloutExecutor:
             try:
                 result = await self._attempt(task, self._dispatcher.client(episode, sampling))
             except ContextError as error:
-                problem = f"{error.message}; {error.hint}"
-                return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
+                return _too_long(task, error)
             finally:
                 self._scheduler.end_evaluation(episode)
                 self._dispatcher.grant()
+            if result.outcome.scored:
+                result = await self._score_group(episode, result)
             if not result.outcome.scored:
                 self._on_episode(result)
             if result.outcome is not Outcome.INFRASTRUCTURE_ERROR or tries == self.config.retries:
@@ -205,20 +224,28 @@ class RolloutExecutor:
         done, groups = planner.progress()
         serving = len(scheduler.capacity.engines)
         self._most_engines = max(self._most_engines, serving)
+        states = scheduler.states + scheduler.evaluation_states
+        evaluation = self.evaluation
         return RolloutStatus(
             batch=planner.next_batch,
             groups_done=done,
             groups=groups,
-            episodes_running=scheduler.states["decoding"],
-            episodes_waiting=scheduler.states["in_env"],
-            queue=scheduler.states["waiting"],
+            episodes_running=states["decoding"],
+            episodes_waiting=states["in_env"],
+            queue=states["waiting"],
             engines_serving=serving,
             engines=self._most_engines,
             lag_max=max(0, planner.published - planner.oldest_version()),
+            evaluated=evaluation.total - evaluation.left if evaluation else 0,
+            to_evaluate=evaluation.total if evaluation else 0,
         )
 
     def waiting_for(self) -> str:
-        """Describe in words what the next batch waits for."""
+        """Describe in words what is waited for: the next batch, or an evaluation."""
+        done, groups = self._scheduler.planner.progress()
+        held = done == groups and self._held
+        if self.evaluation is not None and (held or self._scheduler.capacity.evaluating):
+            return f"the evaluation of version {self.evaluation.version} lacks {self.evaluation.left} episodes"
         return self._scheduler.describe_missing()
 
     def state(self) -> dict[str, object]:
@@ -231,7 +258,7 @@ class RolloutExecutor:
         }
 
     async def restore(self, state: dict[str, object]) -> None:
-        """Continue from a saved state; episodes in flight are ended.
+        """Continue from a saved state; episodes in flight are ended, those of an evaluation too.
 
         Raises:
             TaskError: the state is not one of `state`.
@@ -240,9 +267,9 @@ class RolloutExecutor:
         if not isinstance(mixture, dict) or not isinstance(used, list) or not isinstance(batches, int):
             raise TaskError(f"the saved state of the rollouts holds {sorted(state)}", hint="start a new run")
         await self._cancel_all()
-        self._failure = None
+        self._failure = self.evaluation = None
         self._tasks.restore(mixture, used)
-        self._scheduler = self._new_scheduler(first=batches)
+        self._scheduler = self._new_scheduler(self.config, first=batches)
         self._dispatcher = Dispatcher(self._scheduler, self._generator, self._tokenizer)
 
     def __repr__(self) -> str:
@@ -254,6 +281,17 @@ class RolloutExecutor:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    @property
+    def _held(self) -> bool:
+        """True while the next batch waits for an evaluation of a single version."""
+        return self.evaluation is not None and self.evaluation.one_version and not self.evaluation.complete
+
+    def _go_on(self) -> None:
+        """Go on after an error: what is not mended will fail again."""
+        if self._failure is not None:
+            self._warn(f"rollouts go on after an error: {str(self._failure).splitlines()[0]}")
+            self._failure = None
 
     def _on_engines_changed(self) -> None:
         self._dispatcher.update_engines()
@@ -271,7 +309,8 @@ class RolloutExecutor:
         self._set_versions()
         try:
             for episode in scheduler.pop_starts() if self._failure is None else ():
-                self._running[episode] = asyncio.get_running_loop().create_task(self._run(episode))
+                running = self._evaluate(episode) if episode.group.batch == RIDE_ALONG else self._run(episode)
+                self._running[episode] = asyncio.get_running_loop().create_task(running)
         except ForgeError as error:
             self._fail(error)
         for episode in scheduler.pop_cancelled():
@@ -308,14 +347,79 @@ class RolloutExecutor:
                 self._warn(f"{task.source} {task.id}: skipped: {result.message}")
                 scheduler.skip(episode, f"the last one: {result.message}")
             else:
-                self._on_episode(result)
+                if result.outcome.scored:
+                    result = await self._score_group(episode, result)
+                if not math.isnan(result.reward):  # else told of when it is scored
+                    self._on_episode(result)
                 if result.problem:
                     self._warn(f"{task.source} {task.id}: {result.outcome}: {result.problem}")
                 scheduler.record_result(episode, result)
+        except SpendingError as error:
+            scheduler.restart(episode)
+            self._fail(error)
         except Exception as error:
             self._fail(error)
         self._advance()
         self._changed.set()
+
+    async def _evaluate(self, episode: InflightEpisode) -> None:
+        """Run an episode of the evaluation; an error that is not an outcome fails what is awaited, as in `_run`."""
+        evaluation, task = self.evaluation, episode.group.task
+        assert evaluation is not None, "its episodes end with it"
+        seed = zlib.crc32(f"evaluation/{self._seed}/{task.source}/{task.id}/{episode.index}".encode())
+        client = self._dispatcher.client(episode, replace(evaluation.sampling, seed=seed))
+        try:
+            result = await self._attempt(task, client)
+        except asyncio.CancelledError:
+            raise
+        except ContextError as error:
+            result = _too_long(task, error)
+        except BaseException as error:
+            self._scheduler.restart(episode)
+            self._fail(error)
+            return
+        finally:
+            self._running.pop(episode, None)
+        try:
+            if result.outcome.scored:
+                result = await self._score_group(episode, result)
+            if not result.outcome.scored:
+                self._on_episode(result)
+            if result.outcome is Outcome.INFRASTRUCTURE_ERROR and episode.tries < self.config.retries:
+                episode.tries += 1
+                self._scheduler.restart(episode)
+            else:
+                self._scheduler.end_evaluation(episode)
+                evaluation.record(episode, result)
+        except Exception as error:
+            self._fail(error)
+        self._advance()
+        self._changed.set()
+
+    async def _score_group(self, episode: InflightEpisode, result: Episode) -> Episode:
+        """Score the episodes of a group that are scored together, once the last one has ended with this result."""
+        mates = [each for each in episode.group.episodes if each is not episode]
+        if any(each.result is None for each in mates):
+            return result
+        waiting = [each for each in mates if each.result is not None and math.isnan(each.result.reward)]
+        unscored = [each.result for each in waiting if each.result is not None]
+        own = [result] if math.isnan(result.reward) else []
+        if not unscored and not own:
+            return result
+        assert self._reward is not None, "episodes that come without a score need a reward"
+        try:
+            scored = await score_again(self._reward, [*unscored, *own])
+        except SpendingError:
+            raise
+        except Exception as error:
+            died = isinstance(error, ReplicaError)
+            outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
+            return replace(result, reward=0.0, outcome=outcome, problem=str(error))
+        for mate, mates_result in zip(waiting, scored, strict=False):
+            mate.result = mates_result
+            if episode.group.batch >= 0:
+                self._on_episode(mates_result)
+        return scored[-1] if own else result
 
     async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
         """Run an episode; a CancelledError of its own code is a failure of that, and no end of the run."""
@@ -351,3 +455,9 @@ class RolloutExecutor:
         for kind in found.keys() - self._in_streak:
             self._warn(f"batch {number}: {found[kind]}")
         self._in_streak = set(found)
+
+
+def _too_long(task: Task, error: ContextError) -> Episode:
+    """Make the episode of a task whose prompt leaves no room for an answer."""
+    problem = f"{error.message}; {error.hint}"
+    return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)

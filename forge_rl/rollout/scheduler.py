@@ -6,14 +6,14 @@ Pure logic on a clock that is passed in: rollouts drive it for real, tests and t
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
 from forge_rl.rollout.batch_planner import BatchPlanner
 from forge_rl.rollout.capacity import EngineCapacity
-from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig, State
+from forge_rl.rollout.state import EVALUATION, RIDE_ALONG, GroupState, InflightEpisode, ScheduleConfig, State
 from forge_rl.types import Episode, Outcome, Task
 
 _MEMORY = 0.95
@@ -21,7 +21,10 @@ _MEMORY = 0.95
 
 
 class Scheduler:
-    """Decides which episodes start and decode, for the batches of its planner.
+    """Decides which episodes start and decode, for the batches of its planner and for evaluations.
+
+    Episodes of an evaluation ride along: they take what the awaited batch leaves free, before work ahead on later
+    batches, and pause with it. While the evaluation itself is awaited, they go first, and nothing of a batch starts.
 
         for episode in scheduler.pop_starts():
             ...  # open its environment, then scheduler.request_decode(episode)
@@ -56,7 +59,9 @@ class Scheduler:
         self.outcomes: Counter[str] = Counter()
         """Outcomes of all attempts, also of those that were not used."""
         self.states: Counter[State] = Counter()
-        """Number of episodes in each state."""
+        """Number of batches' episodes in each state."""
+        self.evaluation_states: Counter[State] = Counter()
+        """Number of evaluations' episodes in each state."""
         self._config = config
         self._clock = clock
         self._expected_tokens: dict[str, float] = {}
@@ -65,19 +70,43 @@ class Scheduler:
         """Heap of episodes to start."""
         self._waiting: list[tuple[float, int, InflightEpisode]] = []
         """Heap of episodes that want an engine."""
+        self._to_evaluate: deque[InflightEpisode] = deque()
+        """Episodes of evaluations to start."""
+        self._riding: list[tuple[float, int, InflightEpisode]] = []
+        """Heap of episodes of evaluations that want an engine."""
         self._cancelled: list[InflightEpisode] = []
         self._tickets = 0
 
     # Events.
 
+    def reconfigure(self, config: ScheduleConfig) -> None:
+        """Decide by other bounds from now on; what they rule out is dropped, and replaced."""
+        if config != self._config:
+            self._config = config
+            self.planner.reconfigure(config)
+
     def start_evaluation(self, task: Task) -> InflightEpisode:
         """Start an episode that belongs to no batch, and goes before all others."""
-        self.states["in_env"] += 1
+        self.evaluation_states["in_env"] += 1
         return InflightEpisode(GroupState(task, EVALUATION, (EVALUATION, 0, 0), order=0), 0, state="in_env")
 
     def end_evaluation(self, episode: InflightEpisode) -> None:
         """End an episode that belongs to no batch, with or without a result."""
         self._set_state(episode, "done")
+
+    def add_evaluation(self, groups: Iterable[GroupState]) -> None:
+        """Let an evaluation's episodes ride along, in this order; the groups' batch is RIDE_ALONG."""
+        for group in groups:
+            self.evaluation_states["new"] += len(group.episodes)
+            self._to_evaluate += group.episodes
+
+    def await_evaluation(self, awaited: bool) -> None:
+        """Note that evaluations are awaited, or no more."""
+        self.capacity.set_evaluating(awaited)
+        for _, ticket, episode in self._riding if awaited else ():
+            heapq.heappush(self._waiting, (EVALUATION, ticket, episode))
+        if awaited:
+            self._riding = []
 
     def request_decode(self, episode: InflightEpisode) -> None:
         """Queue an episode that has a turn to decode."""
@@ -88,8 +117,15 @@ class Scheduler:
         if not episode.ticket:  # a later turn keeps its place before those that started later
             self._tickets += 1
             episode.ticket = self._tickets
-        rank = min(episode.group.batch, EVALUATION + 0.5) if episode.interrupted else episode.group.batch
-        heapq.heappush(self._waiting, (rank, episode.ticket, episode))
+        rank: float = episode.group.batch
+        heap = self._waiting
+        if rank == RIDE_ALONG and self.capacity.evaluating:
+            rank = EVALUATION
+        elif episode.interrupted:
+            rank = EVALUATION if rank == EVALUATION else EVALUATION + 0.5
+        elif rank == RIDE_ALONG:
+            heap = self._riding
+        heapq.heappush(heap, (rank, episode.ticket, episode))
 
     def finish_turn(self, episode: InflightEpisode, *, interrupted: bool = False) -> None:
         """Free the engine of an episode whose turn is decoded, or was interrupted and will be requested again."""
@@ -99,12 +135,15 @@ class Scheduler:
         self._set_state(episode, "in_env")
 
     def restart(self, episode: InflightEpisode) -> None:
-        """Start an episode of a batch again, from its beginning."""
+        """Start an episode of a batch or an evaluation again, from its beginning."""
         if episode.group.dropped:
             return
         self._set_state(episode, "new")
         episode.engine = None
-        self._queue(episode)
+        if episode.group.batch == RIDE_ALONG:
+            self._to_evaluate.appendleft(episode)
+        else:
+            self._queue(episode)
 
     def skip(self, episode: InflightEpisode, problem: str) -> None:
         """Replace the group of an episode whose prompt leaves no room for an answer.
@@ -146,7 +185,7 @@ class Scheduler:
     def stopwatch(self, episode: InflightEpisode) -> Callable[[], float]:
         """Return what tells the seconds that an episode has had since now: neither waiting for an engine nor paused.
 
-        Evaluations go on while others are paused, and so does their time.
+        What goes on while others are paused has its time counted then, too.
         """
         clock = self._clock_of(episode)
         began, waited_s = clock(), episode.waited_s
@@ -167,11 +206,12 @@ class Scheduler:
         found: list[InflightEpisode] = []
         slots = self.capacity.slots
         wanted = slots + 1 + slots // 8  # a little more than engines take: an environment needs time to open
+        # What is paused would hold back an evaluation that is awaited.
+        counted = (self.evaluation_states,) if self.capacity.evaluating else (self.states, self.evaluation_states)
         while (
-            not self.capacity.paused
-            and slots
-            and self.states["waiting"] + self.states["decoding"] + len(found) < wanted
-            and self.in_flight < self._config.max_episodes
+            slots
+            and sum(states["waiting"] + states["decoding"] for states in counted) + len(found) < wanted
+            and sum(map(_in_flight, counted)) < self._config.max_episodes
         ):
             try:
                 episode = self._next_episode()
@@ -181,26 +221,28 @@ class Scheduler:
                 break
             if episode is None:
                 break
-            self.planner.start(episode.group)
+            if episode.group.batch != RIDE_ALONG:
+                self.planner.start(episode.group)
             self._set_state(episode, "in_env")
             found.append(episode)
         return found
 
     def pop_grants(self) -> list[InflightEpisode]:
-        """Return the episodes that decode from now on, each on its `engine`; none of a batch while paused."""
+        """Return the episodes that decode from now on, each on its `engine`; while paused, none but those that come
+        first."""
         found: list[InflightEpisode] = []
-        while self._waiting:
-            rank, _, episode = self._waiting[0]
+        while heap := self._first_waiting():
+            rank, _, episode = heap[0]
             if self.capacity.paused and rank != EVALUATION:
                 break
             if episode.state != "waiting":
-                heapq.heappop(self._waiting)
+                heapq.heappop(heap)
                 continue
             # An engine that may have its prompt in the cache, if there is room.
             engine = self.capacity.choose((episode.engine, episode.group.home))
             if engine is None:
                 break
-            heapq.heappop(self._waiting)
+            heapq.heappop(heap)
             episode.engine = engine
             episode.interrupted = False
             if episode.group.home is None:
@@ -219,7 +261,7 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         """Number of episodes that have started and not ended."""
-        return self.states["in_env"] + self.states["waiting"] + self.states["decoding"]
+        return _in_flight(self.states) + _in_flight(self.evaluation_states)
 
     def describe_missing(self) -> str:
         """Describe in words what the next batch waits for."""
@@ -237,15 +279,32 @@ class Scheduler:
         return missing
 
     def _next_episode(self) -> InflightEpisode | None:
-        """Return the next episode to start, of the earliest batch that has one."""
+        """Return the next episode to start: of the batch that is awaited, of evaluations, of the earliest other batch.
+
+        While an evaluation is awaited, only those of evaluations start.
+        """
+        if self.capacity.evaluating:
+            return self._pop_evaluation()
+        if self.capacity.paused:
+            return None
         for number in self.planner.open_batches():
+            if number > self.planner.next_batch and (episode := self._pop_evaluation()) is not None:
+                return episode
             self.planner.fill(number, idle=not self.states["new"])
             episode = self._pop_new(number)
             if episode is None and number == self.planner.next_batch and self.planner.add_surplus():
                 episode = self._pop_new(number)
             if episode is not None:
                 return episode
-        return None
+        return self._pop_evaluation()
+
+    def _pop_evaluation(self) -> InflightEpisode | None:
+        return self._to_evaluate.popleft() if self._to_evaluate else None
+
+    def _first_waiting(self) -> list[tuple[float, int, InflightEpisode]]:
+        """Return the heap whose first episode comes first."""
+        awaited = bool(self._waiting) and self._waiting[0][0] <= self.planner.next_batch
+        return self._waiting if awaited or not self._riding else self._riding
 
     def _pop_new(self, last: int) -> InflightEpisode | None:
         while self._new and self._new[0][0] <= last:
@@ -271,7 +330,9 @@ class Scheduler:
             self._set_state(episode, "done")
 
     def _clock_of(self, episode: InflightEpisode) -> Callable[[], float]:
-        return self._clock if episode.group.batch == EVALUATION else self.capacity.running_s
+        if episode.group.batch >= 0:
+            return self.capacity.running_s
+        return self._clock if episode.group.batch == EVALUATION else self.capacity.evaluation_s
 
     def _set_state(self, episode: InflightEpisode, state: State) -> None:
         if state == "waiting":
@@ -281,6 +342,11 @@ class Scheduler:
         if "decoding" in (episode.state, state) and episode.state != state:
             assert episode.engine is not None, "an episode that decodes has an engine"
             self.capacity.add_requests(episode.engine, 1 if state == "decoding" else -1)
-        self.states[episode.state] -= 1
-        self.states[state] += 1
+        states = self.states if episode.group.batch >= 0 else self.evaluation_states
+        states[episode.state] -= 1
+        states[state] += 1
         episode.state = state
+
+
+def _in_flight(states: Counter[State]) -> int:
+    return states["in_env"] + states["waiting"] + states["decoding"]

@@ -78,6 +78,9 @@ done: has a result, or is not needed any more."""
 
 EVALUATION = -1
 """Batch number of episodes that belong to no batch: they come first."""
+RIDE_ALONG = -2
+"""Batch number of an evaluation's episodes: they come after those of the batch that is awaited, and before work ahead;
+while the evaluation is awaited, first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +92,7 @@ class GroupState:
     """Number of the batch that it is planned for; a surplus group moves on to the next."""
     place: tuple[int, int, int]
     """Batch that it was first planned for, place in it, and number of groups that it replaces there: the same in every
-    run of one seed."""
+    run of one seed. Of an evaluation: RIDE_ALONG, number of the set, and place in it."""
     order: int
     """Number of groups planned before it."""
     episodes: list[InflightEpisode] = field(default_factory=list)
@@ -109,9 +112,10 @@ class GroupState:
 
     @property
     def is_uniform(self) -> bool:
-        """True if all rewards are equal: there is nothing to learn."""
-        rewards = [result.reward for result in self.results]
-        return max(rewards) == min(rewards)
+        """True if all rewards are equal, and no turn or token has a value of its own: there is nothing to learn."""
+        results = self.results
+        rewards = [result.reward for result in results]
+        return max(rewards) == min(rewards) and not any(each.turn_values or each.token_values for each in results)
 
 
 @dataclass(eq=False, slots=True)

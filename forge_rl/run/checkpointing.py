@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from forge_rl.checkpoint import Checkpoint, Checkpoints
 from forge_rl.errors import CheckpointError, ReplicaError
 from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.run.live import LiveSettings, is_live_state
 from forge_rl.run.services import Services
 
 
@@ -18,19 +20,34 @@ class Checkpointer:
         services: the trainer saves; after its restart, engines and weight store follow it.
         rollouts: saved and restored with the trainer.
         model: folder that the run started from.
+        live: what was changed while the run goes: saved, taken up again, and no part of a rollback.
+        keep_best: mark the checkpoint with the best score, which then stays.
     """
 
-    def __init__(self, checkpoints: Checkpoints, services: Services, rollouts: RolloutExecutor, model: Path) -> None:
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        services: Services,
+        rollouts: RolloutExecutor,
+        model: Path,
+        live: LiveSettings,
+        *,
+        keep_best: bool = True,
+    ) -> None:
         self._checkpoints = checkpoints
         self._services = services
         self._rollouts = rollouts
         self._model = model
+        self._live = live
+        self._keep_best = keep_best
         self._began = time.monotonic()
         self._seconds_before = 0.0
         self.step = 0
         """Number of finished steps, which are batches that were trained on."""
         self.scores: dict[int, float] = {}
-        """Held-out score by step."""
+        """Score of the first set by step."""
+        self.evaluation: tuple[int, int] | None = None
+        """Step and version of the evaluation that is under way: what goes on from a checkpoint starts it again."""
         self.saved: int | None = None
         """Step of the newest checkpoint; None where there is none."""
         self._first = rollouts.state()
@@ -46,6 +63,12 @@ class Checkpointer:
         """True if the trainer took updates since the last step ended."""
         return self._services.trainer.updates != self._ended[0]
 
+    def note_score(self, step: int, score: float) -> None:
+        """Notes what an evaluation came to, which is under way no more."""
+        self.evaluation = None
+        self.scores[step] = score
+        self._mark_best()
+
     def end_step(self) -> None:
         """Counts a step that is finished."""
         self.step += 1
@@ -55,17 +78,25 @@ class Checkpointer:
         """Notes where the rollouts stand: soon they are ahead, and a checkpoint needs both of the same step."""
         self._ended = self._services.trainer.updates, self._rollouts.state()
 
-    async def resume(self, checkpoint: Checkpoint) -> None:
-        """Goes on from a checkpoint of an earlier process, which the trainer has loaded.
+    async def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Goes on from a checkpoint of an earlier process, which the trainer has loaded, if any, and with what was
+        changed live after it.
 
         Raises:
             CheckpointError: it lacks something, or its parts are of different steps.
         """
-        rollouts, self.scores, self._seconds_before = self._read(checkpoint)
-        await self._rollouts.restore(rollouts)
+        rollouts, live = self._first, None
+        if checkpoint is not None:
+            rollouts, self.scores, self._seconds_before, self.evaluation = self._read(checkpoint)
+            live = checkpoint.controller_state().get("live")
+            self.step = self.saved = checkpoint.step
+        live, mixture = self._live.unsaved(self.step) or (live, {})
+        if checkpoint is not None or mixture:
+            await self._rollouts.restore(_with_mixture(rollouts, mixture))
+        await self._live.resume(live)
         self._first = self._rollouts.state()
-        self.step = self.saved = checkpoint.step
         self._note()
+        self._mark_best()
 
     async def save(self) -> Checkpoint:
         """Writes a checkpoint of the last finished step.
@@ -79,10 +110,16 @@ class Checkpointer:
         updates, rollouts = self._ended
         scores = {str(at): score for at, score in self.scores.items()}
         state = {"step": step, "updates": updates, "rollouts": rollouts, "scores": scores, "seconds": self.seconds}
+        state["live"] = self._live.state()
+        if self.evaluation is not None:
+            state["evaluation"] = list(self.evaluation)
+        spare = self.evaluation[0] if self.evaluation and self._keep_best else None
         await self._services.devices.hand_to_trainer(idle=True)  # an evaluation left shared ones to the engines
-        async with self._checkpoints.writing(step, state, bytes_needed=trainer.parameters * 16) as folder:
+        needed = trainer.parameters * 16
+        async with self._checkpoints.writing(step, state, bytes_needed=needed, spare=spare) as folder:
             await trainer.save(folder, model=self._model)
         self.saved = step
+        self._mark_best()
         latest = self._checkpoints.latest()
         assert latest is not None, "a checkpoint was just written"
         return latest
@@ -111,22 +148,37 @@ class Checkpointer:
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
         """Brings everything but the trainer to the step of the checkpoint."""
         trainer, generator, weights = self._services.trainer, self._services.generator, self._services.weights
-        await self._rollouts.restore(self._read(checkpoint)[0] if checkpoint else self._first)
+        rollouts = self._read(checkpoint)[0] if checkpoint else self._first
+        await self._rollouts.restore(_with_mixture(rollouts, self._live.mixture_now()))
         await weights.rollback(trainer.version - 1)
         version = await trainer.publish(weights, dtype=generator.dtype)
         await generator.load(weights, version)
         self.saved = checkpoint.step if checkpoint else None
         self.step = self.saved or 0
         self.scores = {at: score for at, score in self.scores.items() if at <= self.step}
+        if self.evaluation is not None and self.evaluation[0] > self.step:
+            self.evaluation = None
         self._note()
+        self._mark_best()
 
-    def _read(self, checkpoint: Checkpoint) -> tuple[dict[str, object], dict[int, float], float]:
-        """Reads the rollouts' state, the scores, and the seconds of the run until then."""
+    def _mark_best(self) -> None:
+        """Marks the checkpoint with the highest score, the earliest of several, among those whose score is known."""
+        if self._keep_best:
+            scored = [checkpoint.step for checkpoint in self._checkpoints.all() if checkpoint.step in self.scores]
+            self._checkpoints.mark_best(max(scored, key=lambda step: (self.scores[step], -step), default=None))
+
+    def _read(
+        self, checkpoint: Checkpoint
+    ) -> tuple[dict[str, object], dict[int, float], float, tuple[int, int] | None]:
+        """Reads the rollouts' state, the scores, the seconds of the run until then, and the evaluation under way."""
         state, updates = checkpoint.controller_state(), self._services.trainer.updates
         rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
         hint = f"delete {checkpoint.folder} to continue from the checkpoint before it"
+        lacks = CheckpointError(f"{checkpoint.folder}/controller.json lacks what a run continues from", hint=hint)
         if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
-            raise CheckpointError(f"{checkpoint.folder}/controller.json lacks what a run continues from", hint=hint)
+            raise lacks
+        if (live := state.get("live")) is not None and not is_live_state(live):  # None: of before there was one
+            raise lacks
         if updates != state.get("updates"):
             raise CheckpointError(
                 f"{checkpoint.folder} holds a training state of {updates} updates, and the state of a run of "
@@ -134,6 +186,20 @@ class Checkpointer:
                 hint=hint,
             )
         try:
-            return rollouts, {int(at): float(score) for at, score in scores.items()}, float(seconds)
+            known = {int(at): float(score) for at, score in scores.items()}
+            match state.get("evaluation"):
+                case None:
+                    evaluation = None
+                case [int(step), int(version)]:
+                    evaluation = step, version
+                case other:
+                    raise ValueError(f"an evaluation {other!r:.80}")
+            return rollouts, known, float(seconds), evaluation
         except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{checkpoint.folder}/controller.json holds a score: {error}", hint=hint) from error
+
+
+def _with_mixture(rollouts: dict[str, object], changed: Mapping[str, object]) -> dict[str, object]:
+    """Replaces parts of the mixture in a state of the rollouts, which refuse it if there is none."""
+    mixture = rollouts.get("mixture")
+    return {**rollouts, "mixture": {**mixture, **changed}} if isinstance(mixture, dict) else rollouts

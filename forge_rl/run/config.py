@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from forge_rl.data.adaptive import Adapting
 from forge_rl.data.bundled import default_cache
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.isolation import Isolation
@@ -38,16 +40,14 @@ class RunConfig:
     group_size: int = 8
     """G: episodes of one task; advantages are centered within them."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    mixture: Adapting = field(default_factory=Adapting)
     placement: Placement = "auto"
     """colocated: trainer and engines share the devices; engines sleep while it trains, and its state is offloaded while
     they decode. separate: each has its own. auto: colocated where there are too few GPUs; on a CPU, whose memory
     both have, separate."""
     seed: int = 0
     """Seed of the tasks' order and of the sampling."""
-    held_out_tasks: int = 100
-    """Tasks for evaluation, never drawn for training."""
-    eval_every: int = 5
-    """Steps between evaluations; there is one before the first step and one after the last; 0 evaluates never."""
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
     checkpoint_every: int = 10
     """Steps between checkpoints; the last step makes one too; 0 writes none."""
     keep_checkpoints: int = 2
@@ -65,6 +65,8 @@ class RunConfig:
     parse_control_tokens: bool = False
     """Encode text in messages and tools that reads like a control token, such as <|im_end|>, as that token. By default
     it is text: else whoever writes a tool's output could end its turn, and write the next one as the system."""
+    tool_parser: str = ""
+    """Name of vLLM's parser for the model's way to write tool calls; by default that of its chat template."""
     phase_deadline_s: float = 3600.0
     """Longest time for one phase; past it the run stops and names what it waited for."""
     trainer: Trainer.Config = field(default_factory=Trainer.Config)
@@ -78,7 +80,7 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
-        counts = {"steps": 1, "groups_per_batch": 1, "group_size": 2, "held_out_tasks": 0, "eval_every": 0}
+        counts = {"steps": 1, "groups_per_batch": 1, "group_size": 2}
         check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
         if self.placement == "colocated" and self.schedule.decodes_while_training:
             raise ConfigError(
@@ -91,6 +93,12 @@ class RunConfig:
             raise ConfigError(
                 f"the warm-up of {self.trainer.optimizer.warmup_updates} updates is longer than the run of {updates}",
                 hint="lower --trainer.optimizer.warmup-updates",
+            )
+        if (self.evaluation.max_new_tokens or 0) >= self.generator.max_model_tokens:
+            raise ConfigError(
+                f"--evaluation.max-new-tokens is {self.evaluation.max_new_tokens}, and prompt and completion together "
+                f"have at most {self.generator.max_model_tokens}",
+                hint="lower --evaluation.max-new-tokens, or raise --generator.max-model-tokens",
             )
         if self.trainer.minibatches > self.groups_per_batch:
             raise ConfigError(

@@ -65,7 +65,7 @@ class RunMonitor:
 
     def waiting_for(self) -> str:
         """Describes what the controller waits for; "" if nothing is in flight."""
-        if self.clock.current == "rollout":
+        if self.clock.current in ("rollout", "evaluate"):
             return self._missing()
         waiting = self.faults.waiting_for()
         if waiting is None:
@@ -105,12 +105,22 @@ class RunMonitor:
         """Draws something that lasted."""
         self._draw(lambda trace: trace.span(lane, name, begin_s, end_s, overlapping=overlapping))
 
-    def summarise(self, step: int, seconds: float, scores: dict[int, float], checkpoint: Checkpoint | None) -> None:
+    def summarise(
+        self,
+        step: int,
+        seconds: float,
+        scores: dict[int, float],
+        checkpoint: Checkpoint | None,
+        best: Checkpoint | None = None,
+    ) -> None:
         """Writes the summary, which marks the run as finished, and shows where its files are."""
         folder, recoveries = self._folder, self.recoveries()
         summary = {
             "score_before": scores[min(scores)] if scores else None,
             "score_after": scores[max(scores)] if scores else None,
+            "best": {"step": best.step, "score": scores.get(best.step), "checkpoint": str(best.folder)}
+            if best
+            else None,
             "steps": step,
             "seconds": round(seconds, 1),
             "faults": [asdict(recovery) for recovery in recoveries],
@@ -123,6 +133,8 @@ class RunMonitor:
         }
         if checkpoint is not None:
             places["model"] = checkpoint.model
+        if best is not None and best != checkpoint:
+            places["best model"] = best.model
         places["curves"] = f"tensorboard --logdir {folder / 'tensorboard'}"
         self._display.summary(places, recoveries)
 

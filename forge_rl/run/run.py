@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forge_rl.checkpoint import Checkpoint
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.packing import Packed
 from forge_rl.engines.platform import resolve_dtype
-from forge_rl.errors import ReplicaError
-from forge_rl.metrics import Metric, batch_metrics, rewards_by_source
+from forge_rl.errors import ForgeError, ReplicaError, ServiceError
+from forge_rl.metrics import Metric, batch_metrics
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
+from forge_rl.run.evaluator import Evaluator
+from forge_rl.run.live import LiveSchedule
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.services import Services
 from forge_rl.runtime.tasks import interrupted_by
-from forge_rl.types import Batch, Task
+from forge_rl.types import Batch
 
 _GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
 """Mean gap between the trainer's and the engines' logprobs past which a step warns, by the engines' format."""
 
 C = TypeVar("C", bound=RunConfig)
+T = TypeVar("T")
 
 
 class Run(Generic[C]):
@@ -43,9 +46,10 @@ class Run(Generic[C]):
         services: Services,
         rollouts: RolloutExecutor,
         mixture: Mixture,
-        held_out: Sequence[Task],
+        evaluator: Evaluator,
         checkpointer: Checkpointer,
         monitor: RunMonitor,
+        schedule: LiveSchedule,
         close: Callable[[], Awaitable[object]],
     ) -> None:
         self.config = config
@@ -58,14 +62,18 @@ class Run(Generic[C]):
         """None where an agent makes the episodes."""
         self.rollouts = rollouts
         self.mixture = mixture
+        self.schedule = schedule
+        self._epochs = mixture.epochs
         self.last_batch: Batch | None = None
         """The batch of the last step, to look at."""
-        self._held_out = held_out
+        self._evaluator = evaluator
         self._devices = services.devices
         self._checkpointer = checkpointer
         self._monitor = monitor
         self._clock = monitor.clock
         self._log = monitor.log
+        self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
+        """Work for the end of the step that is going on."""
         self.close = close
         """Ends a run that was opened with `open`: stops the services, writes what is held back."""
         self._end_step()  # the start is no part of the first step
@@ -76,8 +84,13 @@ class Run(Generic[C]):
         return self._checkpointer.step
 
     @property
+    def current_phase(self) -> str:
+        """Phase that the run is in; "" between phases."""
+        return self._clock.current
+
+    @property
     def scores(self) -> dict[int, float]:
-        """Held-out score by step."""
+        """Score of the first set, such as the held-out tasks, by step; avg@k where k is --evaluation.episodes."""
         return self._checkpointer.scores
 
     @contextlib.contextmanager
@@ -121,6 +134,8 @@ class Run(Generic[C]):
                 "groups/uniform": packed.uniform_share,
             }
             self._clock.tokens("train", packed.sequence_tokens)
+        values |= self.mixture.metrics()
+        self._tell_epochs()
         values |= self.rollouts.metrics() | self._devices.pop_metrics() | self._monitor.pop_depths() | self._end_step()
         self._checkpointer.end_step()
         trains_in = str(resolve_dtype(self.config.trainer.dtype)).removeprefix("torch.")
@@ -134,6 +149,7 @@ class Run(Generic[C]):
         if problem:
             self._log.event(f"step {self.step}: {problem}", "warning")
         self._log.log(self.step, values, batch)
+        self._pop_evaluation()
         return values
 
     @contextlib.asynccontextmanager
@@ -157,6 +173,7 @@ class Run(Generic[C]):
         try:
             with interrupted_by(raise_death):
                 yield
+                await self._do_asked()
         except ReplicaError as error:
             if error.service != "trainer":
                 raise
@@ -166,18 +183,58 @@ class Run(Generic[C]):
         """Tells whether it is time for something that is done every so many steps, and after the last one."""
         return every > 0 and (self.step % every == 0 or self.step >= self.config.steps)
 
-    async def evaluate(self) -> float | None:
-        """Decodes the held-out tasks greedily; returns the mean score, or None where there are no such tasks."""
-        if not self._held_out or self.config.eval_every == 0:
+    async def evaluate(self, *, wait: bool | None = None) -> float | None:
+        """Evaluates the current weights on all sets; returns the first one's score, or None where it does not wait.
+
+        By default its episodes ride along with those of the next batches, and its results are logged, as those of this
+        step, at the end of the step in which they are complete. One that is still under way is finished first.
+
+        Args:
+            wait: True stops everything until it is complete, which is the default after the last step and with
+                --evaluation.blocking.
+
+        Raises:
+            ForgeError: all episodes of a set failed.
+        """
+        if not self._evaluator.sets or self.config.evaluation.every == 0:
+            return None
+        if self._evaluator.step != self.step:
+            await self.finish_evaluation()
+            self._start_evaluation(self.step, self.trainer.version)
+        last = self.step >= self.config.steps
+        return (
+            await self.finish_evaluation()
+            if wait or (wait is None and (last or self.config.evaluation.blocking))
+            else None
+        )
+
+    async def finish_evaluation(self) -> float | None:
+        """Waits for the evaluation that is under way, and logs it; returns its score, or None if there is none."""
+        if self._evaluator.step is None:
             return None
         with self.phase("evaluate"):
-            episodes = await self.rollouts.evaluate(self._held_out)
-            self._clock.tokens("evaluate", sum(episode.response_tokens for episode in episodes))
-        score = sum(episode.reward for episode in episodes) / len(episodes)
-        self.scores[self.step] = score
-        values = {"held_out": score, **rewards_by_source("held_out", episodes)}
-        self._log.log(self.step, values | self._end_step())
-        return score
+            await self._evaluator.finish()
+        return self._pop_evaluation(ends_step=self._evaluator.step == self.step)
+
+    def restart_evaluation(self) -> None:
+        """Starts the evaluation again that was under way at the checkpoint that the run goes on from, if there is one.
+
+        Where that checkpoint is of a later step, its weights are others than those that were to be evaluated: all its
+        tokens count as other_versions.
+        """
+        self._evaluator.drop()
+        if self._checkpointer.evaluation is not None and self._evaluator.sets:
+            self._start_evaluation(*self._checkpointer.evaluation)
+
+    async def after_step(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Does work for another task, such as `checkpoint`, when the body of `recovering` has ended; waits for it.
+
+        Raises:
+            ForgeError: the work failed. The run goes on, unless a service did.
+        """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._asked.append((work, done))
+        return await done
 
     async def checkpoint(self) -> Checkpoint:
         """Writes a checkpoint of the last finished step."""
@@ -200,6 +257,27 @@ class Run(Generic[C]):
         title = f"Run  step {self.step} of {self.config.steps}  {self.folder}"
         return "\n".join([title, *(f"  {part!r}" for part in parts if part)])
 
+    def _tell_epochs(self) -> None:
+        """Tell of sources whose tasks come again from now on."""
+        before, self._epochs = self._epochs, self.mixture.epochs
+        for name, epoch in self._epochs.items():
+            if int(epoch) > int(before.get(name, epoch)):
+                self._log.event(f"{name}: all tasks were drawn; epoch {int(epoch) + 1} begins")
+
+    def _start_evaluation(self, step: int, version: int) -> None:
+        self._evaluator.start(step, version)
+        self._checkpointer.evaluation = step, version
+
+    def _pop_evaluation(self, *, ends_step: bool = False) -> float | None:
+        """Logs the evaluation if it is complete, as that of its own step; returns its score."""
+        result = self._evaluator.pop()
+        if result is None:
+            return None
+        self._checkpointer.note_score(result.step, result.score)
+        self._clock.tokens("evaluate", result.tokens)
+        self._log.log(result.step, result.metrics | (self._end_step() if ends_step else {}))
+        return result.score
+
     def _end_step(self) -> dict[str, float]:
         self._clock.busy("trainer", self.trainer.busy_s)
         self.trainer.busy_s = 0.0
@@ -215,10 +293,26 @@ class Run(Generic[C]):
             if phase:
                 self._clock.busy(f"generator/{index}", seconds, phase=phase)
 
+    async def _do_asked(self) -> None:
+        while self._asked:
+            work, done = self._asked.pop(0)
+            try:
+                result = await work()
+            except ForgeError as error:
+                if not done.done():
+                    done.set_exception(error)
+                if isinstance(error, ServiceError):
+                    raise
+            else:
+                if not done.done():
+                    done.set_result(result)
+
     async def _recover(self) -> None:
         with self.phase("recover"):
+            self._pop_evaluation()
             step = await self._checkpointer.rollback()
             self._log.rollback(step)
+            self.restart_evaluation()
             self._log.event(f"the trainer was restarted; the run goes on from step {step}", "warning")
 
 

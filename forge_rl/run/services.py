@@ -47,6 +47,11 @@ def stored_bytes(model: Path) -> int:
     return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
+def _name_of(environment: EnvFactory) -> str:
+    environment = getattr(environment, "func", environment)  # of a class with options
+    return getattr(environment, "__name__", type(environment).__name__)
+
+
 @contextlib.asynccontextmanager
 async def running_services(
     config: RunConfig,
@@ -140,12 +145,19 @@ async def running_services(
             scorer = begin(
                 "reward",
                 type(reward).__name__,
-                Reward.start(config.reward, cluster, faults, function=reward, deadline_s=deadline_s),
+                Reward.start(
+                    config.reward,
+                    cluster,
+                    faults,
+                    function=reward,
+                    deadline_s=deadline_s,
+                    folder=(folder / "reward").resolve(),
+                ),
             )
             if environment is not None:
                 envs = begin(
                     "environment",
-                    getattr(environment, "__name__", type(environment).__name__),
+                    _name_of(environment),
                     Environment.start(config.environment, cluster, faults, factory=environment, deadline_s=deadline_s),
                 )
         devices = DeviceHandover(generator.result(), trainer.result() if shares_devices else None)

@@ -6,19 +6,22 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.checkpoint import Checkpoints
-from forge_rl.data.mixture import Mixture
+from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.data.models import resolve_model
+from forge_rl.data.scan import check_tasks
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
+from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.metrics import (
     Display,
     EpisodeSink,
@@ -31,11 +34,15 @@ from forge_rl.metrics import (
     TensorBoardSink,
     WandbSink,
 )
+from forge_rl.rewards.config import build_reward
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
+from forge_rl.run.control import Control, serving_control
+from forge_rl.run.evaluator import HELD_OUT, Evaluator
+from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run import Run
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_digests, prepare_folder
@@ -46,7 +53,8 @@ from forge_rl.runtime.isolation import check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import EnvFactory
-from forge_rl.services.reward import RewardFunction
+from forge_rl.services.reward import RewardFunction, parts_of
+from forge_rl.types import Task
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -68,20 +76,30 @@ class Starting(Generic[C]):
     _: KW_ONLY
     loss: Loss
     """The recipe's; says whether the trainer must keep a reference."""
-    sources: Mixture
-    """Where tasks come from, by weight."""
+    sources: AnySources
+    """Where tasks come from: a mixture by weight, a source, a list or another iterable of tasks or rows such as
+    {"question": "2+3?", "answer": "5"}, a function that returns one, or several by name. A tenth of the problems of a
+    list is held out."""
     reward: RewardFunction
-    """Scores episodes, each from its task and its last completion."""
-    environment: EnvFactory = SingleTurn
-    """Makes the environment of each episode; by default the model answers once."""
-    agent: Agent | None = None
-    """Makes the episodes instead of environments; it finds the policy at a gateway."""
+    """Scores episodes, as `rewards/protocol.py` says."""
+    evaluation: Mapping[str, Sequence[Task]] | None = None
+    """Sets of tasks to evaluate on, by name; the first one's score is the run's. By default those of the sources: their
+    held-out tasks as `held_out`, and what --eval-tasks name."""
+    environment: EnvFactory | AgentEnvironment = SingleTurn
+    """Makes the environment of each episode; by default the model answers once. One that plays its episodes itself
+    takes the place of agent and reward."""
+    agent: Agent | str | None = None
+    """Makes the episodes instead of environments; it finds the policy at a gateway. A text, MODULE:FUNCTION or
+    FILE.py:FUNCTION, names one that runs in a process of its own."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """Settings of the agent's gateway."""
     recipe: str = "run"
     """Name of the recipe, for the run folder."""
 
     def __post_init__(self) -> None:
+        if not callable(self.environment):
+            self.agent, self.reward = self.environment.agent, self.environment.reward
+        self.mixture = as_mixture(self.sources, seed=self.config.seed)
         self._running = self._run()
 
     async def __aenter__(self) -> Run[C]:
@@ -106,9 +124,10 @@ class Starting(Generic[C]):
             engines=config.generator.replicas,
             decodes_while_training=config.schedule.decodes_while_training,
         )
-        code = code_digests(config, self.reward, self.environment, self.agent, self.loss)
+        generators = [getattr(source, "items", None) for source in self.mixture.sources.values()]
+        rewards = parts_of(self.reward).values()
+        code = code_digests(config, *rewards, self.environment, self.agent, self.loss, *generators)
         folder, notes = choose_folder(config, self.recipe, config.out, code)
-        held_out = self.sources.held_out(config.held_out_tasks) if config.held_out_tasks and config.eval_every else ()
         run: Run[C] | None = None
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(os.close, prepare_folder(folder, config, code))
@@ -151,11 +170,22 @@ class Starting(Generic[C]):
                 raise error
 
             try:
+                if not callable(self.environment):
+                    await stack.enter_async_context(self.environment.serving(folder / "logs"))
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
                 read_architecture(model)  # a family that cannot be trained is refused before anything starts
+                match checkpoint.controller_state() if checkpoint is not None else None:
+                    case {"rollouts": {"mixture": dict(saved)}}:
+                        self.mixture.restore_sources(saved)  # refuses files that have changed
+                limit = config.generator.max_model_tokens - config.generator.max_new_tokens
+                checking = partial(check_tasks, limit=limit, cache=config.cache, progress=display.progress)
+                scans = await asyncio.to_thread(checking, self.mixture, partial(Tokenizer, model))
+                for name, scan in scans.items():
+                    log.event(f"{name}: {scan.describe(limit)}")
+                sets = self._sets()
                 if config.checkpoint_every:
                     bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
-                    check_space(folder, bytes_each * (config.keep_checkpoints + 1))
+                    check_space(folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
                 services = await stack.enter_async_context(
                     running_services(
                         config,
@@ -168,7 +198,7 @@ class Starting(Generic[C]):
                         reference=self.loss.needs_reference,
                         shares_devices=shared,
                         reward=self.reward,
-                        environment=self.environment if self.agent is None else None,
+                        environment=self.environment if self.agent is None and callable(self.environment) else None,
                     )
                 )
                 log.event(services.weights.choice)
@@ -176,19 +206,28 @@ class Starting(Generic[C]):
                 run_episode: RunEpisode
                 if self.agent is not None:
                     engines = GeneratorBackend(services.generator, config.model)
-                    serving = serving_agents(self.agent, self.gateway, engines, tokenizer, services.reward)
+                    serving = serving_agents(
+                        self.agent,
+                        self.gateway,
+                        engines,
+                        tokenizer,
+                        services.reward,
+                        warn=lambda text: log.event(text, "warning"),
+                    )
                     run_episode = await stack.enter_async_context(serving)
                 else:
                     assert services.environment is not None
-                    run_episode = EpisodeRunner(tokenizer, services.environment, services.reward)
+                    parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer)
+                    run_episode = EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
                 rollouts = RolloutExecutor(
-                    mixture=self.sources,
+                    mixture=self.mixture,
                     groups=config.groups_per_batch,
                     episodes=config.group_size,
                     schedule=config.schedule,
                     tokenizer=tokenizer,
                     generator=services.generator,
                     run_episode=run_episode,
+                    reward=services.reward,
                     devices=services.devices,
                     seed=config.seed,
                     version=lambda: services.trainer.version,
@@ -198,32 +237,58 @@ class Starting(Generic[C]):
                 stack.push_async_callback(rollouts.close)
                 services.reward.replaced.append(rollouts.reward_replaced)
                 monitor.follow(rollouts.status, rollouts.waiting_for)
-                checkpointer = Checkpointer(checkpoints, services, rollouts, model)
+                live = LiveSettings(
+                    folder / "live.json",
+                    step=lambda: checkpointer.step,
+                    mixture=self.mixture,
+                    adapting=config.mixture,
+                    reward=services.reward,
+                    rollouts=rollouts,
+                    build_reward=build_reward,
+                    tell=log.event,
+                )
+                stack.callback(live.close)
+                keep_best = config.evaluation.keep_best
+                checkpointer = Checkpointer(checkpoints, services, rollouts, model, live, keep_best=keep_best)
+                await checkpointer.resume(checkpoint)
                 if checkpoint is not None:
-                    await checkpointer.resume(checkpoint)
                     log.event(f"continued from {checkpoint.folder}")
-                if held_out and len(held_out) < config.held_out_tasks:
-                    log.event(f"there are only {len(held_out)} distinct held-out tasks", "warning")
+                if self.evaluation is None and 0 < (found := len(sets.get(HELD_OUT, ()))) < config.evaluation.tasks:
+                    log.event(f"there are only {found} distinct held-out tasks", "warning")
                 display.startup("first weights", "starting", "trainer to engines")
                 version = await services.trainer.publish(services.weights, dtype=services.generator.dtype)
                 await services.generator.load(services.weights, version)
                 display.startup("first weights", "ready", f"version {version}, attested")
+                evaluator = Evaluator(
+                    config.evaluation,
+                    sets,
+                    rollouts,
+                    max_new_tokens=config.generator.max_new_tokens,
+                    warn=lambda text: log.event(text, "warning"),
+                )
                 run = Run(
                     config,
                     folder,
                     services=services,
                     rollouts=rollouts,
-                    mixture=self.sources,
-                    held_out=held_out,
+                    mixture=self.mixture,
+                    evaluator=evaluator,
                     checkpointer=checkpointer,
                     monitor=monitor,
+                    schedule=live.schedule,
                     close=partial(self.__aexit__, None, None, None),
                 )
+                run.restart_evaluation()
+                warn = partial(log.event, level="warning")
+                await stack.enter_async_context(serving_control(folder, Control(run, live), warn))
                 gc.freeze()  # also what was imported meanwhile: see responsive_loop
                 with interrupted_by(raise_fault):
                     yield run
+                    if run.step >= config.steps:
+                        await run.finish_evaluation()
                 if run.step >= config.steps:
-                    monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest())
+                    best = checkpoints.best()
+                    monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest(), best)
             except asyncio.CancelledError:
                 if faults.fatal is None:
                     log.event("stopping: a second signal stops at once, without saving")
@@ -233,6 +298,15 @@ class Starting(Generic[C]):
             finally:
                 faults.closing = True
                 watching.cancel()
+
+    def _sets(self) -> Mapping[str, Sequence[Task]]:
+        """Returns the sets to evaluate on; none where the settings say so."""
+        settings = self.config.evaluation
+        if not settings.every:
+            return {}
+        if self.evaluation is not None:
+            return self.evaluation
+        return self.mixture.eval_sets(settings.tasks)
 
 
 start = Starting  # the name that recipes call it by: `async with start(...) as run`

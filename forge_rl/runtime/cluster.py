@@ -9,7 +9,6 @@ import functools
 import gc
 import importlib
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
+from forge_rl.redaction import is_secret
 from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
 
@@ -49,9 +49,6 @@ _CHILDREN_DEFAULTS = {
     _COMPILED: "~/.cache/torchinductor",
 }
 """Variables in the environment of spawned processes, unless they are set."""
-
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$", re.IGNORECASE)
-"""Names of variables that are secret."""
 
 
 class Cluster:
@@ -128,27 +125,27 @@ class Cluster:
             raise ConfigError(f"there is no host {host!r}", hint=f"choose one of {', '.join(self.hosts)}")
         additions: dict[str, str | None] = {each: os.environ[each] for each in _DEFAULTS}
         if not secrets:
-            additions |= dict.fromkeys(filter(_SECRET.search, os.environ))
+            additions |= dict.fromkeys(filter(is_secret, os.environ))
         if os.path.dirname(os.environ.get(_COMPILED, "")) == tempfile.gettempdir():
             additions[_COMPILED] = None  # torch notes its own choice there once it has compiled something
-        with (
-            quiet_stderr(),
-            _scratch_as_temporary() as scratch,
-        ):  # Monarch announces its log, in the middle of the display
+        # Monarch announces its log on stderr, in the middle of the display.
+        with quiet_stderr(), _scratch_as_temporary() as scratch:
             from monarch.actor import default_bootstrap_cmd, this_host
 
             # They inherit the rest. Monarch logs what stands here, if its log's level is info.
             temporary = {"TMPDIR": scratch} if host == THIS_HOST else {}
             command = default_bootstrap_cmd().with_env({**additions, **temporary, **(env or {})})
             place = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
+            # Only before the first: later this process may itself listen there, as a gateway.
             if not self._may_be_public and (ports := public_ports(psutil.Process())):
                 raise ConfigError(
                     f"Monarch listens on {', '.join(ports)}, where other machines reach it, and runs what it is sent",
                     hint="keep it on this machine, or give --public-ports where nobody else is in the network",
                 )
+            self._may_be_public = True
             mesh = place.spawn_procs(
                 per_host={"ranks": ranks},
-                bootstrap=functools.partial(_start_child, str(self.log_file(name)), tuple(imports)),
+                bootstrap=functools.partial(_start_child, str(self.log_file(name)), tuple(imports), tuple(sys.path)),
                 bootstrap_command=lambda _: command,
                 name=name.replace("/", "_"),
             )
@@ -204,8 +201,11 @@ def _scratch_as_temporary() -> Iterator[str]:
             os.environ["TMPDIR"] = before
 
 
-def _start_child(log_file: str, imports: Sequence[str]) -> None:
-    """Send a new process's output, and that of its own children, to its log file; then import modules."""
+def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str]) -> None:
+    """Send a new process's output, and that of its own children, to its log file; then import modules.
+
+    Modules are looked for where the parent looks for them, too.
+    """
     for name, value in _CHILDREN_DEFAULTS.items():
         os.environ.setdefault(name, os.path.expanduser(value))
     sys.stdout.flush()
@@ -216,6 +216,7 @@ def _start_child(log_file: str, imports: Sequence[str]) -> None:
     os.close(fd)
     # At its end Python searches all objects for cycles, which takes seconds of a processor where torch is loaded.
     atexit.register(gc.freeze)
+    sys.path += [place for place in path if place not in sys.path]
     for module in imports:
         importlib.import_module(module)
 

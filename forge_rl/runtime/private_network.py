@@ -24,9 +24,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 _VARIABLE = "FORGE_RL_PRIVATE_NETWORK"
-"""Environment variable with the descriptor of the channel to the process outside."""
+"""Environment variable with the descriptor of the channel to the process outside, and the process whose it is."""
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+
+
+def _keep_channel() -> None:
+    """Leave the channel to this process: children, such as those that run worlds, open no ports outside."""
+    fd, pid = os.environ[_VARIABLE].split()
+    if int(pid) == os.getpid():
+        os.set_inheritable(int(fd), False)
 
 
 def is_private() -> bool:
@@ -59,7 +66,7 @@ def listen_outside(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the port is in use, or there is no such address.
     """
-    channel = socket.socket(fileno=os.dup(int(os.environ[_VARIABLE])))
+    channel = socket.socket(fileno=os.dup(int(os.environ[_VARIABLE].split()[0])))
     with channel:
         channel.send(json.dumps([host, port]).encode())
         reply, fds, _, _ = socket.recv_fds(channel, 4096, 1)
@@ -81,7 +88,7 @@ def _inside(channel: int, command: Sequence[str]) -> NoReturn:
             f"error: this machine does not let its users make networks of their own: {error.strerror}\n"
             "hint: leave out --private-network, and keep other users off the machine or run in a container of your own"
         )
-    os.environ[_VARIABLE] = str(channel)
+    os.environ[_VARIABLE] = f"{channel} {os.getpid()}"
     os.execvp(command[0], list(command))
 
 
@@ -108,6 +115,9 @@ def _outside(channel: socket.socket) -> None:
         except OSError as error:
             channel.send(json.dumps([error.errno, str(error.strerror or error)]).encode())
 
+
+if is_private():
+    _keep_channel()
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--outside"]:

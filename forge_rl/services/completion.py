@@ -139,8 +139,11 @@ class ResumableCompletion:
         """Prepare for the next engine, as this one died.
 
         Raises:
-            ReplicaError: `error`, if several engines in a row died without a token.
+            ReplicaError: `error`, if several engines in a row died without a token, or if another engine cannot go on:
+                what constrains a completion, or penalises its tokens, knows only those that its own engine decoded.
         """
+        if self.tokens and self.sampling.extra:
+            raise error
         self._failures = 1 if self.tokens > self._resumed_at else self._failures + 1
         self._resumed_at = self.tokens
         if self._failures == _MOST_FAILURES:

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from forge_rl.envs.protocol import Env, Observation, Step
 from forge_rl.errors import ForgeError, ReplicaError, check_flags
@@ -16,10 +16,12 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
-from forge_rl.types import Task
+from forge_rl.types import Task, ToolCall
 
 EnvFactory = Callable[[Task], Env]
 """Makes the environment of one episode; must pickle."""
+Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
+"""Content of a completion, and its tool calls."""
 
 
 class Environment:
@@ -82,8 +84,8 @@ class Environment:
         """
         if self._service is None:
             self._opened += 1
-            local = LocalSession(self._factory(task))
-            return local, await local.env.reset()
+            local = LocalSession(_made(self._factory, task))
+            return local, await _reset(local.env)
         return await self._service.try_on(lambda replica: self._open(replica, task))
 
     async def _open(self, replica: Replica, task: Task) -> tuple[EnvSession, Observation]:
@@ -126,8 +128,11 @@ class EnvSession:
             raise
         return observation
 
-    async def step(self, answer: str, *, truncated: bool = False) -> Step:
+    async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
         """Respond to one turn of the model, which was cut by a token limit if `truncated`.
+
+        Args:
+            parsed: content and tool calls of the answer, for environments that take calls.
 
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
@@ -135,7 +140,7 @@ class EnvSession:
             ServiceError: the environment raised something.
         """
         try:
-            step: Step = await self._ask("step", answer, truncated)
+            step: Step = await self._ask("step", answer, truncated, parsed)
         except BaseException:
             self.abandon()
             raise
@@ -175,9 +180,9 @@ class LocalSession:
 
     env: Env
 
-    async def step(self, answer: str, *, truncated: bool = False) -> Step:
-        """Respond to one turn of the model, which was cut by a token limit if `truncated`."""
-        return await _step(self.env, answer, truncated)
+    async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
+        """Respond to one turn of the model, as `EnvSession.step` does."""
+        return await _step(self.env, answer, truncated, parsed)
 
     async def close(self) -> None:
         """Close an environment that is not done."""
@@ -194,11 +199,11 @@ class EnvironmentActor(ServiceActor):
         self._envs: dict[int, Env] = {}
 
     async def reset(self, key: int, task: Task) -> Observation:
-        env = self._envs[key] = self._factory(task)
-        return await env.reset()
+        env = self._envs[key] = _made(self._factory, task)
+        return await _reset(env)
 
-    async def step(self, key: int, answer: str, truncated: bool) -> Step:
-        step = await _step(self._envs[key], answer, truncated)
+    async def step(self, key: int, answer: str, truncated: bool, parsed: Parsed | None) -> Step:
+        step = await _step(self._envs[key], answer, truncated, parsed)
         if step.done:
             await self.close(key)
         return step
@@ -209,12 +214,43 @@ class EnvironmentActor(ServiceActor):
             await closed
 
 
-async def _step(env: Env, answer: str, truncated: bool) -> Step:
-    return await (env.step(answer, truncated=truncated) if _takes_truncated(type(env)) else env.step(answer))
+def _made(factory: EnvFactory, task: Task) -> Env:
+    env = factory(task)
+    if not (hasattr(env, "reset") and hasattr(env, "step")):
+        raise ForgeError(
+            f"the environment's factory returned {env!r:.80}, which has no reset and step",
+            hint="return an object with `async def reset(self)` and `async def step(self, completion)`",
+        )
+    return env
+
+
+async def _reset(env: Env) -> Observation:
+    observation = await env.reset()
+    if not isinstance(observation, Observation):
+        raise ForgeError(
+            f"{type(env).__name__}.reset returned {observation!r:.80}, no Observation",
+            hint="return Observation(messages=...)",
+        )
+    return observation
+
+
+async def _step(env: Env, answer: str, truncated: bool, parsed: Parsed | None) -> Step:
+    wanted = _wanted(type(env))
+    given: dict[str, object] = {"truncated": truncated} if "truncated" in wanted else {}
+    if "calls" in wanted:
+        answer, given["calls"] = parsed or (answer, ())
+    step = await env.step(answer, **given)
+    if not isinstance(step, Step):
+        raise ForgeError(
+            f"{type(env).__name__}.step returned {step!r:.80}, no Step", hint="return Step(done=..., messages=...)"
+        )
+    return step
 
 
 @functools.cache
-def _takes_truncated(kind: type[Env]) -> bool:
-    """Return whether the step of such an environment wants to know that a completion was cut."""
+def _wanted(kind: type[Env]) -> frozenset[str]:
+    """Return which optional arguments the step of such an environment takes."""
     parameters = inspect.signature(kind.step).parameters.values()
-    return any(each.name == "truncated" or each.kind is each.VAR_KEYWORD for each in parameters)
+    optional = {"truncated", "calls"}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return frozenset(optional if takes_all else optional & {each.name for each in parameters})

@@ -1,40 +1,39 @@
-"""The Reward service: scores episodes, with any Python function from (task, answer) to a number."""
+"""The Reward service: scores episodes, with any Python function of a task and its episode."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import math
-import os
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
 
-from monarch.actor import concurrent_endpoint
-
-from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, check_flags
+from forge_rl.errors import ReplicaError, check_flags
+from forge_rl.rewards import protocol
+from forge_rl.rewards.composition import WeightedSum
+from forge_rl.rewards.protocol import Form, form_of
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
-from forge_rl.types import Task
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.reward_actor import REWARD_STUCK, RewardActor
+from forge_rl.types import Episode, Score, Task
 
-RewardFunction = Callable[[Task, str], float | Awaitable[float]]
-"""Maps a task and the model's last answer to a score; plain or async. It must pickle."""
+RewardFunction: TypeAlias = protocol.RewardFunction | WeightedSum
+"""A reward in any of its forms, or a sum of some."""
 
 _QUEUE_DEADLINE_S = 3600.0
 """Longest wait for a score, with those before it."""
-_LAST_WORDS_S = 1.0
-"""Time for a process that ends to tell the caller why."""
-REWARD_STUCK = 72
-"""Exit status of a process that ended because its reward function did not come back."""
 
 
 class Reward:
     """Typed handle of the Reward service.
 
-    score = await reward.score(task, "the answer is 5")
+    [score] = await reward.score([episode])
     await reward.replace(lambda task, text: float(len(text)))  # in the middle of a run
     """
 
@@ -52,181 +51,225 @@ class Reward:
         def __post_init__(self) -> None:
             check_flags(self, "--reward.", least={"replicas": 1}, above={"deadline_s": 0})
 
-    def __init__(self, config: Config, service: Service, function: RewardFunction) -> None:
-        self._config = config
-        self._service = service
+    def __init__(self, function: RewardFunction, shared: _Pool, own: Mapping[str, _Pool]) -> None:
         self._function = function
+        self._shared = shared
+        self._own = own
+        """Pools of the parts that have replicas of their own, by the part's name."""
+        self.form: Form = form_of(function)
+        """Form of the function: whether episodes are scored one by one, or the whole group."""
         self.replaced: list[Callable[[], None]] = []
         """Callbacks, run after the function was replaced."""
+        self._replacing = asyncio.Lock()
+
+    @property
+    def function(self) -> RewardFunction:
+        """The function that scores now."""
+        return self._function
 
     @classmethod
     async def start(
-        cls, config: Config, cluster: Cluster, faults: Faults, *, function: RewardFunction, deadline_s: float
+        cls,
+        config: Config,
+        cluster: Cluster,
+        faults: Faults,
+        *,
+        function: RewardFunction,
+        deadline_s: float,
+        folder: Path | None = None,
     ) -> Reward:
-        """Spawn the service with a reward function."""
-        service = Service(
-            "reward",
+        """Spawn the service with a reward function, and one more for each of its parts that wants replicas of its own.
+
+        Args:
+            folder: for what functions keep, such as a judge's replies.
+
+        Raises:
+            ConfigError: the function cannot be called as a reward.
+            ForgeError: a function that is loaded raised it.
+        """
+        form_of(function)
+        shared, own = _divided(function)
+        pool = _Pool("reward", shared, config, cluster, faults, folder, deadline_s)
+        reward = cls(function, pool, {name: pool.beside(name, part) for name, part in own.items()})
+        try:
+            async with task_group() as group:
+                for each in (pool, *reward._own.values()):
+                    group.create_task(each.start())
+        except BaseException:
+            await reward.stop()
+            raise
+        return reward
+
+    async def score(self, episodes: Sequence[Episode]) -> Sequence[Score]:
+        """Score episodes of one task. If the replica dies meanwhile, another one scores them.
+
+        Raises:
+            DeadlineError: the function took longer than the config's deadline_s.
+            ReplicaError: several replicas died of it, one after another.
+            ForgeError: the function raised it, or returned something else than a score for each.
+            ServiceError: the function raised something else; or no replica is left.
+        """
+        function, task = self._function, episodes[0].task
+        given = [episode.text for episode in episodes] if self.form == "text" else list(episodes)
+        pools = [each for each in (self._shared, *self._own.values()) if each.functions]
+        async with task_group() as group:
+            asked = [group.create_task(each.score(task, given)) for each in pools]
+        scores = {name: scored for each in asked for name, scored in each.result().items()}
+        if not isinstance(function, WeightedSum):
+            [alone] = scores.values()
+            return alone
+        rows = zip(*(scores[name] for name in function.parts), strict=True)
+        return [function.combine(dict(zip(function.parts, row, strict=True))) for row in rows]
+
+    async def replace(self, function: RewardFunction) -> None:
+        """Score with another function from now on. Parts that have replicas of their own and stay keep them.
+
+        Raises:
+            ConfigError: the function cannot be called as a reward.
+            ServiceError: the function cannot be pickled, or not imported in the replicas.
+        """
+        form, (shared, own) = form_of(function), _divided(function)
+        async with self._replacing:
+            kept = {name: pool for name, pool in self._own.items() if pool.functions == {name: own.get(name)}}
+            new = {name: self._shared.beside(name, part) for name, part in own.items() if name not in kept}
+            try:
+                async with task_group() as group:
+                    for pool in new.values():
+                        group.create_task(pool.start())
+                version = await self._shared.give(shared)
+            except BaseException:
+                for pool in new.values():
+                    await pool.stop()
+                raise
+            gone = [pool for name, pool in self._own.items() if name not in kept]
+            # All at once: what is scored meanwhile is scored by the old function or by the new one.
+            self._shared.version, self._function, self._own, self.form = version, function, {**kept, **new}, form
+            for listener in self.replaced:
+                listener()
+            for pool in gone:
+                await pool.stop()
+
+    async def stop(self) -> None:
+        """End the service."""
+        await asyncio.gather(*(pool.stop() for pool in (self._shared, *self._own.values())))
+
+    def __repr__(self) -> str:
+        own = "".join(f", {len(pool.service.replicas)} of {pool.service.name}" for pool in self._own.values())
+        return f"Reward  {self._function!r}  {len(self._shared.service.replicas)} replica(s){own}"
+
+
+def parts_of(function: RewardFunction) -> dict[str, protocol.RewardFunction]:
+    """Return the functions that a reward is made of, by the names of parts; the only one is called "alone"."""
+    if isinstance(function, WeightedSum):
+        return {name: part for name, (part, _) in function.parts.items()}
+    return {"alone": function}
+
+
+def _divided(
+    function: RewardFunction,
+) -> tuple[dict[str, protocol.RewardFunction], dict[str, protocol.RewardFunction]]:
+    """Return the functions that share replicas, and those that have their own, by the names of parts."""
+    parts = parts_of(function)
+    own = {name: part for name, part in parts.items() if isinstance(getattr(part, "replicas", None), int)}
+    return {name: part for name, part in parts.items() if name not in own}, own
+
+
+class _Pool:
+    """Replicas that score with the same functions."""
+
+    def __init__(
+        self,
+        name: str,
+        functions: Mapping[str, protocol.RewardFunction],
+        config: Reward.Config,
+        cluster: Cluster,
+        faults: Faults,
+        folder: Path | None,
+        deadline_s: float,
+        *,
+        replicas: int | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.version = 0
+        """Version of the functions that score now."""
+        self._given = {0: functions}
+        """Functions by the names of parts, by their version: those of now, and those that take their place."""
+        self._versions = itertools.count(1)
+        self.service = Service(
+            name,
             cluster,
             faults,
             descendants=False,
             exit_meanings={REWARD_STUCK: "its reward function did not come back within its deadline"},
         )
-        reward = cls(config, service, function)
+        self._config = config
+        self._setting = (cluster, faults, folder, deadline_s)
+        self._replicas = config.replicas if replicas is None else replicas
+        self._threads = threads
+        self._made = 0
+        """Number of pools that were made beside it."""
+
+    @property
+    def functions(self) -> Mapping[str, protocol.RewardFunction]:
+        """Functions that score now, by the names of parts."""
+        return self._given[self.version]
+
+    def beside(self, name: str, function: protocol.RewardFunction) -> _Pool:
+        """Make a pool for a part that has replicas of its own."""
+        self._made += 1
+        return _Pool(
+            f"reward-{name}" + f"-{self._made}" * (self._made > 1),
+            {name: function},
+            self._config,
+            *self._setting,
+            replicas=function.replicas,  # type: ignore[union-attr]
+            threads=getattr(function, "threads", 1),
+        )
+
+    async def start(self) -> None:
+        """Spawn the replicas, with the functions loaded."""
+        _, _, _, deadline_s = self._setting
+        threads = str(self._threads)
 
         async def start_one(index: int) -> None:
             # The user's function may ask a judge that wants a key.
-            env = {"OMP_NUM_THREADS": "1"}
-            replica = service.spawn(RewardActor, config.deadline_s, index, env=env, secrets=True, index=index)
-            await service.watch(replica, deadline_s=deadline_s)
+            env = {"OMP_NUM_THREADS": threads}
+            replica = self.service.spawn(
+                RewardActor, self._config.deadline_s, index, env=env, secrets=True, index=index
+            )
+            await self.service.watch(replica, deadline_s=deadline_s)
             given = None
-            while given is not reward._function:  # replaced meanwhile
-                given = reward._function
-                await replica.call("replace", given, deadline_s=config.deadline_s)
+            while given is not self._given:  # replaced meanwhile
+                given = self._given
+                await self._tell(replica)
 
-        await service.start(config.replicas, start_one, config.restart)
-        return reward
+        await self.service.start(self._replicas, start_one, self._config.restart)
 
-    async def score(self, task: Task, text: str) -> float:
-        """Score an answer. If the replica dies meanwhile, another one scores it.
+    async def score(self, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
+        """Score episodes with each function."""
+        scores: dict[str, list[Score]] = await self.service.route(
+            "score", self.version, task, given, deadline_s=_QUEUE_DEADLINE_S
+        )
+        return scores
 
-        Raises:
-            DeadlineError: the function took longer than the config's deadline_s.
-            ReplicaError: several replicas died of it, one after another.
-            ForgeError: the function raised it, or returned no finite number.
-            ServiceError: the function raised something else; or no replica is left.
-        """
-        score: float = await self._service.route("score", task, text, deadline_s=_QUEUE_DEADLINE_S)
-        return score
-
-    async def replace(self, function: RewardFunction) -> None:
-        """Score with another function from now on.
-
-        Raises:
-            ServiceError: the function cannot be pickled, or not imported in the replicas.
-        """
-        previous, self._function = self._function, function
+    async def give(self, functions: Mapping[str, protocol.RewardFunction]) -> int:
+        """Bring other functions to the replicas; returns their version. Those of now score until it is set."""
+        version = next(self._versions)
+        self._given = {self.version: self.functions, version: functions}
         try:
-            for replica in list(self._service.replicas):
-                if replica.serving:  # one that starts takes the function before it serves
+            for replica in list(self.service.replicas):
+                if replica.serving:  # one that starts takes the functions before it serves
                     with contextlib.suppress(ReplicaError):
-                        await replica.call("replace", function, deadline_s=self._config.deadline_s)
+                        await self._tell(replica)
         except BaseException:
-            self._function = previous
+            self._given = {self.version: self.functions}
             raise
-        for listener in self.replaced:
-            listener()
+        return version
 
     async def stop(self) -> None:
-        """End the service."""
-        await self._service.stop()
+        """End the replicas."""
+        await self.service.stop()
 
-    def __repr__(self) -> str:
-        return f"Reward  {self._function!r}  {len(self._service.replicas)} replica(s)"
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """Call of a plain function, in the thread."""
-
-    limit: asyncio.Timeout | None
-    """Ends the wait for it; None once nobody waits."""
-    began: float = 0.0
-
-
-class RewardActor(ServiceActor):
-    """One process that scores: async functions run concurrently, plain ones in a thread, one by one.
-
-    Args:
-        deadline_s: longest time for a function. A thread cannot be ended, so the process is.
-        index: its number, for errors.
-    """
-
-    def __init__(self, deadline_s: float, index: int) -> None:
-        self._deadline_s = deadline_s
-        self._index = index
-        self._function: RewardFunction | None = None
-        self._thread = ThreadPoolExecutor(1)
-        self._running: _Call | None = None
-        self._pending = 0
-        """Calls in the thread, or waiting for it."""
-        self._watch: asyncio.TimerHandle | None = None
-
-    @concurrent_endpoint
-    async def replace(self, function: RewardFunction) -> None:
-        self._function = function
-
-    async def score(self, task: Task, text: str) -> float:
-        function = self._function
-        assert function is not None, "replace comes first"
-        call = getattr(function, "__call__", None)  # noqa: B004  of an object whose call is async
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
-            result = function(task, text)
-        else:
-            result = await self._in_thread(function, task, text)
-        if inspect.isawaitable(result):
-            try:
-                async with asyncio.timeout(self._deadline_s) as limit:
-                    result = await result
-            except TimeoutError:
-                if limit.expired():
-                    raise self._late() from None
-                raise
-        score = float(result)
-        if not math.isfinite(score):
-            raise ForgeError(
-                f"the reward of {task.id} is {score}", hint="return a finite number from the reward function"
-            )
-        return score
-
-    async def _in_thread(self, function: RewardFunction, task: Task, text: str) -> float | Awaitable[float]:
-        loop = asyncio.get_running_loop()
-
-        def run() -> float | Awaitable[float]:
-            call.began = loop.time()  # only its own time counts, not the wait for others
-            self._running = call
-            try:
-                return function(task, text)
-            finally:
-                self._running = None
-
-        limit = asyncio.timeout(None)
-        call = _Call(limit)
-        self._pending += 1
-        if self._watch is None:
-            self._watch = loop.call_later(self._deadline_s, self._look)
-        try:
-            async with limit:
-                return await asyncio.wrap_future(self._thread.submit(run))
-        except TimeoutError:
-            if limit.expired():
-                raise self._late() from None
-            raise
-        finally:
-            call.limit = None
-            self._pending -= 1
-
-    def _look(self) -> None:
-        """End the wait for a function that takes too long, and the process if it still does not come back."""
-        loop, call, self._watch = asyncio.get_running_loop(), self._running, None
-        due = loop.time() + self._deadline_s
-        if call is not None and (due := call.began + self._deadline_s) <= loop.time():
-            if call.limit is not None:
-                call.limit.reschedule(loop.time())
-            loop.call_later(_LAST_WORDS_S, self._exit_if_stuck, call)
-        elif call is not None or self._pending:
-            self._watch = loop.call_at(due, self._look)
-
-    def _exit_if_stuck(self, call: _Call) -> None:
-        if self._running is call:
-            os._exit(REWARD_STUCK)
-        if self._pending and self._watch is None:
-            self._watch = asyncio.get_running_loop().call_later(self._deadline_s, self._look)
-
-    def _late(self) -> DeadlineError:
-        return DeadlineError(
-            f"no answer within {self._deadline_s:g} s",
-            service="reward",
-            replica=self._index,
-            call="score",
-            hint="make the reward function faster, or raise --reward.deadline-s",
-        )
+    async def _tell(self, replica: Replica) -> None:
+        _, _, folder, deadline_s = self._setting
+        await replica.call("replace", self._given, folder, deadline_s=max(deadline_s, self._config.deadline_s))

@@ -1,4 +1,4 @@
-"""What another user of the machine tries: code that runs as `nobody`."""
+"""Helpers to act as another user of the machine, `nobody`."""
 
 from __future__ import annotations
 

@@ -85,6 +85,7 @@ def test_settings_of_nonsense_are_refused_or_written_anew(name: str, content: by
         *({"rollouts": rollouts} for rollouts in (None, [], "x")),
         *({"scores": scores} for scores in ([], {"x": 1}, {"1": "x"}, {"1": []}, {"1": 10**400})),
         *({"seconds": "x"}, {"updates": 7}, {"updates": []}),
+        *({"live": live} for live in ([], "x", {}, {"given": {}, "schedule": {}, "reward": 3})),
     ],
     ids=repr,
 )

@@ -87,10 +87,11 @@ def test_a_folder_that_anybody_may_write_to_is_refused_unless_it_is_empty(run: P
 
 
 def test_a_file_that_anybody_could_write_to_is_refused(run: Path):
-    (run / "versions.json").chmod(0o666)
+    (run / "notes").touch()
+    (run / "notes").chmod(0o666)
     os.close(prepare_folder(run, Config()))  # nobody can enter
     run.chmod(0o755)
-    refused(run, r"anybody may write to .*versions.json \(mode 666\)")
+    refused(run, r"anybody may write to .*notes \(mode 666\)")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_rl.gateway import Gateway
-from forge_rl.gateway.choices import _overlap
+from forge_rl.gateway.completion import _overlap
 from forge_rl.gateway.json_text import holds_more
 from forge_rl.types import Sampling
 from tests.fake_backend import FakeBackend, serving
@@ -23,6 +23,7 @@ from tests.security.raw_http import BODY, JSON, address
 HI = {"role": "user", "content": "Hi"}
 BLOCK = {"type": "text", "text": "a"}
 CHAT, COMPLETIONS, MESSAGES, COUNT = "/chat/completions", "/completions", "/messages", "/messages/count_tokens"
+RESPONSES = "/responses"
 LONG = "word " * 800_000
 
 
@@ -47,7 +48,7 @@ def served_by(backend: FakeBackend) -> Iterator[Served]:
         try:
             yield served
             assert "completions in flight 0" in repr(gateway)
-            assert gateway._request_builder._waiting_bytes == 0
+            assert gateway._reader._waiting_bytes == 0
         finally:
             runner.run(served.client.aclose())
             runner.run(context.__aexit__(None, None, None))
@@ -106,6 +107,14 @@ def tool(at: int = 0, description: str = "", parameters: Any = None) -> dict[str
         (MESSAGES, {"messages": [HI], "max_tokens": 5, "stop_sequences": ["x"] * 17}, 400, "16 stop texts"),
         (COUNT, {"messages": [HI], "tools": [{"name": "t", "description": LONG, "input_schema": {}}]}, 400, "4096"),
         (COUNT, {"messages": [{"role": "user", "content": [BLOCK] * 40_000}]}, 413, "12288 objects"),
+        (RESPONSES, {"input": LONG}, 400, "in at least"),
+        (RESPONSES, {"input": "Hi", "instructions": LONG}, 400, "in at least"),
+        (RESPONSES, {"input": [HI] * 4097}, 400, "at most 4096"),
+        (RESPONSES, {"input": [{"type": "nonsense"}] * 4000}, 400, "'nonsense'"),
+        (RESPONSES, {"input": [{"role": "user", "content": [BLOCK] * 40_000}]}, 413, "12288 objects"),
+        (RESPONSES, {"input": "Hi", "tools": [{"type": "function", "name": "t"}] * 513}, 400, "at most 512"),
+        (RESPONSES, {"input": "Hi", "stop": ["x"] * 17}, 400, "16 stop texts"),
+        (CHAT, {"messages": [HI], "logit_bias": {str(at): 1 for at in range(9000)}, "n": 129}, 400, "n"),
     ],
 )
 def test_too_much_of_anything_is_refused_with_its_limit(served: Served, path: str, fields: Any, status: int, told: str):
@@ -158,7 +167,7 @@ def test_clients_that_go_leave_no_work_behind(served: Served):
 
     served.runner.run(leave())
     assert served.post(CHAT, BODY).status_code == 200
-    assert len(served.gateway._request_builder._reader._threads) == 1
+    assert len(served.gateway._reader._executor._threads) == 1
 
 
 ANY = st.recursive(
@@ -220,12 +229,14 @@ BODIES = st.fixed_dictionaries(
         **dict.fromkeys(
             ("n", "stop", "stream", "stream_options", "temperature", "seed", "logprobs", "top_logprobs"), VALUES
         ),
+        "input": VALUES | st.lists(st.dictionaries(WORDS | st.just("type"), VALUES | WORDS, max_size=4), max_size=3),
+        **dict.fromkeys(("response_format", "structured_outputs", "text", "reasoning", "chat_template_kwargs"), VALUES),
         **dict.fromkeys(("tool_choice", "system", "stop_sequences", "metadata", "thinking", "top_p"), VALUES),
     },
 )
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, COUNT])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, COUNT, RESPONSES])
 def test_whatever_a_body_holds_the_client_is_told_and_the_server_goes_on(served: Served, path: str):
     seen: set[int] = set()
 

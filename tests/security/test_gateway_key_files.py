@@ -123,11 +123,6 @@ def test_what_the_program_prints_works_as_it_is_and_shows_no_key(
     @contextlib.asynccontextmanager
     async def faked(config: Config, key: str) -> AsyncIterator[tuple[Any, Any, Faults]]:
         async with serving(FakeBackend(["5."]), api_key=key, open_to_all=config.without_key != "nobody") as gateway:
-
-            async def loaded() -> None:
-                pass
-
-            gateway.load_tool_parser = loaded  # type: ignore[method-assign]
             yield gateway, None, Faults()
 
     monkeypatch.setattr(app, "serving", faked)

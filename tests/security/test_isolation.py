@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.runtime import cluster as cluster_module
+from forge_rl.redaction import is_secret
 from forge_rl.runtime import private_network
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.isolation import Isolation, check_isolation, other_people, public_ports
@@ -32,10 +32,12 @@ print(json.dumps([name, loopback.getsockname()[1], os.getpid()]), flush=True)
 time.sleep(600)
 """
 SERVES = """
-import sys
+import subprocess, sys
+ASKS = "from forge_rl.runtime.private_network import listen_outside; listen_outside('127.0.0.1', 0)"
 from forge_rl.runtime.private_network import listen_outside
 listener = listen_outside("127.0.0.1", 0)
-print(listener.getsockname()[1], flush=True)
+child = subprocess.run([sys.executable, "-c", ASKS], close_fds=False, capture_output=True, text=True)
+print(listener.getsockname()[1], child.stderr.splitlines()[-1], flush=True)
 connection, _ = listener.accept()
 connection.sendall(b"hello from inside")
 try: listen_outside("127.0.0.1", listener.getsockname()[1])
@@ -100,8 +102,9 @@ def test_a_port_that_is_opened_outside_is_reached_and_errors_come_back(private: 
     process = start("-c", SERVES, private=True)
     try:
         assert process.stdout is not None
-        port = int(process.stdout.readline())
-        with socket.create_connection(("127.0.0.1", port)) as client, client.makefile() as reader:
+        port, _, of_child = process.stdout.readline().partition(" ")
+        assert of_child == "OSError: [Errno 9] Bad file descriptor\n", "children do not inherit the way out"
+        with socket.create_connection(("127.0.0.1", int(port))) as client, client.makefile() as reader:
             assert reader.read() == "hello from inside, Address already in use, Cannot assign requested address"
     finally:
         process.kill()
@@ -203,9 +206,10 @@ def test_processes_are_not_started_while_other_machines_reach_monarch(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "secret"),
     [
+        ("PGPASSWORD", True),
         *((name, True) for name in ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "MY_SECRET")),
-        *((name, False) for name in ("TOKENIZERS_PARALLELISM", "KEYBOARD", "PATH", "VLLM_MAX_TOKENS_PER_EXPERT")),
+        *((name, False) for name in ("TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "PATH", "VLLM_MAX_TOKENS")),
     ],
 )
 def test_names_of_variables_that_are_secret(name: str, secret: bool):
-    assert bool(cluster_module._SECRET.search(name)) is secret
+    assert is_secret(name) is secret

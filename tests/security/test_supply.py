@@ -1,4 +1,4 @@
-"""What is installed and loaded is what the project names: hashes, advisories, licences, the bundled model's files."""
+"""Supply: only files that the project names by hash are installed and loaded; advisories and licences are known."""
 
 import hashlib
 import http.server

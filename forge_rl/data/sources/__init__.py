@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from forge_rl.data.sources.iterable import IterableSource
 from forge_rl.data.sources.reasoning_gym import ReasoningGymSource
+from forge_rl.data.sources.rows import Columns
 from forge_rl.data.sources.spec import SourceSpec, parse_source
+from forge_rl.data.sources.table_source import TableSource
 from forge_rl.types import Task
 
-__all__ = ["ReasoningGymSource", "Source", "SourceSpec", "parse_source"]
+__all__ = [
+    "Columns",
+    "IterableSource",
+    "ReasoningGymSource",
+    "Source",
+    "SourceSpec",
+    "TableSource",
+    "parse_source",
+]
 
 
+@runtime_checkable
 class Source(Protocol):
     """A resumable stream of tasks, the same for the same seed.
 
     source = ReasoningGymSource("chain_sum", {"max_terms": 3}, seed=0, held_out_share=0.1)
     task = source.draw()
     source.restore(json.loads(json.dumps(source.state())))
+
+    One whose tasks come again also has a number `epoch`: passes over them so far.
     """
 
     @property

@@ -209,6 +209,13 @@ class _Stream:
             ) from error
 
 
+def has_dataset(name: str) -> bool:
+    """Tell whether reasoning-gym has a data set of that name."""
+    from reasoning_gym.factory import DATASETS
+
+    return name in DATASETS
+
+
 def _check_names(dataset: str, params: Mapping[str, object]) -> None:
     from reasoning_gym.factory import DATASETS
 

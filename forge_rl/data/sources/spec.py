@@ -1,4 +1,4 @@
-"""Reads NAME[:KEY=VALUE,...][*WEIGHT], the text by which a flag names a source."""
+"""Reads [TITLE=]NAME[:KEY=VALUE,...][*WEIGHT], the text by which a flag names a source."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forge_rl.errors import TaskError
+from forge_rl.spec import split_commas
 
 _FORM = "write name:key=value,key=value*weight"
+_TITLE = re.compile(r"([A-Za-z_][\w-]*)=(?=.)", flags=re.DOTALL)
+_KEY = re.compile(r":\s*[A-Za-z_][\w.]*\s*=")
+_CODE = re.compile(r"(.+\.py:[A-Za-z_][\w.]*)(?::(.*))?", flags=re.DOTALL)
+_IN_PATHS = re.compile(r"[/.]")
 _CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -21,8 +26,18 @@ class SourceSpec:
     """Name of a source, its parameters, and its weight in a mixture."""
 
     name: str
+    """Data set, path, pattern of paths, hub id, or FILE.py:NAME."""
     params: Mapping[str, object] = field(default_factory=dict)
     weight: float = 1.0
+    title: str = ""
+    """What the user calls it, or ""."""
+    written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The parameters as they were written."""
+
+    @property
+    def is_code(self) -> bool:
+        """True if the name is that of a Python object."""
+        return _CODE.fullmatch(self.name) is not None
 
     @property
     def label(self) -> str:
@@ -33,26 +48,32 @@ class SourceSpec:
 
 
 def parse_source(text: str) -> SourceSpec:
-    """Read `name[:key=value,...][*weight]`; whether there is such a source is seen when it is made.
+    """Read `[title=]name[:key=value,...][*weight]`; whether there is such a source is seen when it is made.
 
         parse_source("chain_sum:min_terms=2,max_terms=3*0.5")
+        parse_source("maths=data/*.jsonl:question=problem*0.5")
 
     Values are numbers, true, false, none, lists such as [+,-] or ["+","-"], and otherwise text. The weight is 1 by
-    default.
+    default. A star in a path is one of a pattern, unless a number follows it to the end: the pattern data/part*1 is
+    written data/part*1*1. A colon in a path is part of it, unless a key and = follow. A path that begins like a title,
+    as day=1/a.jsonl does, is written ./day=1/a.jsonl. FILE.py:NAME is a name, too.
 
     Raises:
         TaskError: the text is not of this form.
     """
-    match = re.fullmatch(r"(.*?)(?:\*([^*\]]*))?", text, flags=re.DOTALL)  # a star before a ] is an operator in a list
-    assert match is not None
-    described, weight = match.groups(default="1")
-    name, _, listed = described.partition(":")
+    described, weight = _split_weight(text)
+    found = _TITLE.match(described)
+    title = found[1] if found else ""
+    name, listed = _split_name(described[found.end() if found else 0 :])
     params: dict[str, object] = {}
-    for part in _split_commas(listed):
+    written: dict[str, str] = {}
+    for part in split_commas(listed):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if not key or not value:
             raise TaskError(f"cannot read {part!r} in the tasks {text!r}", hint=_FORM)
-        params[key] = _value(value)
+        if key in params:
+            raise TaskError(f"{key!r} is given twice in the tasks {text!r}", hint="give it once")
+        params[key], written[key] = _value(value), value
     try:
         number = float(weight)
     except ValueError:
@@ -62,26 +83,32 @@ def parse_source(text: str) -> SourceSpec:
             f"the weight {weight!r} of the tasks {text!r} is not a number from 0 up",
             hint=f"{_FORM}, with a weight such as 0.5",
         )
-    return SourceSpec(name=name.strip(), params=params, weight=number)
+    if not name.strip():
+        raise TaskError(f"the tasks {text!r} have no name", hint=_FORM)
+    return SourceSpec(name=name.strip(), params=params, weight=number, title=title, written=written)
 
 
-def _split_commas(text: str) -> list[str]:
-    """Split at the commas that are outside brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        elif char in "[({":
-            depth += 1
-        elif char in "])}":
-            depth -= 1
-        if char == "," and depth == 0 and not quote:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return [part for part in parts if part.strip()]
+def _split_weight(text: str) -> tuple[str, str]:
+    """Split off the weight behind the last star, if that star is no part of a list or of a path."""
+    described, star, weight = text.rpartition("*")
+    if not star or "]" in weight:
+        return text, "1"
+    try:
+        float(weight)
+    except ValueError:
+        if _IN_PATHS.search(text):
+            return text, "1"
+    return described, weight
+
+
+def _split_name(text: str) -> tuple[str, str]:
+    """Split a name from its parameters."""
+    if found := _CODE.fullmatch(text):
+        return found[1], found[2] or ""
+    if found := _KEY.search(text):
+        return text[: found.start()], text[found.start() + 1 :]
+    name, _, listed = text.partition(":")
+    return (text, "") if _IN_PATHS.search(listed) else (name, listed)
 
 
 def _value(text: str) -> object:
@@ -93,5 +120,5 @@ def _value(text: str) -> object:
         except (ValueError, SyntaxError):
             continue
     if text.startswith("[") and text.endswith("]"):
-        return [_value(part.strip()) for part in _split_commas(text[1:-1])]
+        return [_value(part.strip()) for part in split_commas(text[1:-1])]
     return text

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -87,6 +87,12 @@ class VLLMEngine:
             async with contextlib.aclosing(generated) as outputs:
                 async for output in outputs:
                     (completion,) = output.outputs
+                    if completion.finish_reason == "error" and "structured_outputs" in sampling.extra:
+                        # Whoever asks must not be able to end an engine: only what compiles it knows what it takes.
+                        raise ConfigError(
+                            "vLLM cannot decode under the constraint of the request",
+                            hint="see logs/generator-*.log, and change the schema, regular expression or grammar",
+                        )
                     if completion.finish_reason not in (None, "stop", "length"):
                         raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
                     if not gathered:
@@ -242,6 +248,9 @@ def _stages(whole: dict[str, float], inside: dict[str, float]) -> dict[str, floa
 
 def _parameters(sampling: Sampling) -> SamplingParams:
     logprobs = None if sampling.temperature == 0 and not sampling.top_logprobs else sampling.top_logprobs
+    extra = dict(sampling.extra)
+    if isinstance(constraint := extra.get("structured_outputs"), Mapping):
+        extra["structured_outputs"] = StructuredOutputsParams(**constraint)
     return SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
@@ -249,6 +258,7 @@ def _parameters(sampling: Sampling) -> SamplingParams:
         stop=list(sampling.stop),
         logprobs=logprobs,
         output_kind=RequestOutputKind.DELTA,
+        **extra,
     )
 
 

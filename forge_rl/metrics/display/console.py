@@ -147,7 +147,7 @@ class Display(Sink):
         """
         now, rollout = self._clock(), status()
         phase, in_phase, _ = self._phase_clock.now()
-        done = (rollout.batch, rollout.groups_done) if rollout is not None else None
+        done = (rollout.batch, rollout.groups_done, rollout.evaluated) if rollout is not None else None
         state = (phase, self._phase_clock.since, self._changes, done)
         if state != self._moved[0]:
             self._moved = state, now
@@ -178,7 +178,7 @@ class Display(Sink):
             if kind == "seconds":
                 self._longest[phase] = max(value, self._longest.get(phase, 0.0))
         self._show_step()
-        self._print(self._step_line(numbers))
+        self._print(self._step_line(step, numbers))
 
     def event(self, text: str, level: Level = "info") -> None:
         """Tell of something that happened; warnings are yellow, faults red. In live mode it stays above the panel."""
@@ -216,8 +216,8 @@ class Display(Sink):
             step, steps = self._state.step, self._state.info.steps
             self.panel.show("step", min(step / max(steps, 1), 1.0), f"{step}/{steps}")
 
-    def _step_line(self, values: Mapping[str, float]) -> str:
-        step, steps = self._state.step, self._state.info.steps if self._state.info is not None else 0
+    def _step_line(self, step: int, values: Mapping[str, float]) -> str:
+        steps = self._state.info.steps if self._state.info is not None else 0
         parts = [f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"]
         shown = {"reward": REWARD, **UPDATE}
         parts += [f"{label} {number(values[name])}" for label, name in shown.items() if name in values]

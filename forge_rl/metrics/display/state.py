@@ -15,7 +15,8 @@ REWARD = "reward/mean"
 UPDATE = {"loss": "loss", "gap": "logprob_gap", "grad": "grad_norm"}
 """Metrics of an update that the display shows when a step has them: label and name."""
 HELD_OUT = "held_out"
-"""`held_out`, or `held_out/<source>`: the score on tasks that are never trained on."""
+"""`held_out`, or `held_out/<source>`: the score on tasks that are never trained on. Of several sets it is
+`eval/<set>/avg@<k>`."""
 
 _LEAST_RATED_S = 0.1
 
@@ -47,7 +48,7 @@ class RunState:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of a step, which may be logged in parts."""
-        self.step, self.waiting = step, None
+        self.step, self.waiting = max(self.step, step), None  # an evaluation's values come late
         if REWARD in values:
             self.rewards = (*self.rewards, values[REWARD])
         for name, score in held_out_scores(values).items():
@@ -75,11 +76,19 @@ class RunState:
 
 
 def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:
-    """Pick the held-out scores out of a step's values, by source; "" for the score over all."""
-    return {
+    """Pick the held-out scores out of a step's values, by source or set; "" for the score over all of one set."""
+    found = {
         name.removeprefix(HELD_OUT).removeprefix("/"): value
         for name, value in values.items()
         if name.partition("/")[0] == HELD_OUT and not math.isnan(value)
+    }
+    if found:
+        return found
+    sets = {tuple(name.split("/")): value for name, value in values.items() if name.startswith("eval/")}
+    return {
+        parts[1]: value
+        for parts, value in sets.items()
+        if len(parts) == 3 and parts[2].startswith("avg@") and not parts[2].endswith("_stderr")
     }
 
 

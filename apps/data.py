@@ -1,0 +1,246 @@
+"""Show tasks as the model will see them, with truth, lengths, duplicates and what is held out; starts no engine.
+
+python -m apps.data data/train.jsonl:question=problem,answer=solution chain_sum*0.3
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import tyro
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from forge_rl.data.bundled import default_cache
+from forge_rl.data.config import DataConfig
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.models import resolve_model
+from forge_rl.data.scan import PromptLengths, Scan, check_tasks
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ConfigError, check_flags
+from forge_rl.run.launch import launch
+from forge_rl.types import Task
+
+_BINS = 10
+_BAR = 40
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Lengths, as a recipe has them."""
+
+    max_model_tokens: int = 1024
+    """Most tokens of a prompt and its completion together."""
+    max_new_tokens: int = 16
+    """Most tokens of one completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Show what a model will be shown, and what its answers are compared with. Flags are those of the recipes."""
+
+    named: tyro.conf.Positional[tuple[str, ...]] = ()
+    """The mixture, as for --tasks."""
+    tasks: tuple[str, ...] = ()
+    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
+    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks for evaluation alone, as [NAME=]TASKS; by default a share of the tasks is held out."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: str = "smollm2-135m"
+    """Name of a bundled model, a local folder, or a Hugging Face id: its tokenizer and its chat template."""
+    generator: Limits = field(default_factory=Limits)
+    groups_per_batch: int = 8
+    """Tasks of a batch."""
+    held_out_tasks: int = 100
+    """Most tasks of each set for evaluation."""
+    seed: int = 0
+    """Seed of the order."""
+    show: int = 2
+    """Number of tasks of each source to show."""
+    sample: int = 1000
+    """Number of tasks of each source whose prompts are measured."""
+    parse_control_tokens: bool = False
+    """Read text in messages that looks like a control token as that token."""
+    json: Path | None = None
+    """File to write what was found to."""
+    cache: Path = field(default_factory=default_cache)
+    """Folder for models that are built here, and for what was found in large files."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1, "held_out_tasks": 0})
+        if self.generator.max_model_tokens <= self.generator.max_new_tokens:
+            raise ConfigError(
+                f"--generator.max-model-tokens is {self.generator.max_model_tokens}",
+                hint="set it above --generator.max-new-tokens",
+            )
+
+
+async def main(config: Config) -> None:
+    """Shows the tasks."""
+    await asyncio.to_thread(show, config, Console(highlight=False))
+
+
+def show(config: Config, console: Console) -> None:
+    """Read and print; see Config."""
+    with Console(stderr=True).status("reading") as status:
+
+        def progress(what: str, fraction: float) -> None:
+            status.update(f"{what} {fraction:.0%}")
+
+        mixture = config.data.build((*config.named, *config.tasks), seed=config.seed, eval_tasks=config.eval_tasks)
+        limit = config.generator.max_model_tokens - config.generator.max_new_tokens
+        status.update("loading the tokenizer")
+        folder = resolve_model(config.model, config.cache, progress)
+        tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
+        scans = check_tasks(mixture, partial(_same, tokenizer), limit=limit, cache=config.cache, progress=progress)
+        lengths = PromptLengths(tokenizer, limit)
+        found: dict[str, object] = {}
+        parts = []
+        for name in mixture:
+            status.update(f"measuring {name}")
+            tasks = _sample(mixture, name, scans.get(name), config.sample)
+            measured = [lengths.length(task) for task in tasks]
+            parts.append((name, tasks, measured))
+            found[name] = _as_json(mixture, name, scans.get(name), measured, config.groups_per_batch)
+        sets = mixture.eval_sets(config.held_out_tasks)
+    for name, tasks, measured in parts:
+        _show_source(console, config, mixture, name, scans.get(name), tasks, measured, tokenizer)
+    _show_sets(console, sets, scans, limit)
+    if config.json is not None:
+        evaluated = {name: len(tasks) for name, tasks in sets.items()}
+        config.json.write_text(json.dumps({"sources": found, "evaluation": evaluated}, indent=1) + "\n")
+
+
+def rendered(tokenizer: Tokenizer, task: Task) -> Text:
+    """Return a task's prompt as the model is shown it: control tokens stand out, and nothing reaches the terminal."""
+    special = set(tokenizer.hf.added_tokens_decoder)
+    text = Text()
+    for is_special, ids in _runs(tokenizer.render(task.messages, tools=task.tools), special):
+        written = tokenizer.decode(ids, skip_special=False)
+        text.append(written.translate(_CONTROL), style="bold magenta" if is_special else "")
+    return text
+
+
+def histogram(lengths: Sequence[int], width: int = _BAR) -> list[str]:
+    """Return lines of a histogram of numbers, each a range, a bar and a count."""
+    low, high = min(lengths), max(lengths)
+    step = max(1, -(-(high - low + 1) // _BINS))
+    counts = [sum(at <= length < at + step for length in lengths) for at in range(low, high + 1, step)]
+    digits = len(str(high))
+    return [
+        f"{low + number * step:>{digits}} to {min(high, low + number * step + step - 1):>{digits}}  "
+        f"{'█' * -(-count * width // max(counts)):<{width}}  {count:,}"
+        for number, count in enumerate(counts)
+    ]
+
+
+def _show_source(
+    console: Console,
+    config: Config,
+    mixture: Mixture,
+    name: str,
+    scan: Scan | None,
+    tasks: Sequence[Task],
+    lengths: Sequence[int],
+    tokenizer: Tokenizer,
+) -> None:
+    limit = config.generator.max_model_tokens - config.generator.max_new_tokens
+    console.rule(Text(f"{name}  {mixture.shares[name]:.0%} of the mixture", style="bold"), align="left")
+    console.print(Text(_clean(scan.describe(limit) if scan is not None else "generated, without end")))
+    if scan is not None:
+        batches = scan.trained / max(1e-9, config.groups_per_batch * mixture.shares[name])
+        console.print(
+            f"an epoch of {scan.trained:,} tasks is {batches:,.1f} batches of {config.groups_per_batch} tasks"
+        )
+    tools = len({tool_name for task in tasks for tool_name in map(str, task.tools)})
+    console.print(
+        f"prompts of {len(tasks):,} tasks: {min(lengths):,} to {max(lengths):,} tokens, median "
+        f"{statistics.median(lengths):,.0f}, room for {limit:,}" + (f"; {tools} tools" if tools else "")
+    )
+    if max(lengths) > limit:
+        over = sum(length > limit for length in lengths)
+        console.print(f"{over} of them are longer than {limit:,} tokens, and will be skipped", style="yellow")
+    for line in histogram(lengths, min(_BAR, max(10, console.width - 40))):
+        console.print(f"  {line}", soft_wrap=True)
+    for number, task in enumerate(tasks[: config.show], 1):
+        console.print(_shown(tokenizer, task, f"{name}, task {number}: {lengths[number - 1]} tokens"))
+    console.print()
+
+
+def _shown(tokenizer: Tokenizer, task: Task, title: str) -> Panel:
+    truth = Table.grid(padding=(0, 2))
+    truth.add_column(style="dim", no_wrap=True)
+    truth.add_column(overflow="fold")
+    for key, value in task.truth.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        truth.add_row(Text(_clean(str(key))), Text(_clean(text if len(text) <= 300 else f"{text[:300]} ...")))
+    shown = Group(rendered(tokenizer, task), Text("\ntruth, never shown to the model", style="dim"), truth)
+    return Panel(shown, title=Text(_clean(title)), title_align="left", border_style="dim")
+
+
+def _show_sets(console: Console, sets: dict[str, tuple[Task, ...]], scans: dict[str, Scan], limit: int) -> None:
+    console.rule(Text("evaluation", style="bold"), align="left")
+    for name, tasks in sets.items():
+        scan = scans.get(f"evaluation {name}")
+        of = f" ({scan.describe(limit)})" if scan is not None else ""
+        console.print(Text(_clean(f"{name}: {len(tasks):,} tasks{of}")))
+
+
+def _sample(mixture: Mixture, name: str, scan: Scan | None, count: int) -> list[Task]:
+    return [mixture.draw_from(name) for _ in range(min(count, scan.trained) if scan is not None else count)]
+
+
+def _as_json(mixture: Mixture, name: str, scan: Scan | None, lengths: Sequence[int], groups: int) -> dict[str, object]:
+    found: dict[str, object] = {
+        "share": mixture.shares[name],
+        "prompt_tokens": {"least": min(lengths), "median": statistics.median(lengths), "most": max(lengths)},
+    }
+    if scan is not None:
+        found |= {
+            "rows": scan.rows,
+            "trained": scan.trained,
+            "held_out": scan.held_out,
+            "bad": scan.bad,
+            "duplicates": scan.duplicates,
+            "too_long": len(scan.too_long),
+            "batches_per_epoch": scan.trained / max(1e-9, groups * mixture.shares[name]),
+        }
+    return found
+
+
+def _runs(ids: Sequence[int], special: set[int]) -> Iterator[tuple[bool, list[int]]]:
+    """Split ids into single special tokens and runs of others."""
+    run: list[int] = []
+    for token in ids:
+        if token not in special:
+            run.append(token)
+            continue
+        if run:
+            yield False, run
+        run = []
+        yield True, [token]
+    if run:
+        yield False, run
+
+
+def _clean(text: str) -> str:
+    """Write out what would do something to a terminal."""
+    return text.translate(_CONTROL)
+
+
+def _same(tokenizer: Tokenizer) -> Tokenizer:
+    return tokenizer
+
+
+if __name__ == "__main__":
+    launch(Config, main)

@@ -1,0 +1,477 @@
+"""Evaluate models on the same tasks, and compare them.
+
+python -m apps.evaluate smollm2-135m runs/grpo-1/checkpoints/best --tasks chain_sum leg_counting
+
+A model is a bundled one's name, a folder, a hub id, a run's folder (its newest checkpoint) or a checkpoint's. One is
+loaded at a time. What is finished is kept in the folder --out, and the same command goes on from there; so does one
+that names more models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from forge_rl.algorithms.evaluation import Comparison, compare_paired
+from forge_rl.checkpoint import Checkpoints
+from forge_rl.data.bundled import default_cache
+from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.models import resolve_model
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flags
+from forge_rl.folders import make_private
+from forge_rl.rewards.config import RewardTexts, build_reward
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.evaluation import Evaluation, describe_failure, score_set
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run.launch import launch
+from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.isolation import Isolation, check_isolation
+from forge_rl.runtime.processes import responsive_loop
+from forge_rl.runtime.tasks import interrupted_by, task_group
+from forge_rl.services.environment import Environment
+from forge_rl.services.generator import Generator
+from forge_rl.services.reward import Reward, parts_of
+from forge_rl.types import Episode, Outcome, Sampling, Task
+
+S = TypeVar("S", Generator, Reward, Environment)
+
+_START_DEADLINE_S = 900.0
+_WEIGHTS = ("config.json", "*.safetensors", "tokenizer*", "chat_template*")
+"""Files of a model that its results depend on."""
+
+Sets = Mapping[str, Sequence[Task]]
+Key = tuple[str, str, str]
+"""Set and source of a task, and a digest of its content: a file may change under its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Evaluate models on the same tasks, and compare them."""
+
+    models: tyro.conf.Positional[tuple[str, ...]]
+    """Names of bundled models, folders, hub ids, folders of runs or of checkpoints."""
+    tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
+    """Sets of tasks, each as [NAME=]TASKS[:KEY=VALUE,...]: files, folders, hub ids, FILE.py:NAME, or reasoning-gym data
+    sets, of which the held-out part is taken. Keys of files name columns: test.jsonl:question=problem,answer=gold"""
+    data: DataConfig = field(default_factory=DataConfig)
+    rewards: RewardTexts = ("auto",)
+    """What scores, as NAME[:KEY=VALUE,...][*WEIGHT], MODULE:FUNCTION or FILE.py:FUNCTION; several are summed."""
+    tasks_per_set: int = 100
+    """Most tasks of a set."""
+    episodes: int = 1
+    """k: episodes of each task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k where answers are extracted."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    success: float = 1.0
+    """Reward from which an episode succeeds, for pass@k."""
+    seed: int = 0
+    """Seed of the sampling and of the bootstrap."""
+    generator: Generator.Config = field(default_factory=Generator.Config)
+    """The engines. Answers have --generator.max-new-tokens."""
+    reward: Reward.Config = field(default_factory=Reward.Config)
+    environment: Environment.Config = field(default_factory=Environment.Config)
+    out: Path | None = None
+    """Folder for results; by default one under runs/, named by the settings."""
+    json: Path | None = None
+    """File to write scores and comparisons to."""
+    cache: Path = field(default_factory=default_cache)
+    """Folder for models that are built here."""
+    isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--", least={"tasks_per_set": 1, "episodes": 1, "temperature": 0}, below={"temperature": 10})
+        if not self.models:
+            raise ConfigError("no model is named", hint="name one or more, such as smollm2-135m")
+        if twice := next((name for name in self.models if self.models.count(name) > 1), ""):
+            raise ConfigError(f"the model {twice} is named twice", hint="name each model once")
+        if self.episodes > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"{self.episodes} greedy episodes of a task are equal", hint="set --temperature above 0, such as 1.0"
+            )
+        if self.json is not None and not self.json.parent.is_dir():
+            raise ConfigError(f"--json: there is no folder {self.json.parent}", hint="make it, or name another file")
+
+    @property
+    def digest(self) -> str:
+        """Short digest of all that a result depends on, but for the model."""
+        engines = {name: getattr(self.generator, name) for name in ("dtype", "max_new_tokens", "max_model_tokens")}
+        code = code_digests(*parts_of(build_reward(self.rewards)).values())
+        parts = (self.rewards, code, self.episodes, self.temperature, self.seed, engines)
+        return _digest(json.dumps([as_json(part) for part in parts], sort_keys=True))
+
+
+class Results:
+    """Results of one model: a file with a line for each task that is finished, which is read when it is opened.
+
+    Args:
+        path: the file; a last line that was torn is dropped.
+        sets: tasks by set. Lines of others are passed over.
+    """
+
+    def __init__(self, path: Path, sets: Sets) -> None:
+        self._path = path
+        self._tasks = {_key(name, task): task for name, tasks in sets.items() for task in tasks}
+        self.episodes: dict[Key, Sequence[Episode]] = {}
+        """Episodes of the tasks that are finished."""
+        whole = b""
+        for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+            found = self._read(line)
+            if found is not None:
+                whole += line
+                key, episodes = found
+                if key in self._tasks and all(episode.outcome.scored for episode in episodes):
+                    self.episodes[key] = episodes
+        path.write_bytes(whole)
+
+    def add(self, name: str, episodes: Sequence[Episode]) -> None:
+        """Keep the episodes of a task."""
+        task = episodes[0].task
+        rows = [
+            {
+                "reward": episode.reward,
+                "parts": dict(episode.parts),
+                "answer": episode.answer,
+                "outcome": episode.outcome.value,
+                "problem": episode.problem,
+                "turns": [turn.text for turn in episode.turns],
+                "tokens": episode.response_tokens,
+            }
+            for episode in episodes
+        ]
+        key = _key(name, task)
+        row = {"set": name, "source": task.source, "task": task.id, "digest": key[2], "messages": task.messages}
+        row["episodes"] = rows
+        with self._path.open("a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+        self.episodes[key] = episodes
+
+    def missing(self, sets: Sets) -> Sets:
+        """Return the tasks that are not finished."""
+        return {name: [task for task in tasks if _key(name, task) not in self.episodes] for name, tasks in sets.items()}
+
+    def of_set(self, name: str, tasks: Sequence[Task]) -> list[Sequence[Episode]]:
+        """Return the episodes of each task of a set."""
+        return [self.episodes[_key(name, task)] for task in tasks]
+
+    def _read(self, line: bytes) -> tuple[Key, list[Episode]] | None:
+        try:
+            row = json.loads(line)
+            key = (row["set"], row["source"], row["digest"])
+            task = self._tasks.get(key) or Task(id=row["task"], source=row["source"], messages=())
+            return key, [
+                Episode(
+                    task=task,
+                    turns=(),
+                    reward=float(each["reward"]),
+                    answer=str(each["answer"]),
+                    outcome=Outcome(each["outcome"]),
+                    problem=str(each["problem"]),
+                )
+                for each in row["episodes"]
+            ]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+async def main(config: Config) -> None:
+    """Evaluates each model on what is not finished, and prints scores and comparisons."""
+    console = Console(highlight=False)
+    if open_to := check_isolation(config.isolation):
+        console.print(f"warning: {open_to}", style="yellow")
+    sets = build_sets(config)
+    folders = {name: find_model(name, config.cache) for name in config.models}
+    out = config.out or Path("runs") / f"evaluate-{config.digest}"
+    make_private(out, CheckpointError)
+    _check_settings(out, config)
+    results: dict[str, Results] = {}
+    with responsive_loop():
+        for name, folder in folders.items():
+            results[name] = Results(out / f"{_file_name(name, folder)}.jsonl", sets)
+            missing = results[name].missing(sets)
+            if any(missing.values()):
+                await _evaluate(config, name, folder, missing, results[name], out, console)
+            else:
+                console.print(f"{name}: finished before, in {out}", soft_wrap=True)
+    scores = {name: score(config, sets, found) for name, found in results.items()}
+    compared = [
+        (first, second, name, found)
+        for first, second in itertools.combinations(config.models, 2)
+        for name, found in compare(sets, results[first], results[second], seed=config.seed).items()
+    ]
+    short = short_names(config.models)
+    print_scores(console, {short[name]: found for name, found in scores.items()})
+    print_comparisons(console, [(short[first], short[second], name, found) for first, second, name, found in compared])
+    if config.json is not None:
+        differences = [
+            {"first": first, "second": second, "set": name, **vars(found)} for first, second, name, found in compared
+        ]
+        models = {name: {"folder": str(folders[name]), "sets": found} for name, found in scores.items()}
+        report = {"models": models, "comparisons": differences, "settings": as_json(config), "versions": versions()}
+        try:
+            write_json(config.json, report)
+        except OSError as error:
+            raise ConfigError(
+                f"--json {config.json} cannot be written: {error.strerror}", hint="name another"
+            ) from error
+    console.print(f"episodes are in {out}", soft_wrap=True)
+
+
+def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
+    """Return the tasks by the name of their set.
+
+    Raises:
+        ForgeError: an unknown file or data set, one that is named twice, or one that has no tasks for evaluation.
+    """
+    if not config.tasks:
+        raise ConfigError("no tasks are named", hint="give --tasks at least one data set, or a file of tasks")
+    sources = config.data.eval_sources(config.tasks, seed=config.seed)
+    sets = {name: source.held_out(config.tasks_per_set) for name, source in sources.items()}
+    if empty := [name for name, tasks in sets.items() if not tasks]:
+        raise ConfigError(f"--tasks {empty[0]} has no tasks for evaluation", hint="leave it out, or name others")
+    return sets
+
+
+def find_model(name: str, cache: Path) -> Path:
+    """Return the folder of a model by the name that a user gives it.
+
+    Raises:
+        ModelError: there is no such model, or a run has no checkpoint.
+    """
+    folder = Path(name).expanduser()
+    if (folder / "model" / "config.json").is_file():  # a checkpoint
+        return resolve_model(str(folder / "model"), cache).resolve()
+    if (folder / "checkpoints").is_dir() or (folder / "controller.json").exists() or any(folder.glob("step-*")):
+        inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+        latest = Checkpoints(inside, keep=1).latest()
+        if latest is None:
+            raise ModelError(f"{folder} holds no checkpoint", hint="name a run that has written one, or a model")
+        return resolve_model(str(latest.model), cache).resolve()
+    if (folder / "config.json").is_file() and (folder / "metrics.jsonl").exists():
+        raise ModelError(f"{folder} is a run without a checkpoint", hint="name a run that has written one, or a model")
+    return resolve_model(name, cache).resolve()
+
+
+def score(config: Config, sets: Sets, results: Results) -> dict[str, dict[str, float]]:
+    """Return a model's scores by set."""
+    return {
+        name: score_set(name, results.of_set(name, tasks), k=config.episodes, success=config.success)
+        for name, tasks in sets.items()
+    }
+
+
+def compare(sets: Sets, first: Results, second: Results, *, seed: int) -> dict[str, Comparison]:
+    """Compare two models by their mean rewards of the tasks that both have scores of, by set."""
+    found = {}
+    for name, tasks in sets.items():
+        means = zip(*(map(_mean, each.of_set(name, tasks)) for each in (first, second)), strict=True)
+        pairs = [(a, b) for a, b in means if a is not None and b is not None]
+        if pairs:
+            found[name] = compare_paired([a for a, _ in pairs], [b for _, b in pairs], seed=seed)
+    return found
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the last parts of each name, as few as tell them apart."""
+    for parts in range(1, max(len(Path(name).parts) for name in names)):
+        short = {name: "/".join(Path(name).parts[-parts:]) for name in names}
+        if len({*short.values()}) == len(names):
+            return short
+    return {name: name for name in names}
+
+
+def print_scores(console: Console, scores: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """Print the table of scores, with their standard errors."""
+    table = _table("scores", "± standard error, clustered by task")
+    for column in ("set", "model"):
+        table.add_column(column, overflow="fold")
+    first = next(iter(scores.values()))
+    for metric in dict.fromkeys(key for found in first.values() for key in found if _is_score(key)):
+        table.add_column(metric, justify="right", no_wrap=True)
+    for name in first:
+        for model, found in scores.items():
+            shown = [_with_error(found[name], column.header) for column in table.columns[2:]]
+            table.add_row(name, model, *shown)
+    console.print(table)
+
+
+def print_comparisons(console: Console, compared: Sequence[tuple[str, str, str, Comparison]]) -> None:
+    """Print the table of differences, if there are any."""
+    if not compared:
+        return
+    table = _table("differences", "95% interval of a paired bootstrap over tasks; bold where it leaves out 0")
+    for column in ("set", "from", "to"):
+        table.add_column(column, overflow="fold")
+    for column in ("difference", "95% interval", "won", "lost", "tasks"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for first, second, name, found in compared:
+        certain = found.low > 0 or found.high < 0
+        table.add_row(
+            *(name, first, second, f"{found.difference:+.3f}", f"{found.low:+.3f} to {found.high:+.3f}"),
+            *(str(found.won), str(found.lost), str(found.tasks)),
+            style="bold" if certain else "",
+        )
+    console.print(table)
+
+
+async def _evaluate(
+    config: Config, name: str, folder: Path, sets: Sets, results: Results, out: Path, console: Console
+) -> None:
+    """Run a model's episodes, and keep the results as tasks are finished."""
+    bar = Progress(
+        *(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
+        console=console,
+    )
+    failed: list[Episode] = []
+
+    def keep(set_name: str, episodes: Sequence[Episode]) -> None:
+        results.add(set_name, episodes)
+        failed.extend(episode for episode in episodes if not episode.outcome.scored)
+        bar.advance(task)
+
+    evaluation = Evaluation(
+        sets,
+        episodes=config.episodes,
+        sampling=Sampling(max_tokens=config.generator.max_new_tokens, temperature=config.temperature),
+        version=0,
+        on_task=keep,
+    )
+    console.print(f"{name}: starting", soft_wrap=True)
+    async with _rollouts(config, folder, out) as rollouts:
+        with bar:
+            task = bar.add_task(name, total=sum(map(len, sets.values())))
+            rollouts.start_evaluation(evaluation)
+            await rollouts.finish_evaluation()
+    if failed:
+        many = f"{len(failed)} of {evaluation.total} episodes failed, and are tried again by the same command"
+        console.print(f"warning: {name}: {many}; {describe_failure(failed[-1])}", style="yellow", soft_wrap=True)
+
+
+@contextlib.asynccontextmanager
+async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[RolloutExecutor]:
+    """Start the services for a model, and end them after the body, which a fault of theirs interrupts."""
+    faults = Faults()
+    faults.install()
+    logs = out / "logs"
+    make_private(logs, CheckpointError)
+    cluster = Cluster(logs.resolve(), may_be_public=config.isolation.public_ports)
+    deadline_s = _START_DEADLINE_S
+
+    async def raise_fault() -> None:
+        error = await faults.wait()
+        await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
+        raise error
+
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(cluster.close)
+
+        async def begin(starting: Awaitable[S]) -> S:
+            service = await starting
+            stack.push_async_callback(service.stop)
+            return service
+
+        engines = Generator.start(
+            config.generator, cluster, faults, model=folder, seed=config.seed, deadline_s=deadline_s
+        )
+        scorer = Reward.start(
+            config.reward, cluster, faults, function=build_reward(config.rewards), deadline_s=deadline_s
+        )
+        worlds = Environment.start(config.environment, cluster, faults, factory=SingleTurn, deadline_s=deadline_s)
+        try:
+            async with task_group() as group:
+                generator, reward, environment = (
+                    group.create_task(begin(engines)),
+                    group.create_task(begin(scorer)),
+                    group.create_task(begin(worlds)),
+                )
+            await generator.result().serve_model()
+            tokenizer = Tokenizer(folder)
+            rollouts = RolloutExecutor(
+                mixture=config.data.build(config.tasks, seed=config.seed),  # nothing is drawn from it
+                groups=1,
+                episodes=1,
+                schedule=ScheduleConfig(),
+                tokenizer=tokenizer,
+                generator=generator.result(),
+                run_episode=EpisodeRunner(tokenizer, environment.result(), reward.result()),
+                reward=reward.result(),
+                devices=DeviceHandover(generator.result()),
+                seed=config.seed,
+                version=lambda: 0,
+                warn=lambda text: None,
+            )
+            stack.push_async_callback(rollouts.close)
+            with interrupted_by(raise_fault):
+                yield rollouts
+        finally:
+            faults.closing = True
+
+
+def _check_settings(out: Path, config: Config) -> None:
+    """Check that a folder with results has those of the same settings.
+
+    Raises:
+        ConfigError: it has others, or cannot be read or written.
+    """
+    path = out / "settings.json"
+    try:
+        if path.exists() and json.loads(path.read_text()).get("digest") != config.digest:
+            raise ConfigError(f"{out} holds results with other settings", hint="choose another --out, or leave it out")
+        write_json(path, {"digest": config.digest, "settings": as_json(config)})
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be used: {error}", hint="choose another --out") from error
+
+
+def _file_name(name: str, folder: Path) -> str:
+    """Name a model's results by its name, and by its files, which may change under that name."""
+    files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{Path(name).name or 'model'}-{_digest(json.dumps([str(folder), stamps]))}"
+
+
+def _key(name: str, task: Task) -> Key:
+    return name, task.source, _digest(json.dumps([task.id, task.messages, task.truth], default=str, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None, padding=(0, 1))
+
+
+def _mean(episodes: Sequence[Episode]) -> float | None:
+    rewards = [episode.reward for episode in episodes if episode.outcome.scored]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def _is_score(key: str) -> bool:
+    return "/" not in key and not key.endswith("_stderr")
+
+
+def _with_error(values: Mapping[str, float], key: object) -> str:
+    value, error = values.get(str(key)), values.get(f"{key}_stderr")
+    return "" if value is None else f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+if __name__ == "__main__":
+    launch(Config, main)

@@ -1,0 +1,265 @@
+"""Serve a world of forge_rl to OpenEnv's clients.
+
+python -m apps.openenv_serve tools --port 8000
+python -m apps.openenv_serve mine.py:World --tasks chain_sum
+
+An action is {"message": TEXT}, what the model writes; or a tool call, {"type": "call_tool", "tool_name": NAME,
+"arguments": {...}}, and {"type": "list_tools"}. `reset(seed=N)` begins the task of that seed. Nothing asks for a key:
+on another address than loopback, whoever reaches it may use the world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import socket as sockets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from forge_rl.data.config import DataConfig
+from forge_rl.data.mixture import Mixture
+from forge_rl.envs.config import build_environment, sources_of
+from forge_rl.envs.protocol import Env, EnvFactory, Step
+from forge_rl.errors import ConfigError, check_flags
+from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.run.launch import launch
+from forge_rl.types import Message, Task, ToolCall
+
+_TEXT = {"type": "string"}
+_ACTION = {
+    "title": "ForgeAction",
+    "type": "object",
+    "properties": {"message": _TEXT | {"description": "Text that the model writes."}, "metadata": {"type": "object"}},
+    "required": ["message"],
+}
+_OBSERVATION = {
+    "title": "ForgeObservation",
+    "type": "object",
+    "properties": {
+        "text": _TEXT | {"description": "Text of the new messages."},
+        "messages": {"type": "array", "items": {"type": "object"}},
+        "tools": {"type": "array", "items": {"type": "object"}},
+        "done": {"type": "boolean"},
+        "reward": {"type": "number"},
+        "metadata": {"type": "object"},
+    },
+}
+_STATE = {"type": "object", "properties": {"episode_id": _TEXT, "step_count": {"type": "integer"}}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Serve a world of forge_rl to OpenEnv's clients."""
+
+    env: Annotated[str, tyro.conf.Positional]
+    """The world, as --env of recipes names it."""
+    tasks: tuple[str, ...] = ()
+    """Tasks for a world that brings none, as --tasks of recipes: files, folders, reasoning-gym data sets."""
+    data: DataConfig = field(default_factory=DataConfig)
+    verifier: ReasoningGymReward = field(default_factory=ReasoningGymReward)
+    """Scores the last message of an episode of a reasoning-gym task, where the world gives no reward."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    max_sessions: int = 64
+    """Most sessions at a time; more are refused as OpenEnv does it."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--", least={"max_sessions": 1, "port": 0}, most={"port": 65535})
+
+
+class World:
+    """A world and its tasks, as many sessions as clients ask for."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.factory: EnvFactory = build_environment(config.env)
+        if not callable(self.factory):
+            raise ConfigError(f"the environment {config.env} plays its episodes itself", hint="choose one with steps")
+        self._mixture = self._tasks(0)
+        self.sessions = 0
+
+    def task(self, seed: int | None) -> Task:
+        """Return the first task of a seed, or else the next task."""
+        mixture = self._mixture if seed is None else self._tasks(seed)
+        return mixture.draw_from(mixture.source_order(1)[0])
+
+    def _tasks(self, seed: int) -> Mixture:
+        if self.config.tasks:
+            return self.config.data.build(self.config.tasks, seed=seed)
+        return Mixture(sources_of(self.factory, seed))
+
+
+class Session:
+    """What one client does with one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._env: Env | None = None
+        self._task: Task | None = None
+        self._tools: tuple[Mapping[str, object], ...] = ()
+        self._episode = ""
+        self._steps = 0
+        self._done = True
+        self._rewarded = False
+
+    async def answer(self, message: Mapping[str, Any]) -> dict[str, object]:
+        """Answer one message.
+
+        Raises:
+            ValueError: it is no message of this protocol, or comes out of its order.
+        """
+        data = message.get("data") or {}
+        match message.get("type"):
+            case "reset":
+                return {"type": "observation", "data": await self._reset(data)}
+            case "step":
+                return {"type": "observation", "data": await self._step(data)}
+            case "state":
+                return {"type": "state", "data": {"episode_id": self._episode, "step_count": self._steps}}
+        raise ValueError(f"unknown message type {message.get('type')!r}")
+
+    async def close(self) -> None:
+        """End the episode."""
+        env, self._env = self._env, None
+        close = getattr(env, "close", None)
+        if close is not None and not self._done and inspect.isawaitable(closing := close()):
+            await closing
+
+    async def _reset(self, data: Mapping[str, Any]) -> dict[str, object]:
+        await self.close()
+        seed = data.get("seed")
+        task = self._task = await asyncio.to_thread(self._world.task, seed if isinstance(seed, int) else None)
+        self._env = self._world.factory(task)
+        self._episode, self._steps, self._done = str(data.get("episode_id") or task.id), 0, False
+        self._rewarded = False
+        begun = await self._env.reset()
+        self._tools = begun.tools or task.tools
+        return _observation(begun.messages, tools=self._tools, metadata={"task": task.id, "source": task.source})
+
+    async def _step(self, data: Mapping[str, Any]) -> dict[str, object]:
+        if data.get("type") == "list_tools":
+            functions: list[Any] = [tool["function"] for tool in self._tools]
+            listed = [
+                {"name": each["name"], "description": each["description"], "input_schema": each["parameters"]}
+                for each in functions
+            ]
+            return {"observation": {"tools": listed, "metadata": {}}, "reward": None, "done": self._done}
+        if self._env is None or self._done:
+            raise ValueError("the episode is over: reset begins another one")
+        text, calls = str(data.get("message", "")), tuple[ToolCall, ...]()
+        if "tool_name" in data:
+            arguments = json.dumps(data.get("arguments") or {})
+            calls = (ToolCall(id=f"call-{self._steps}", name=str(data["tool_name"]), arguments=arguments),)
+        elif "message" not in data:
+            raise ValueError(f"an action has the field `message`, not {', '.join(data) or 'nothing'}")
+        takes = inspect.signature(self._env.step).parameters
+        given: dict[str, object] = {"calls": calls} if "calls" in takes else {}
+        step: Step = await self._env.step(text, **given, **({"truncated": False} if "truncated" in takes else {}))
+        self._steps += 1
+        self._done = step.done
+        self._rewarded |= step.reward is not None
+        reward = step.reward
+        if step.done and not self._rewarded and self._task is not None and "entry" in self._task.truth:
+            answer = text if step.output is None else step.output
+            reward = (await asyncio.to_thread(self._world.config.verifier, self._task, answer)).total
+        shown = step.messages or step.history or ()
+        return _observation(shown, reward=reward, done=step.done, metadata={"parts": dict(step.parts)})
+
+
+def _observation(
+    messages: tuple[Message, ...],
+    *,
+    metadata: Mapping[str, object],
+    tools: tuple[Mapping[str, object], ...] = (),
+    reward: float | None = None,
+    done: bool = False,
+) -> dict[str, object]:
+    text = "\n\n".join(str(message.get("content") or "") for message in messages)
+    seen = {"text": text, "messages": [dict(each) for each in messages], "tools": [dict(tool) for tool in tools]}
+    return {"observation": seen | {"metadata": metadata}, "reward": reward, "done": done, "metadata": metadata}
+
+
+def app_of(world: World) -> Any:
+    """Make the ASGI app: OpenEnv's WebSocket, and the addresses that its clients look at before."""
+
+    async def say(socket: WebSocket, code: str, message: str) -> None:
+        await socket.send_text(json.dumps({"type": "error", "data": {"message": message, "code": code}}))
+
+    async def session(socket: WebSocket) -> None:
+        if "origin" in socket.headers:  # a web page in this user's browser; OpenEnv's clients send none
+            await socket.close()
+            return
+        await socket.accept()
+        if world.sessions >= world.config.max_sessions:
+            await say(socket, "CAPACITY_REACHED", f"all {world.config.max_sessions} sessions are taken")
+            await socket.close()
+            return
+        world.sessions += 1
+        one = Session(world)
+        try:
+            while True:
+                try:
+                    message = json.loads(await socket.receive_text())
+                    if message["type"] == "close":
+                        break
+                    await socket.send_text(json.dumps(await one.answer(message), default=str))
+                except (json.JSONDecodeError, TypeError, KeyError) as error:
+                    await say(socket, "INVALID_JSON", f"{type(error).__name__}: {error}")
+                except WebSocketDisconnect:
+                    break
+                except Exception as error:  # a world's own, which its client is told
+                    await say(socket, "EXECUTION_ERROR", f"{type(error).__name__}: {error}")
+        finally:
+            world.sessions -= 1
+            await one.close()
+            with contextlib.suppress(RuntimeError):  # the client has closed it
+                await socket.close()
+
+    def told(value: object) -> Any:
+        async def answer(request: object) -> JSONResponse:
+            return JSONResponse(value)
+
+        return answer
+
+    name = world.config.env
+    schema = {"action": _ACTION, "observation": _OBSERVATION, "state": _STATE}
+    routes = {
+        "/health": {"status": "healthy"},
+        "/schema": schema,
+        "/metadata": {"name": name, "description": f"the world {name} of forge_rl", "version": "1"},
+    }
+    return Starlette(
+        routes=[*(Route(path, told(value)) for path, value in routes.items()), WebSocketRoute("/ws", session)]
+    )
+
+
+async def main(config: Config) -> None:
+    """Serves until a signal."""
+    world = await asyncio.to_thread(World, config)
+
+    try:
+        listening = sockets.create_server((config.host, config.port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error}", hint="choose another --port"
+        ) from None
+    server = uvicorn.Server(uvicorn.Config(app_of(world), log_level="warning", lifespan="off"))
+    where = f"ws://{config.host}:{listening.getsockname()[1]}"
+    print(f"serving {config.env} to OpenEnv's clients at {where}\nCtrl-C ends it", flush=True)
+    await server.serve(sockets=[listening])
+
+
+if __name__ == "__main__":
+    launch(Config, main)

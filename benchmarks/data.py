@@ -1,0 +1,116 @@
+"""Tasks from a large JSON lines file: tasks/s and memory beside `datasets`, opening, and resuming in the middle.
+
+python -m benchmarks.data --json out.json
+
+A file of 2 GB is made on first use, and removed. Each reader is a process of its own, which reads in turn with the
+others: ours in the order of a seed, with mapping, check and digest of each row; `datasets` streams with its shuffle
+buffer and the same mapping; and `datasets` loads, which first writes an Arrow copy of the whole file to its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+
+_WORDS = ("the", "sum", "of", "all", "numbers", "which", "divide", "a", "square", "and", "its", "root")
+_TEXTS = 1000
+"""Texts that rows are made of: to draw one for each would take longer than to read it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Measure how tasks are read from a large file."""
+
+    gb: float = 2.0
+    """Size of the large file, in 10^9 bytes; the small one, for the growth of memory, has a tenth."""
+    tasks: int = 50_000
+    """Tasks that are read for each measurement of speed."""
+    repeats: int = 5
+    """Repeats of each, after one that warms up."""
+    folder: Path | None = None
+    """Folder for the files; a temporary one by default."""
+    load: bool = True
+    """Also measure `datasets.load_dataset` of the whole file, once: it takes minutes and as much disk again."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < LEAST_REPEATS or self.tasks < 1000 or self.gb <= 0:
+            raise BenchmarkError(
+                f"too little to measure: {self.repeats} repeats of {self.tasks} tasks",
+                hint=f"set --repeats to {LEAST_REPEATS} or more, --tasks to 1000 or more, --gb above 0",
+            )
+
+
+def measure(config: Config, report: Report) -> None:
+    """Make the files, read them in turn, and compare."""
+    with tempfile.TemporaryDirectory(dir=config.folder, prefix="forge_rl-data-") as made:
+        folder = Path(made)
+        large, small = folder / "large.jsonl", folder / "small.jsonl"
+        rows = write_rows(large, round(config.gb * 1e9))
+        write_rows(small, round(config.gb * 1e8))
+        print(f"made {rows:,} rows, {large.stat().st_size / 1e9:.2f} GB", flush=True)
+        report.versions |= json.loads(_child("versions", small, 0, folder))
+        found: dict[str, list[dict[str, float]]] = {}
+        for repeat in range(1 + config.repeats):
+            for reader, file in (("ours", large), ("ours_small", small), ("stream", large)):
+                row = json.loads(_child(reader.partition("_")[0], file, config.tasks, folder))
+                report.rows.append({"reader": reader, "warm_up": repeat == 0, **row})
+                print(f"{reader}: {', '.join(f'{key} {value:,.4g}' for key, value in row.items())}", flush=True)
+                if repeat:
+                    found.setdefault(reader, []).append(row)
+
+        def of(reader: str, key: str) -> list[float]:
+            return [row[key] for row in found[reader]]
+
+        ratios = [a / b for a, b in zip(of("ours", "tasks_per_s"), of("stream", "tasks_per_s"), strict=True)]
+        report.measure("tasks_per_s_over_datasets", ratios)
+        report.measure("tasks_per_s", of("ours", "tasks_per_s"))
+        report.measure("tasks_per_s_datasets", of("stream", "tasks_per_s"))
+        report.measure("open_s", of("ours", "open_s"))
+        report.measure("resume_s", of("ours", "resume_s"))
+        report.measure("resume_s_datasets", of("stream", "resume_s"))
+        report.measure("memory_bytes", of("ours", "memory_bytes"))
+        report.measure("memory_bytes_datasets", of("stream", "memory_bytes"))
+        growth = zip(of("ours", "memory_bytes"), of("ours_small", "memory_bytes"), strict=True)
+        report.measure("memory_growth_bytes", [a - b for a, b in growth])
+        if config.load:
+            row = json.loads(_child("load", large, config.tasks, folder))
+            report.rows.append({"reader": "load", "warm_up": False, **row})
+            report.results |= {f"{key}_datasets_load": value for key, value in row.items()}
+
+
+def write_rows(path: Path, size: int) -> int:
+    """Write about so many bytes of rows with questions of all lengths; returns their number."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(_WORDS, k=draw.randrange(20, 220))) for _ in range(_TEXTS)]
+    rows = written = 0
+    with path.open("w") as file:
+        while written < size:
+            words = texts[draw.randrange(_TEXTS)]
+            meta = {"level": draw.randrange(5), "source": "benchmark", "notes": words[:200]}
+            written += file.write(
+                json.dumps({"problem": f"{rows}: {words}?", "solution": str(draw.randrange(10**6)), "meta": meta})
+                + "\n"
+            )
+            rows += 1
+    return rows
+
+
+def _child(reader: str, file: Path, tasks: int, folder: Path) -> str:
+    """Read in a process of its own; returns what it measured, as JSON."""
+    command = [sys.executable, "-m", "benchmarks.data_readers", reader, str(file), str(tasks), str(folder / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BenchmarkError(f"the reader {reader} failed: {last}", hint="run it by itself: " + " ".join(command))
+    return done.stdout.splitlines()[-1]
+
+
+if __name__ == "__main__":
+    run_benchmark("data", Config, measure)

@@ -1,0 +1,285 @@
+"""Time of a run with an evaluation every two steps: riding along with training's episodes, against stopping everything.
+
+python -m benchmarks.evaluation --json out.json
+
+The rollouts, the scheduler and the evaluations are the real ones, on real vLLM engines, and each version is really
+published and loaded; a training step is a pause of the length that makes it a fifth of the cluster's work. Episodes are
+heavy-tailed, as in schedules.py, those of evaluations too: 40% have less than a sixtieth of the longest one's tokens,
+10% more than a third. Runs of both kinds alternate on the same engines. As in a run of a recipe, the evaluation before
+the first step ends before weights change, and the one after the last step is waited for, whichever kind it is.
+
+The same on a virtual clock, with more engines and tools between turns, is in the results named virtual_.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.real_engines import Engines, Stories, engines
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.schedules_real import Real, draw_tokens, full_rate, kind_at
+from benchmarks.staged_services import (
+    HEAVY_TAILED,
+    StagedEnvironment,
+    StagedGenerator,
+    StagedSource,
+    StagedTokenizer,
+)
+from benchmarks.virtual_time import run
+from forge_rl.data.mixture import Mixture
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.evaluation import Evaluation
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.state import RIDE_ALONG, InflightEpisode, ScheduleConfig
+from forge_rl.services.generator import Generator
+from forge_rl.types import Sampling, Task
+
+_GROUP_SIZE = 4
+_TRAIN_SHARE = 0.2
+"""Share of the work that is training, where engines are always busy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Compare evaluations that ride along with those that stop everything."""
+
+    repeats: int = 5
+    """Pairs of runs that count."""
+    steps: int = 6
+    """Steps of a run."""
+    every: int = 2
+    """Steps between evaluations."""
+    tasks_per_slot: float = 2.0
+    """Tasks of an evaluation, for each request that the engines take at a time; a batch has four episodes."""
+    seed: int = 0
+    """Seed of the episodes' lengths."""
+    on: Real = field(default_factory=lambda: Real(engines=1, budget=8, most_tokens=120))
+    """The engines."""
+    virtual_engines: int = 8
+    """Number of engines on the virtual clock."""
+    smoke: bool = False
+    """One short pair, to see that it works; its figures mean nothing."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < LEAST_REPEATS:
+            raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
+        if self.steps < 2 * self.every or self.every < 1 or self.tasks_per_slot <= 0:
+            raise BenchmarkError(
+                f"{self.steps} steps with an evaluation every {self.every}",
+                hint="set --steps to twice --every or more, and --tasks-per-slot above 0",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run took."""
+
+    seconds: float
+    other_versions: float
+    """Mean share of evaluations' tokens that other weights produced than those that were evaluated."""
+
+
+async def whole_run(
+    rollouts: RolloutExecutor,
+    tasks: Sequence[Task],
+    *,
+    config: Config,
+    steps: int,
+    blocking: bool,
+    version: Callable[[], int],
+    train: Callable[[], Awaitable[None]],
+    clock: Callable[[], float],
+) -> Outcome:
+    """Run a recipe's loop: roll out, train and publish, evaluate every so many steps.
+
+    Args:
+        version: returns the version that is served.
+        train: stands for a training step and the publish after it.
+    """
+    shares: list[float] = []
+    began = clock()
+
+    async def evaluate(step: int) -> None:
+        await rollouts.finish_evaluation()
+        if rollouts.evaluation is not None:
+            shares.append(rollouts.evaluation.other_versions("held_out"))
+        evaluation = Evaluation(
+            {"held_out": tasks},
+            episodes=1,
+            sampling=Sampling(max_tokens=1 << 20, temperature=0.0),
+            version=version(),
+            one_version=step == 0,
+        )
+        rollouts.start_evaluation(evaluation)
+        if blocking or step == steps:
+            await rollouts.finish_evaluation()
+
+    await evaluate(0)
+    for step in range(1, steps + 1):
+        await rollouts.next_batch()
+        await train()
+        if step % config.every == 0 or step == steps:
+            await evaluate(step)
+    assert rollouts.evaluation is not None, "there is one after the last step"
+    shares.append(rollouts.evaluation.other_versions("held_out"))
+    return Outcome(seconds=clock() - began, other_versions=statistics.fmean(shares))
+
+
+def measure(config: Config, report: Report) -> None:
+    """Run both kinds on a virtual clock, then in turns on real engines."""
+    steps = 2 * config.every if config.smoke else 8 * config.every
+    found = {blocking: run(_virtual(config, steps, blocking)) for blocking in (True, False)}
+    report.results["virtual_ride_along_over_blocking"] = found[False].seconds / found[True].seconds
+    report.results["virtual_other_versions"] = found[False].other_versions
+    print(f"virtual: {report.results['virtual_ride_along_over_blocking']:.3f}", flush=True)
+    asyncio.run(_real(config, report))
+
+
+async def _real(config: Config, report: Report) -> None:
+    on, slots = config.on, config.on.engines * config.on.budget
+    generator = Generator.Config(
+        replicas=on.engines,
+        dtype="bfloat16",
+        max_model_tokens=4 * on.most_tokens + 128,  # room for turns that end early
+        max_requests=on.budget,
+        kv_cache_gib=0.5,
+    )
+    steps = 2 * config.every if config.smoke else config.steps
+    async with engines(generator, on.model) as served:
+        rate = await full_rate(served, on)
+        mean = statistics.fmean(draw_tokens(random.Random(at), kind_at(at / 1000), on) for at in range(1000))
+        train_s = _TRAIN_SHARE / (1 - _TRAIN_SHARE) * 4 * slots * mean / rate
+        report.results |= {"full_tokens_per_s": rate, "train_s": train_s}
+        print(f"engines that are full: {rate:.0f} tokens/s; a training step: {train_s:.2f} s", flush=True)
+        pairs = 1 if config.smoke else 1 + config.repeats
+        found: dict[bool, list[Outcome]] = {True: [], False: []}
+        for pair in range(pairs):
+            for blocking in (True, False) if pair % 2 == 0 else (False, True):
+                outcome = await _real_run(config, served, steps=steps, train_s=train_s, blocking=blocking)
+                warm_up = pair == 0 and not config.smoke
+                kind = "blocking" if blocking else "ride_along"
+                report.rows.append({"kind": kind, "pair": pair, "warm_up": warm_up, **vars(outcome)})
+                print(f"{kind}: {outcome.seconds:.1f} s, other versions {outcome.other_versions:.1%}", flush=True)
+                if not warm_up:
+                    found[blocking].append(outcome)
+    ratios = [ours.seconds / theirs.seconds for ours, theirs in zip(found[False], found[True], strict=True)]
+    report.measure("ride_along_over_blocking", ratios)
+    report.measure("ride_along_s", [outcome.seconds for outcome in found[False]])
+    report.measure("blocking_s", [outcome.seconds for outcome in found[True]])
+    report.measure("other_versions", [outcome.other_versions for outcome in found[False]])
+
+
+async def _real_run(config: Config, served: Engines, *, steps: int, train_s: float, blocking: bool) -> Outcome:
+    first, slots = served.version, config.on.engines * config.on.budget
+
+    def tokens(episode: InflightEpisode) -> int:
+        batch, *rest = episode.place
+        number = batch if episode.group.batch == RIDE_ALONG else batch - first
+        place = "/".join(map(str, (config.seed, number, *rest)))
+        return draw_tokens(random.Random(place), episode.group.task.source, config.on)
+
+    async def train() -> None:
+        await asyncio.sleep(train_s)
+        await served.advance()
+
+    devices = DeviceHandover(served.generator)
+    rollouts = RolloutExecutor(
+        mixture=_mixture(),
+        groups=4 * slots // _GROUP_SIZE,
+        episodes=_GROUP_SIZE,
+        schedule=ScheduleConfig(),
+        tokenizer=served.tokenizer,
+        generator=served.generator,
+        run_episode=Stories(served.tokenizer, tokens),
+        devices=devices,
+        seed=config.seed,
+        version=lambda: served.version,
+        warn=lambda text: None,
+    )
+    await rollouts.restore(rollouts.state() | {"batches": first})  # batches are numbered as versions are
+    try:
+        return await whole_run(
+            rollouts,
+            _tasks(round(config.tasks_per_slot * slots)),
+            config=config,
+            steps=steps,
+            blocking=blocking,
+            version=lambda: served.version,
+            train=train,
+            clock=time.monotonic,
+        )
+    finally:
+        await rollouts.close()
+        await devices.hand_to_engines()  # the next run begins like the first one
+
+
+async def _virtual(config: Config, steps: int, blocking: bool) -> Outcome:
+    loop = asyncio.get_running_loop()
+    budget = config.on.budget
+    slots = config.virtual_engines * budget
+    generator = StagedGenerator(engines=config.virtual_engines, budget=budget)
+    tokenizer: Any = StagedTokenizer()
+    environment = StagedEnvironment(kinds=HEAVY_TAILED, turn_s=60.0, tool_s=5.0, seed=config.seed)
+    mean_s = sum(kind.share * kind.mean_s for kind in HEAVY_TAILED)
+    trained = 0
+
+    async def train() -> None:
+        nonlocal trained
+        await asyncio.sleep(_TRAIN_SHARE / (1 - _TRAIN_SHARE) * 4 * mean_s)
+        trained += 1
+        generator.load(trained)
+
+    rollouts = RolloutExecutor(
+        mixture=_mixture(),
+        groups=4 * slots // _GROUP_SIZE,
+        episodes=_GROUP_SIZE,
+        schedule=ScheduleConfig(max_episodes=1 << 30),
+        tokenizer=tokenizer,
+        generator=generator,
+        devices=DeviceHandover(generator, clock=loop.time),
+        run_episode=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the environments score
+        seed=config.seed,
+        version=lambda: trained,
+        warn=lambda text: None,
+        clock=loop.time,
+    )
+    try:
+        return await whole_run(
+            rollouts,
+            _tasks(round(config.tasks_per_slot * slots)),
+            config=config,
+            steps=steps,
+            blocking=blocking,
+            version=lambda: trained,
+            train=train,
+            clock=loop.time,
+        )
+    finally:
+        await rollouts.close()
+
+
+def _mixture() -> Mixture:
+    kinds = {kind.name: kind for kind in HEAVY_TAILED}
+    return Mixture(
+        {name: StagedSource(kind) for name, kind in kinds.items()}, {name: kind.share for name, kind in kinds.items()}
+    )
+
+
+def _tasks(count: int) -> list[Task]:
+    """Make the tasks of the evaluation, of all kinds by their share."""
+    kinds = [kind_at((at + 0.5) / count) for at in range(count)]
+    random.Random(0).shuffle(kinds)
+    return [
+        Task(id=f"{at}", source=kind, messages=({"role": "user", "content": kind},)) for at, kind in enumerate(kinds)
+    ]
+
+
+if __name__ == "__main__":
+    run_benchmark("evaluation", Config, measure)

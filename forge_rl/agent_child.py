@@ -1,0 +1,60 @@
+"""An agent's function in a process of its own: `python -m forge_rl.agent_child MODULE:FUNCTION`, the task on stdin.
+
+With --check it only loads the function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from forge_rl.errors import ConfigError
+from forge_rl.types import Task
+from forge_rl.user_code import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSession:
+    """What an agent knows of its episode: where the policy is."""
+
+    base_url: str
+    """URL for OpenAI's clients."""
+    key: str
+    """API key."""
+
+    @property
+    def anthropic_url(self) -> str:
+        """URL for Anthropic's clients, which add the version themselves."""
+        return self.base_url.removesuffix("/v1")
+
+
+def main(name: str, *flags: str) -> None:
+    """Run the function, plain or async, with the task, and the session if it takes two; print what it returns."""
+    agent: Any = load(name, "agent")
+    if not callable(agent):
+        raise ConfigError(f"the agent {name} is no function", hint="name a function of (task) or (task, session)")
+    if "--check" in flags:
+        return
+    given = json.loads(sys.stdin.read())
+    task = given["task"]
+    own = Task(id=task["id"], source=task["source"], messages=tuple(task["messages"]), tools=tuple(task["tools"]))
+    takes = len(inspect.signature(agent).parameters)
+    answer = agent(*(own, AgentSession(**given["session"]))[:takes])
+    if inspect.isawaitable(answer):
+        answer = asyncio.run(_result(answer))
+    print(json.dumps({"answer": None if answer is None else str(answer)}))
+
+
+async def _result(answer: Any) -> Any:
+    return await answer
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"{error.message}\n{error.hint}")

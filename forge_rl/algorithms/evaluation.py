@@ -1,0 +1,129 @@
+"""Scores of an evaluation with their standard errors: avg@k, pass@k, maj@k, and the comparison of two models.
+
+Episodes of one task are alike, so that tasks are what is counted: a score is a mean over tasks, and its standard error
+is clustered by task (Miller 2024, arXiv 2411.00640). Rewards are `[N][k]`: for each of N tasks its episodes, of which
+some tasks may have fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Rewards = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A mean over tasks."""
+
+    value: float
+    """NaN where there is no task."""
+    stderr: float
+    """Standard error; NaN where there are fewer than two tasks."""
+
+
+def mean_over_tasks(scores: Sequence[float]) -> Score:
+    """Average the scores of tasks, `[N]`: the standard error is that of N independent values, s / sqrt(N)."""
+    if not scores:
+        return Score(value=math.nan, stderr=math.nan)
+    values = np.asarray(scores, np.float64)
+    spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
+    return Score(value=float(values.mean()), stderr=spread / math.sqrt(len(values)))
+
+
+def avg_at_k(rewards: Rewards) -> Score:
+    """Average all rewards, each task counting the same: avg@k. Tasks without episodes are left out."""
+    return mean_over_tasks([float(np.mean(each)) for each in rewards if len(each)])
+
+
+def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Score:
+    """Estimate the share of tasks that k episodes succeed at least once in: pass@k.
+
+    Of a task with n episodes, c of which succeed, 1 - C(n-c, k) / C(n, k) is the unbiased estimate (Chen et al. 2021,
+    arXiv 2107.03374, equation 1). Tasks with fewer than k episodes are left out.
+
+    Args:
+        k: at least 1.
+        success: reward from which an episode succeeds.
+    """
+    assert k >= 1, f"pass@{k}"
+    found = []
+    for each in rewards:
+        n, c = len(each), sum(reward >= success for reward in each)
+        if n >= k:
+            found.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
+    return mean_over_tasks(found)
+
+
+def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Score:
+    """Average the rewards of each task's most frequent answer: maj@k.
+
+    Answers that are equally frequent count alike, as if one of them was drawn. An episode without an answer, "", has a
+    vote only where no episode of the task has one. Equal answers with different rewards have their mean.
+
+    Args:
+        answers: what was extracted from each episode, aligned with the rewards.
+    """
+    found = []
+    for each, texts in zip(rewards, answers, strict=True):
+        votes: dict[str, list[float]] = defaultdict(list)
+        for reward, text in zip(each, texts, strict=True):
+            votes[text.strip()].append(reward)
+        named = {text: given for text, given in votes.items() if text} or votes
+        if named:
+            most = max(map(len, named.values()))
+            found.append(float(np.mean([np.mean(given) for given in named.values() if len(given) == most])))
+    return mean_over_tasks(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The second of two models against the first one, on the same tasks."""
+
+    difference: float
+    """Mean over tasks of the second's score less the first's."""
+    low: float
+    """Lower end of the 95% interval of the difference."""
+    high: float
+    won: int
+    """Number of tasks at which the second scores higher."""
+    lost: int
+    tasks: int
+    """N."""
+
+
+def compare_paired(
+    first: Sequence[float], second: Sequence[float], *, seed: int, resamples: int = 10_000
+) -> Comparison:
+    """Compare two models by their scores of the same tasks, `[N]` each: a paired bootstrap over tasks.
+
+    The interval is that between the 2.5th and 97.5th percentile of the mean difference of `resamples` draws of N tasks
+    with replacement (Efron and Tibshirani 1993, section 13.3); the same seed gives the same interval.
+    """
+    assert len(first) == len(second) > 0, f"{len(first)} and {len(second)} tasks are no pairs"
+    differences = np.asarray(second, np.float64) - np.asarray(first, np.float64)
+    low, high = np.percentile(_resampled_means(differences, np.random.default_rng(seed), resamples), [2.5, 97.5])
+    return Comparison(
+        difference=float(differences.mean()),
+        low=float(low),
+        high=float(high),
+        won=int((differences > 0).sum()),
+        lost=int((differences < 0).sum()),
+        tasks=len(differences),
+    )
+
+
+def _resampled_means(
+    values: npt.NDArray[np.float64], drawn: np.random.Generator, resamples: int
+) -> npt.NDArray[np.float64]:
+    """Return means of N values drawn with replacement, [resamples]; in pieces, as N may be large."""
+    count = len(values)
+    piece = max(1, 10_000_000 // count)
+    sizes = [min(piece, resamples - begun) for begun in range(0, resamples, piece)]
+    return np.concatenate([values[drawn.integers(count, size=(size, count))].mean(axis=1) for size in sizes])

@@ -1,0 +1,216 @@
+"""Adaptive shares: how much of a batch each source gets, by what the policy can still learn from it. Pure logic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from forge_rl.errors import ConfigError, TaskError, check_flags
+from forge_rl.types import Group
+
+_FLOOR = 1e-9
+"""Least score of a source, as a share of the highest one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapting:
+    """The mixture: weights as they are given, or shares that follow the success at each source."""
+
+    adapt: Literal["off", "success"] = "off"
+    """off: weights stay as they are given or set. success: after each batch, a source's share becomes proportional to
+    its given weight, times the share of its groups whose rewards differ, times how near its success rate is to the
+    target; in the end a source that is always or never solved gets the least. A weight that is set by hand is then a
+    share, and stays until adapt is set again."""
+    least: float = 0.05
+    """Least share of a source that adapts; all get the same where what was set by hand leaves less."""
+    most: float = 0.9
+    """Largest share of a source that adapts, where there are several."""
+    target: float = 0.5
+    """Success rate, or mean reward between 0 and 1, from which the policy learns most."""
+    momentum: float = 0.95
+    """Weight of the past in a source's success rate, against one more group: 0.95 remembers about 20 groups."""
+
+    def __post_init__(self) -> None:
+        check_flags(
+            self,
+            "--mixture.",
+            least={"least": 0, "momentum": 0},
+            above={"target": 0, "most": 0},
+            most={"most": 1},
+            below={"target": 1, "momentum": 1},
+        )
+        if self.least > self.most:
+            raise ConfigError(
+                f"--mixture.least is {self.least:g}, above --mixture.most, which is {self.most:g}",
+                hint="lower --mixture.least, or raise --mixture.most",
+            )
+
+
+class AdaptiveShares:
+    """Follows the success at each source, and gives each its share.
+
+        adaptive = AdaptiveShares(Adapting(adapt="success"), {"maths": 1.0, "words": 1.0})
+        adaptive.observe(batch.groups)
+        adaptive.shares()  # {"maths": 0.8, "words": 0.2}
+
+    Each begins as a source at its target, so the first shares are those of the given weights. With a reward that is 1
+    with probability p and else 0, the expected squared advantage of an episode, centered within a group of G, is
+    p (1 - p) (1 - 1/G), and so the signal of a source is taken as p^(2 t) (1 - p)^(2 (1 - t)), which has its peak at
+    the target t, and is p (1 - p) at t = 1/2. That holds for tasks of one difficulty: where some are always and others
+    never solved, p is in the middle and no group tells anything, hence the factor of groups whose rewards differ.
+    Sampling by p (1 - p) is that of "Learning to Reason at the Frontier of Learnability" (2025), for questions.
+
+    Args:
+        weights: given weights; a source with a weight of 0 stays out.
+
+    Raises:
+        ConfigError: the bounds leave no room for so many sources.
+    """
+
+    def __init__(self, config: Adapting, weights: Mapping[str, float]) -> None:
+        self.config = config
+        self._base = dict(weights)
+        self._rates = dict.fromkeys(weights, config.target)
+        """Running mean reward of each source."""
+        self._signals = dict.fromkeys(weights, 1.0)
+        """Running share of each source's groups whose rewards differ."""
+        self.pinned = {name: 0.0 for name, weight in weights.items() if not weight}
+        """Shares that were set by hand."""
+        free = len(weights) - len(self.pinned)
+        if free * config.least > 1 or (free > 1 and free * config.most < 1):
+            raise ConfigError(
+                f"{free} sources cannot each have a share between --mixture.least {config.least:g} and "
+                f"--mixture.most {config.most:g}",
+                hint=f"set --mixture.least to {1 / free:.3g} or less, and --mixture.most to that or more",
+            )
+
+    def released(self, config: Adapting) -> AdaptiveShares:
+        """Make one by other settings that knows what this one does, and in which nothing is set by hand.
+
+        Raises:
+            ConfigError: the bounds leave no room for so many sources.
+        """
+        found = AdaptiveShares(config, self._base)
+        found._rates, found._signals = dict(self._rates), dict(self._signals)
+        return found
+
+    def observe(self, groups: Iterable[Group]) -> None:
+        """Count in the groups of a batch, in their order; rewards outside of 0 and 1 count as these."""
+        keep = self.config.momentum
+        for group in groups:
+            name, rewards = group.task.source, group.rewards
+            mean = min(max(math.fsum(rewards) / len(rewards), 0.0), 1.0)
+            differ = float(max(rewards) > min(rewards))
+            self._rates[name] = keep * self._rates[name] + (1 - keep) * mean
+            self._signals[name] = keep * self._signals[name] + (1 - keep) * differ
+
+    def pin(self, name: str, share: float) -> None:
+        """Give a source a share that does not adapt, also outside the bounds; the others share the rest.
+
+        Raises:
+            TaskError: it is no share, or more than others that were set by hand leave.
+        """
+        others = math.fsum(pinned for other, pinned in self.pinned.items() if other != name)
+        if not 0 <= share <= 1 or others + share > 1 + 1e-9:
+            left = f", and {others:g} is given away" if others else ""
+            raise TaskError(
+                f"the share of {name!r} is set to {share:g} of 1{left}",
+                hint="while the mixture adapts, a weight that is set is a share of each batch, from 0 to 1",
+            )
+        if others + share == 0 and len({*self.pinned, name}) == len(self._base):
+            raise TaskError(f"all shares are 0, with that of {name!r}", hint="leave a source a share above 0")
+        self.pinned[name] = share
+
+    def shares(self) -> dict[str, float]:
+        """Shares of all sources, which add up to 1 where any source still adapts."""
+        free = [name for name in self._base if name not in self.pinned]
+        found = dict(self.pinned)
+        if free:
+            rest = max(0.0, 1 - math.fsum(self.pinned.values()))
+            each = rest / len(free)
+            scores = {name: self._score(name) for name in free}
+            least, most = min(self.config.least, each), max(self.config.most, each)
+            found |= bounded_shares(scores, least=least, most=most, total=rest)
+        return {name: found[name] for name in self._base}
+
+    def describe(self, name: str) -> str:
+        """Describe a source's success in a few words."""
+        if name in self.pinned:
+            return "set by hand"
+        return f"adapts: mean reward {self._rates[name]:.2f}, {self._signals[name]:.0%} of groups differ"
+
+    def state(self) -> dict[str, object]:
+        """All that the shares are made from, as JSON."""
+        return {
+            "config": asdict(self.config),
+            "base": dict(self._base),
+            "rates": dict(self._rates),
+            "signals": dict(self._signals),
+            "pinned": dict(self.pinned),
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, object], sources: Iterable[str]) -> AdaptiveShares:
+        """Make one that goes on from a saved state.
+
+        Raises:
+            TaskError: it is of other sources, or no such state.
+        """
+        names = set(sources)
+        match state:
+            case {
+                "config": dict(config),
+                "base": dict(base),
+                "rates": dict(rates),
+                "signals": dict(signals),
+                "pinned": dict(pinned),
+            } if base.keys() == rates.keys() == signals.keys() == names >= pinned.keys() and all(
+                isinstance(number, int | float) and math.isfinite(number) and number >= 0
+                for part in (base, rates, signals, pinned)
+                for number in part.values()
+            ):
+                try:
+                    found = cls(Adapting(**config), base)
+                except (TypeError, ConfigError) as error:
+                    raise TaskError(f"the saved mixture adapts by {config}: {error}", hint="start a new run") from error
+                found._rates = {name: min(float(rates[name]), 1.0) for name in base}
+                found._signals = {name: min(float(signals[name]), 1.0) for name in base}
+                found.pinned = {name: float(share) for name, share in pinned.items()}
+                return found
+        raise TaskError("the saved mixture does not say how it adapts", hint="start a new run")
+
+    def _score(self, name: str) -> float:
+        rate, target = self._rates[name], self.config.target
+        return self._base[name] * self._signals[name] * rate ** (2 * target) * (1 - rate) ** (2 * (1 - target))
+
+
+def bounded_shares(scores: Mapping[str, float], *, least: float, most: float, total: float = 1.0) -> dict[str, float]:
+    """Shares proportional to scores, except where a bound holds them: min(max(c score, least), most) that sum to total.
+
+    That is the point of the bounded simplex that is nearest to the scores in the sense of the Kullback-Leibler
+    divergence; c is found exactly, as the sum is linear in c between the corners where a share meets a bound.
+
+    Args:
+        scores: from 0 up.
+        least: at most total over their number.
+        most: at least total over their number.
+    """
+    highest = max(scores.values())
+    floored = {name: max(score / highest, _FLOOR) if highest > 0 else 1.0 for name, score in scores.items()}
+
+    def at(factor: float) -> dict[str, float]:
+        return {name: min(max(factor * score, least), most) for name, score in floored.items()}
+
+    corners = sorted({0.0, *(bound / score for score in floored.values() for bound in (least, most))})
+    low = max((corner for corner in corners if math.fsum(at(corner).values()) <= total), default=0.0)
+    high = next((corner for corner in corners if corner > low), None)
+    if high is None:
+        return at(low)
+    middle = at((low + high) / 2)
+    free = [name for name, share in middle.items() if least < share < most]
+    held = math.fsum(share for name, share in middle.items() if name not in free)
+    if not free:
+        return at(low)
+    return at((total - held) / math.fsum(floored[name] for name in free))

@@ -1,0 +1,167 @@
+"""Tasks of any Python iterable: a list, a generator function, a data set of another package."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from forge_rl.data.sources.order import key_of, shuffled
+from forge_rl.data.sources.rows import Columns, problem_of_task
+from forge_rl.data.sources.tables import RowError
+from forge_rl.errors import TaskError
+from forge_rl.types import Task
+
+Item = Task | Mapping[str, object]
+Items = Iterable[Item] | Callable[[], Iterable[Item]]
+
+_FRUITLESS = 10_000
+"""Items in a row without a held-out one after which no more are looked for."""
+
+
+@dataclass(eq=False, repr=False)
+class IterableSource:
+    """Tasks, or rows as of a file, of an iterable; implements Source.
+
+        source = IterableSource("sums", [{"question": "2+3?", "answer": "5"}], seed=0)
+        source = IterableSource("sums", generate)  # a function that returns an iterator
+
+    A sequence is shuffled anew by the seed in each epoch. Anything else comes in its own order, and again from the
+    beginning where it ends; it must give the same items each time, as a resumed run passes over those that it had. A
+    bare iterator can neither begin again nor be held out from: then a source ends with it.
+    """
+
+    name: str
+    items: Items
+    seed: int = 0
+    held_out_share: float = 0.1
+    """Share of the problems that is held out, from 0 to 1; with 1 the source is for evaluation alone."""
+    columns: Columns = field(default_factory=Columns)
+    """What the columns of rows are; tasks are taken as they are."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out_share <= 1:
+            raise TaskError(f"held_out_share is {self.held_out_share}", hint="choose a share from 0 to 1, such as 0.1")
+        if not callable(self.items) and not isinstance(self.items, Iterable):
+            raise TaskError(
+                f"the source {self.name!r} is a {type(self.items).__name__}, which cannot be iterated over",
+                hint="give a list of tasks or of rows, or a function that returns an iterator of them",
+            )
+        if isinstance(self.items, str | bytes | Mapping):
+            raise TaskError(
+                f"the source {self.name!r} is a {type(self.items).__name__}, not rows or tasks",
+                hint='give a list such as [{"question": "2+3?", "answer": "5"}]; a file is named by --tasks',
+            )
+        self._begun: Iterator[Item] | None = None
+        self._epoch = self._index = 0
+
+    def __repr__(self) -> str:
+        return f"{self.name} epoch {self._epoch}, {self._index} items"
+
+    @property
+    def epoch(self) -> float:
+        """Number of passes that have ended, and the share of the one that goes on where its length is known."""
+        return self._epoch + (self._index / len(self.items) if isinstance(self.items, Sequence) else 0.0)
+
+    def draw(self) -> Task:
+        """Return the next task to train on.
+
+        Raises:
+            TaskError: an item is no task, the iterator has ended, or there is nothing to train on.
+        """
+        while True:
+            if self._begun is None:
+                self._begun = self._pass(self._epoch)
+            whole = self._index == 0
+            for item in self._begun:
+                self._index += 1
+                task, problem = self._task(item)
+                if not self._is_held_out(problem):
+                    return task
+            if self._once:
+                raise TaskError(
+                    f"the iterator of {self.name!r} has ended after {self._index} items",
+                    hint="give a list, or a function that returns the iterator, which can begin again",
+                )
+            if whole:
+                raise TaskError(
+                    f"the source {self.name!r} gives nothing to train on: {self._index} items, all held out",
+                    hint="give it more items, or a smaller held-out share",
+                )
+            self._epoch, self._index, self._begun = self._epoch + 1, 0, None
+
+    def held_out(self, tasks: int) -> tuple[Task, ...]:
+        """Return held-out tasks; fewer, or none, where there are no more."""
+        if self._once or self.held_out_share == 0 or tasks == 0:
+            return ()
+        found: dict[int, Task] = {}
+        fruitless = 0
+        for item in self._pass(None):
+            task, problem = self._task(item)
+            fruitless = 0 if problem not in found and self._is_held_out(problem) else fruitless + 1
+            if self._is_held_out(problem):
+                found.setdefault(problem, task)
+            if len(found) == tasks or fruitless > _FRUITLESS:
+                break
+        return tuple(found.values())
+
+    def state(self) -> dict[str, object]:
+        return {"seed": self.seed, "held_out_share": self.held_out_share, "epoch": self._epoch, "index": self._index}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """See Source.restore; passes over the items before the position.
+
+        Raises:
+            TaskError: the state is of another seed or share, or a bare iterator is past it.
+        """
+        epoch, index = state.get("epoch"), state.get("index")
+        if not isinstance(epoch, int) or not isinstance(index, int):
+            raise TaskError(f"the saved state of source {self.name!r} is no such thing: {dict(state)}")
+        if {**self.state(), "epoch": epoch, "index": index} != dict(state):
+            raise TaskError(
+                f"the saved state of source {self.name!r} is of another seed or share: {dict(state)}",
+                hint="resume with the settings of the first start, or start a new run",
+            )
+        skip = index
+        if self._once:
+            skip = index - self._index
+            if skip < 0:
+                raise TaskError(
+                    f"the iterator of {self.name!r} is at item {self._index} and cannot go back to {index}",
+                    hint="give a list, or a function that returns the iterator, which can begin again",
+                )
+            self._begun = self._begun or self._pass(epoch)
+        else:
+            self._begun = self._pass(epoch)
+        self._epoch, self._index = epoch, index
+        passed = sum(1 for _ in itertools.islice(self._begun, skip))
+        if passed < skip:
+            raise TaskError(
+                f"the source {self.name!r} ends after {passed} items, and the run was saved after {skip}",
+                hint="a source must give the same items each time",
+            )
+
+    @property
+    def _once(self) -> bool:
+        """True for a bare iterator."""
+        return isinstance(self.items, Iterator)
+
+    def _pass(self, epoch: int | None) -> Iterator[Item]:
+        """Begin a pass: shuffled for an epoch where that is possible, in its own order for None."""
+        items = self.items() if callable(self.items) else self.items
+        if epoch is None or not isinstance(items, Sequence):
+            return iter(items)
+        return (items[index] for index in shuffled(len(items), key_of(self.seed, epoch)).tolist())
+
+    def _task(self, item: Item) -> tuple[Task, int]:
+        if isinstance(item, Task):
+            return replace(item, source=self.name), problem_of_task(item)
+        try:
+            if not isinstance(item, Mapping):
+                raise RowError(f"is a {type(item).__name__}, neither a task nor a mapping", value=item)
+            return self.columns.read({str(name): value for name, value in item.items()}, self.name)
+        except RowError as error:
+            raise TaskError(f"source {self.name!r}, item {self._index}: {error}", hint=error.hint) from None
+
+    def _is_held_out(self, problem: int) -> bool:
+        return problem < self.held_out_share * 2**64

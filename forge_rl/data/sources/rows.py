@@ -1,0 +1,325 @@
+"""Rows to tasks: which columns the model is shown, and which are the truth."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_rl.data.sources.tables import RowError
+from forge_rl.errors import TaskError
+from forge_rl.types import Message, Task
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Row = Mapping[str, object]
+
+_TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+_MESSAGES = "messages"
+_CHATS = (_MESSAGES, "prompt")
+"""Columns that are taken for chat messages where they hold a list of them."""
+_QUESTIONS = ("question", "prompt")
+"""Columns that are taken for the question where they hold text."""
+_MOST_NAMES = 20
+_NO_COLUMN = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Makes tasks of rows.
+
+        task = Columns(question="problem", answer="solution").task({"problem": "2+3?", "solution": "5"}, "sums")
+        task.truth["answer"]  # "5"
+
+    The model is shown the messages, the template's text, or the question. All other columns are in the task's truth
+    under their own names, and the answer under "answer" too. A name such as `reward_model.ground_truth` is that of a
+    field inside a column.
+
+    Raises:
+        TaskError: the template cannot be read.
+    """
+
+    question: str = ""
+    """Column that is shown as the user's message; by default the column question, or prompt."""
+    answer: str = ""
+    """Column that is in the truth as "answer", and must have a value; by default the column answer, if there is one."""
+    messages: str = ""
+    """Column of chat messages, shown as they are; by default the column messages or prompt where it holds a list."""
+    tools: str = ""
+    """Column of tool schemas; by default the column tools, if there is one."""
+    id: str = ""
+    """Column with a text or number for each task that no other has; by default a digest of the row."""
+    problem: str = ""
+    """Column that tells problems apart: rows with equal values are one problem in other words, and are held out
+    together. By default what is shown."""
+    template: str = ""
+    """Jinja template of the user's message, or a file that holds one: columns are its variables. With a block
+    `messages`, that block is a JSON list of chat messages."""
+    instruction: str = ""
+    """Text put behind the question, or behind the last user's message."""
+    system: str = ""
+    """System message, for tasks that have none."""
+
+    def __post_init__(self) -> None:
+        _ = self._template  # what is wrong with it is said now
+
+    def task(self, row: Row, source: str) -> Task:
+        """Make the task of a row.
+
+        Raises:
+            RowError: a column is missing or holds something else than it must.
+        """
+        return self.read(row, source)[0]
+
+    def read(self, row: Row, source: str, written: bytes = b"") -> tuple[Task, int]:
+        """Make the task of a row, and the 64-bit digest of its problem: equal for problems that differ only in letter
+        case, blanks, the instruction or the system message.
+
+        Args:
+            written: the row as it is in its file, if that is at hand.
+
+        Raises:
+            RowError: as for `task`.
+        """
+        used, asked = self._messages(row)
+        messages: list[Message] = asked
+        tools_column = self.tools or ("tools" if row.get("tools") is not None else "")
+        tools = _tools(tools_column, _get(row, tools_column)) if tools_column else ()
+        truth = {name: value for name, value in row.items() if name not in (used, tools_column)}
+        if self.answer:
+            truth["answer"] = _get(row, self.answer)
+            if truth["answer"] is None:
+                raise RowError("is null", column=self.answer)
+        if self.problem:
+            problem = json.dumps(_get(row, self.problem), sort_keys=True, default=str)
+        else:
+            problem = "\n".join(str(one.get("content", "")) for one in asked if one["role"] != "system")
+        if self.instruction:
+            messages = _instructed(messages, self.instruction)
+        if self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        if self.id:
+            value = _get(row, self.id)
+            if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+                raise RowError("is no id, which is a text or a whole number", column=self.id, value=value)
+            name = _printable(str(value))
+        else:
+            content = written or json.dumps(row, sort_keys=True, default=str).encode()
+            name = f"{_digest(content):016x}"
+        return Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools), problem_key(problem)
+
+    def _messages(self, row: Row) -> tuple[str, list[Message]]:
+        """Return what is shown, without instruction and system message, and the column that it came from, if any."""
+        chat = self.messages
+        if not (chat or self.question or self._template):
+            chat = next((name for name in _CHATS if _is_chat(row.get(name))), "")
+        if chat:
+            return chat, _chat(chat, _get(row, chat))
+        if self._template is not None:
+            return "", self._rendered(row)
+        column = self.question or next((name for name in _QUESTIONS if name in row), "")
+        if not column:
+            raise RowError(
+                "has no column 'question'",
+                value=sorted(map(str, row)),
+                hint=f"say which one is shown: :question={_printable(next(iter(row), 'COLUMN'))}, or :messages=COLUMN",
+            )
+        text = _get(row, column)
+        if not isinstance(text, str) or not text.strip():
+            seen = None if text == "" or text is None else text
+            what = "is null" if text is None else "is empty" if text == "" else "holds no text"
+            raise RowError(what, column=column, value=seen)
+        _check_text(column, text)
+        return column, [{"role": "user", "content": text}]
+
+    def _rendered(self, row: Row) -> list[Message]:
+        assert self._template is not None
+        name = "--data.template"
+        try:
+            if _MESSAGES in self._template.blocks:
+                context = self._template.new_context({**row, "row": row})
+                text = "".join(self._template.blocks[_MESSAGES](context))
+            else:
+                text = self._template.render({**row, "row": row})
+        except Exception as error:  # a template may do anything with a row
+            raise RowError(f"does not suit the template: {error}", hint=f"mend {name}, or the row") from None
+        if not text.strip():
+            raise RowError("gives an empty text by the template")
+        _check_text(name, text)
+        if _MESSAGES not in self._template.blocks:
+            return [{"role": "user", "content": text.strip()}]
+        try:
+            return _chat(name, json.loads(text))
+        except ValueError as error:
+            raise RowError(
+                f"gives no JSON by the template's block messages: {error}",
+                value=text,
+                hint="write {{ column | tojson }}",
+            ) from None
+
+    @cached_property
+    def _template(self) -> Template | None:
+        if not self.template:
+            return None
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        text, path = self.template, Path(self.template).expanduser()
+        try:
+            if path.suffix in _TEMPLATE_SUFFIXES:
+                text = path.read_text()
+            elif "{" not in text:
+                raise TaskError(
+                    f"the template {text!r} names no column",
+                    hint=f"write {{{{ column }}}}, or name a file that ends in {_TEMPLATE_SUFFIXES[0]}",
+                )
+            environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
+            return environment.from_string(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise TaskError(f"the template {path} cannot be read: {error}", hint="check --data.template") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise TaskError(
+                f"the template {self.template!r:.80}, line {error.lineno}: {error.message}", hint="mend --data.template"
+            ) from error
+
+
+def problem_key(text: str) -> int:
+    """Return 64 bits that are equal for texts that differ only in letter case, blanks and forms of one letter."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    return _digest(" ".join(text.split()).casefold().encode(errors="surrogatepass"))
+
+
+def problem_of_task(task: Task) -> int:
+    """Return the problem's key of a task that no row was read for."""
+    return problem_key("\n".join(str(one.get("content", "")) for one in task.messages if one["role"] != "system"))
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+def _get(row: Row, column: str) -> object:
+    """Return the value of a column, or of a field inside one."""
+    value = row.get(column, _NO_COLUMN)
+    if value is _NO_COLUMN and "." in column:
+        value = row
+        for part in column.split("."):
+            value = value.get(part, _NO_COLUMN) if isinstance(value, Mapping) else _NO_COLUMN
+    if value is _NO_COLUMN:
+        import difflib
+
+        close = difflib.get_close_matches(column, map(str, row), n=1)
+        meant = f"did you mean {_printable(close[0])}? " if close else ""
+        raise RowError("is missing", column=column, hint=f"{meant}the row has: {_names(row)}")
+    return value
+
+
+def _names(row: Row) -> str:
+    """List the columns of a row, for a message."""
+    names = [_printable(str(name)) for name in row]
+    return ", ".join(names[:_MOST_NAMES] + ["..."] * (len(names) > _MOST_NAMES)) or "none"
+
+
+def _printable(text: str) -> str:
+    """Return a text from a file that is printed: nothing in it does anything to a terminal."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[{"))
+
+
+def _listed(column: str, value: object, what: str) -> list[object]:
+    """Return a list, which may be written as JSON in a text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"is no list of {what}, and no JSON: {error}", column=column, value=value) from None
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        raise RowError(f"is no list of {what}", column=column, value=value)
+    return list(value)
+
+
+def _chat(column: str, value: object) -> list[Message]:
+    found = _listed(column, value, "messages")
+    if not found:
+        raise RowError("has no message", column=column)
+    messages: list[Message] = []
+    for number, one in enumerate(found, 1):
+        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
+            raise RowError(
+                f"has a message {number} without a role",
+                column=column,
+                value=one,
+                hint='messages are {"role": "user", "content": "..."}',
+            )
+        message = _without_nulls(one)
+        content = message.get("content")
+        if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
+            raise RowError(f"has a message {number} without content", column=column, value=one)
+        if isinstance(content, str):
+            _check_text(column, content)
+        messages.append(message)
+    if messages[-1]["role"] == "assistant":
+        raise RowError(
+            "ends with an assistant's message, so the model would be shown its answer",
+            column=column,
+            value=messages[-1].get("content"),
+            hint="leave that message out; a column for the reward goes by :answer=COLUMN",
+        )
+    return messages
+
+
+def _tools(column: str, value: object) -> tuple[Mapping[str, object], ...]:
+    if value is None:
+        return ()
+    found = _listed(column, value, "tool schemas")
+    for number, one in enumerate(found, 1):
+        if not isinstance(one, Mapping):
+            raise RowError(f"has a tool {number} that is no JSON schema", column=column, value=one)
+    return tuple(_without_nulls(one) for one in found)
+
+
+def _without_nulls(value: object) -> dict[str, object]:
+    """Leave out fields that are null: Arrow and Parquet give every message the fields of all."""
+
+    def cleaned(value: object) -> object:
+        if isinstance(value, Mapping):
+            return {name: cleaned(part) for name, part in value.items() if part is not None}
+        return [cleaned(part) for part in value] if isinstance(value, list) else value
+
+    found = cleaned(value)
+    assert isinstance(found, dict)
+    return found
+
+
+def _instructed(messages: list[Message], instruction: str) -> list[Message]:
+    """Put a text behind the last user's message."""
+    for index in range(len(messages) - 1, -1, -1):
+        content = messages[index].get("content")
+        if messages[index]["role"] == "user" and isinstance(content, str):
+            changed = {**messages[index], "content": content + instruction}
+            return [*messages[:index], changed, *messages[index + 1 :]]
+    return messages
+
+
+def _check_text(column: str, text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(
+            f"has a lone surrogate, U+{ord(text[error.start]):04X}, which stands for no character",
+            column=column,
+            value=text[max(0, error.start - 20) : error.start + 20],
+            hint="decode the text with errors='replace' when writing the file",
+        ) from None

@@ -1,0 +1,62 @@
+"""Tools as text, in the manner of Hermes and Qwen: for chat templates that show none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+_INTRODUCTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+_Messages = Sequence[Mapping[str, object]]
+
+
+def has_tools(messages: _Messages, tools: _Messages) -> bool:
+    """Tell whether a conversation has anything that a template without tools would not show."""
+    return bool(tools) or any(each.get("role") == "tool" or each.get("tool_calls") for each in messages)
+
+
+def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
+    """Return messages with tools in a system message, calls in <tool_call> tags, and outputs in users' messages.
+
+    A tool's output can hold `</tool_response>`, but never as a token: tags around outputs and in them are text.
+    """
+    texts: list[dict[str, object]] = []
+    if tools:
+        introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if messages and messages[0]["role"] == "system":
+            introduction = f"{messages[0]['content']}\n\n{introduction}"
+            messages = messages[1:]
+        texts.append({"role": "system", "content": introduction})
+    after_tool = False
+    for message in messages:
+        role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or ()
+        if role == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            if after_tool:
+                texts[-1]["content"] = f"{texts[-1]['content']}\n{content}"
+                continue
+            role = "user"
+        elif calls:
+            assert isinstance(calls, Sequence)
+            content = "\n".join([*filter(None, [str(content)]), *map(_call, calls)])
+        after_tool = message["role"] == "tool"
+        texts.append({"role": role, "content": content})
+    return texts
+
+
+def _call(call: Mapping[str, Mapping[str, object]]) -> str:
+    function = call.get("function", call)
+    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"

@@ -1,0 +1,38 @@
+"""The environment `tools`: a calculator, and search where a corpus is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from forge_rl.envs.calculator import calculator
+from forge_rl.envs.compaction import DropOldOutputs
+from forge_rl.envs.search import Corpus
+from forge_rl.envs.tools import ToolEnv
+
+
+def tools(
+    *,
+    corpus: str = "",
+    results: int = 3,
+    max_turns: int = 8,
+    timeout_s: float = 30.0,
+    instruction: str = "",
+    compact_above_chars: int = 0,
+    cache: str = "~/.cache/forge_rl/corpora",
+) -> ToolEnv:
+    """Make the environment of `--env tools:corpus=notes.jsonl,results=3,max_turns=6`.
+
+    Raises:
+        ConfigError: the corpus is not there, or cannot be read.
+    """
+    functions: list[Callable[..., object]] = [calculator]
+    if corpus:
+        functions.append(Corpus.open(Path(corpus), Path(cache).expanduser()).tool(results=results))
+    return ToolEnv(
+        tuple(functions),
+        max_turns=max_turns,
+        timeout_s=timeout_s,
+        instruction=instruction,
+        compact=DropOldOutputs(above_chars=compact_above_chars) if compact_above_chars else None,
+    )

@@ -1,0 +1,195 @@
+"""Environments by the text of the flag `--env`: those that come with forge_rl, adapters, and a user's own."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forge_rl.envs.protocol import EnvFactory
+from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.spec import split_commas
+from forge_rl.user_code import load
+
+ENVIRONMENTS: Mapping[str, str] = {
+    "game": "forge_rl.envs.game:game",
+    "gymnasium": "forge_rl.envs.gymnasium:gymnasium",
+    "harbor": "forge_rl.envs.harbor:harbor",
+    "mcp": "forge_rl.envs.mcp:mcp",
+    "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
+    "textarena": "forge_rl.envs.textarena:textarena",
+    "tools": "forge_rl.envs.bundled_tools:tools",
+    "user": "forge_rl.envs.user:SimulatedUser",
+    "verifiers": "forge_rl.envs.verifiers:VerifiersEnv",
+}
+"""Factories of environments by name, as MODULE:FUNCTION, imported when they are asked for. `NAME:ARGUMENT,KEY=VALUE`
+calls `function("ARGUMENT", KEY=VALUE)`, which returns an EnvFactory; without an argument `function(KEY=VALUE)`."""
+
+_FORM = "write --env MODULE:CLASS, --env FILE.py:CLASS, or --env NAME:key=value,... with one of "
+
+
+def build_environment(text: str) -> EnvFactory:
+    """Return the factory of environments that a flag names.
+
+        build_environment("")  # SingleTurn: one answer
+        build_environment("tools:corpus=notes.jsonl,max_turns=4")
+        build_environment("mine.py:World,rooms=3")
+
+    A name of ENVIRONMENTS comes first; else it is MODULE:NAME or FILE.py:NAME, which may be a class or a function that
+    makes an Env of a task, a factory, a list of tool functions, or a class whose methods are tools: see `ToolEnv`.
+    Options, which are given as `key=value` behind a comma, are its keyword arguments. Values are JSON, or else text.
+
+    Raises:
+        ConfigError: there is no such environment, or it cannot be made with these options.
+    """
+    if not text.strip():
+        return SingleTurn
+    pieces = split_commas(text)
+    head = pieces[0].strip()
+    name, _, first = head.partition(":")
+    if name in ENVIRONMENTS:
+        words = [first, *pieces[1:]] if first.strip() else pieces[1:]
+        argument, options = _read(words, text)
+        make = _imported(ENVIRONMENTS[name])
+        return _made(f"--env {name}", make, [argument] if argument else [], options)
+    if ":" not in head:
+        raise ConfigError(f"there is no environment {head!r}", hint=_FORM + ", ".join(sorted(ENVIRONMENTS)))
+    argument, options = _read(pieces[1:], text)
+    if argument:
+        raise ConfigError(f"cannot read {argument!r} in --env {text}", hint="write options as key=value")
+    return _of_user(load(head, "--env"), head, options)
+
+
+def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
+    """Return the sources of an environment that brings its own tasks: what its `sources(seed)` returns, by name.
+
+    Raises:
+        ConfigError: it brings none.
+    """
+    sources = getattr(environment, "sources", None)
+    if not callable(sources):
+        raise ConfigError("no tasks are named, and the environment brings none", hint="name some with --tasks")
+    found = sources(seed)
+    if not isinstance(found, Mapping) or not found:
+        raise ConfigError(f"the environment's sources(seed) returned {found!r:.80}", hint="return sources by name")
+    return found
+
+
+def _read(words: Sequence[str], text: str) -> tuple[str, dict[str, object]]:
+    """Return the argument, "" for none, and the options."""
+    argument, options = "", dict[str, object]()
+    for place, word in enumerate(words):
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=(.*)", word, flags=re.DOTALL)
+        if match is None and place == 0:
+            argument = word.strip()
+        elif match is None or match[1] in options:
+            said = "is given twice" if match else "is no option"
+            raise ConfigError(f"{word.strip()!r} in --env {text} {said}", hint="write each option once, as key=value")
+        else:
+            options[match[1]] = _value(match[2].strip())
+    return argument, options
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _imported(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    made = getattr(importlib.import_module(module), name)
+    assert callable(made), place
+    return made
+
+
+def _made(flag: str, make: Callable[..., Any], arguments: Sequence[object], options: Mapping[str, object]) -> Any:
+    """Call a factory's maker with options that are checked against its parameters and their plain type hints."""
+    try:
+        inspect.signature(make).bind(*arguments, **options)
+    except TypeError as error:
+        parameters = inspect.signature(make).parameters.values()
+        names = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        raise ConfigError(
+            f"{flag} cannot be made: {error}", hint=f"its options are: {', '.join(names) or 'none'}"
+        ) from None
+    hints = _hints(make)
+    fitting = {name: _fitting(f"{flag}: {name}", value, hints.get(name)) for name, value in options.items()}
+    try:
+        return make(*arguments, **fitting)
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{flag} cannot be made: {type(error).__name__}: {error}", hint="mend its options, or its code"
+        ) from error
+
+
+def _hints(make: Callable[..., Any]) -> Mapping[str, object]:
+    function: Any = make.func if isinstance(make, functools.partial) else make
+    if isinstance(function, type):
+        function = vars(function).get("__init__", function)
+    try:
+        return typing.get_type_hints(function)
+    except Exception:  # names that only a type checker knows
+        return {}
+
+
+def _fitting(said: str, value: object, hint: object) -> object:
+    """Return an option's value as its hint wants it, if that is one of Python's own plain types."""
+    if hint is str and not isinstance(value, str):
+        return json.dumps(value)  # a text that reads as a number
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint in (int, float, bool, str) and type(value) is not hint:
+        raise ConfigError(f"{said} is {value!r:.80}", hint=f"give it as {hint.__name__}")
+    return value
+
+
+def _of_user(found: object, text: str, options: Mapping[str, object]) -> EnvFactory:
+    """Make a factory of what a user's code has under the name of the flag."""
+    from forge_rl.envs.tools import ToolEnv
+
+    flag = f"--env {text}"
+    if isinstance(found, list | tuple):
+        return _made(flag, functools.partial(ToolEnv, tuple(found)), [], options)
+    if isinstance(found, type):
+        if any("__call__" in vars(base) for base in found.__mro__):  # its objects are factories
+            return _factory(_made(flag, found, [], options), flag, {})
+        if not hasattr(found, "step") and not hasattr(found, "reset"):
+            return _made(flag, functools.partial(ToolEnv, found), [], options)
+        for name in ("reset", "step"):
+            if not inspect.iscoroutinefunction(getattr(found, name, None)):
+                lacks = f"whose {name} is not async" if hasattr(found, name) else f"without {name}"
+                raise ConfigError(f"{flag} is a class {lacks}", hint=f"give it `{_METHODS[name]}`")
+    return _factory(found, flag, options)
+
+
+_METHODS = {
+    "reset": "async def reset(self) -> Observation",
+    "step": "async def step(self, completion: str) -> Step",
+}
+
+
+def _factory(found: object, flag: str, options: Mapping[str, object]) -> EnvFactory:
+    """Return a factory with its options; checks that it can be called with a task and these."""
+    if not callable(found):
+        raise ConfigError(
+            f"{flag} is {type(found).__name__} {found!r:.80}, which makes no environment",
+            hint="name a class with reset and step, a function of a task that returns one, or a list of tool functions",
+        )
+    try:
+        inspect.signature(found).bind(None, **options)
+    except TypeError as error:
+        hint = "it is called with the task; tool functions go into a list, whose name the flag gives"
+        raise ConfigError(f"{flag} cannot be called with a task: {error}", hint=hint) from None
+    except ValueError:  # it has no signature
+        pass
+    return functools.partial(found, **options) if options else found

@@ -1,0 +1,102 @@
+"""A small text game: the model guesses a number, and is told whether it is higher or lower."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.seeded import SeededTasks
+from forge_rl.errors import ConfigError, TaskError
+from forge_rl.types import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessNumber:
+    """Makes games of guessing a number; brings its own tasks.
+
+        python -m recipes.grpo --env game:highest=20,max_turns=6
+
+    A right guess is worth 1.
+    """
+
+    highest: int = 20
+    """Greatest number."""
+    max_turns: int = 6
+    """Most guesses."""
+    possible: float = 0.1
+    """Worth of a wrong guess that was still possible by what was said; the tokens of its turn are credited."""
+
+    def __post_init__(self) -> None:
+        if self.highest < 2 or self.max_turns < 1:
+            raise ConfigError(
+                f"--env game has the highest number {self.highest} and {self.max_turns} turns",
+                hint="set highest to 2 or more and max_turns to 1 or more",
+            )
+
+    def __call__(self, task: Task) -> Guessing:
+        return Guessing(self, task)
+
+    def sources(self, seed: int) -> Mapping[str, SeededTasks]:
+        """Return the game's tasks."""
+        return {"game": SeededTasks("game", seed=seed, problems=range(1, self.highest + 1), make=self._task)}
+
+    def _task(self, number: int) -> Task:
+        text = (
+            f"I think of a number from 1 to {self.highest}. Guess it in {self.max_turns} turns; I say whether it is "
+            "higher or lower. Write only your guess."
+        )
+        # The messages are the same in all games: only the truth tells them apart.
+        return Task(
+            id=f"game/{self.highest}/{number}",
+            source="game",
+            messages=({"role": "user", "content": text},),
+            truth={"number": number},
+        )
+
+
+class Guessing:
+    """One game."""
+
+    def __init__(self, config: GuessNumber, task: Task) -> None:
+        self._config, self._task = config, task
+        number = task.truth.get("number")
+        if not isinstance(number, int):
+            raise TaskError(
+                f"the task {task.id!r} has no number to guess", hint="give no --tasks: the game brings its own"
+            )
+        self._number, self._low, self._high, self._turns = number, 1, config.highest, 0
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self._task.messages)
+
+    async def step(self, completion: str) -> Step:
+        self._turns += 1
+        found = re.findall(r"\d{1,9}", completion)
+        guess = int(found[-1]) if found else 0
+        if guess == self._number:
+            return Step(done=True, reward=1.0, parts={"won": 1.0})
+        reward = self._config.possible if self._low <= guess <= self._high else 0.0
+        if self._turns == self._config.max_turns:
+            return Step(done=True, reward=reward, parts={"won": 0.0})
+        if not found:
+            said = f"Write a number from 1 to {self._config.highest}."
+        elif guess < self._number:
+            said, self._low = "Higher.", max(self._low, guess + 1)
+        else:
+            said, self._high = "Lower.", min(self._high, guess - 1)
+        return Step(done=False, reward=reward, messages=({"role": "user", "content": said},))
+
+
+def game(name: str = "guess", *, highest: int = 20, max_turns: int = 6, possible: float = 0.1) -> GuessNumber:
+    """Make the environment of `--env game` or `--env game:guess,highest=100`.
+
+    Raises:
+        ConfigError: there is no such game.
+    """
+    if name != "guess":
+        raise ConfigError(
+            f"--env game has no game {name!r}", hint="take --env game:guess, or one of textarena's: --env textarena:ID"
+        )
+    return GuessNumber(highest=highest, max_turns=max_turns, possible=possible)

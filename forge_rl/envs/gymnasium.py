@@ -1,0 +1,176 @@
+"""Gymnasium environments that are played in text: what is seen is told, and an action is named in the completion."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.task_list import TaskList, seeded
+from forge_rl.errors import ConfigError
+from forge_rl.types import Message, Task
+
+_INSTALL = "pip install gymnasium, or what the environment belongs to"
+_ACTIONS: Mapping[str, Sequence[str]] = {
+    "Blackjack": ("stick", "hit"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "FrozenLake": ("left", "down", "right", "up"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+}
+"""Names of the actions of Gymnasium's own text environments, by the environment's name without its version."""
+_COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
+_BRACKETS = {"4": "[]", "34": "()", "35": "{}"}
+"""Brackets in place of colours: a background shows where one is; blue and magenta tell things apart."""
+
+
+class GymnasiumEnv:
+    """Makes episodes of a Gymnasium environment, played turn by turn.
+
+        GymnasiumEnv("FrozenLake-v1", is_slippery=False)  # --env gymnasium:FrozenLake-v1,is_slippery=false
+
+    Its observation is shown as it is if it is text, else as the environment renders it in text, else as numbers. The
+    last action that a completion names is taken, by name or number; one that names none is told so, and costs a turn.
+    Rewards are those of the environment, for each turn.
+
+    Args:
+        name: the environment, as `gymnasium.make` takes it: `module:Name-v0` imports the module first.
+        actions: names of its actions, in their order; numbers by default, but for Gymnasium's own environments.
+        prompt: system message, such as the rules.
+        max_turns: most completions of an episode.
+        tasks: number of seeds that are trained on where no tasks are named.
+        held_out: number of other seeds that are held out.
+        options: options of `gymnasium.make`.
+
+    Raises:
+        ConfigError: Gymnasium is not installed, there is no such environment, or it is not played by text or by
+            numbered actions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        actions: Sequence[str] = (),
+        prompt: str = "",
+        max_turns: int = 32,
+        tasks: int = 1000,
+        held_out: int = 100,
+        **options: Any,
+    ) -> None:
+        for option, value, least in (("max_turns", max_turns, 1), ("tasks", tasks, 1), ("held_out", held_out, 0)):
+            if value < least:
+                raise ConfigError(f"{option} is {value} in --env gymnasium", hint=f"choose {least} or more")
+        self.name = name
+        self.prompt = prompt
+        self.max_turns = max_turns
+        self._options = options
+        self._tasks = tasks
+        self._held_out = held_out
+        env = self.make()
+        space = env.action_space
+        env.close()
+        kind = type(space).__name__
+        if kind not in ("Discrete", "Text"):
+            raise ConfigError(
+                f"the actions of {name} are {space}, which are not told in words", hint="choose one of discrete actions"
+            )
+        self.first = int(space.start) if kind == "Discrete" else 0
+        own = _ACTIONS.get(name.rpartition(":")[2].rpartition("-v")[0], ())
+        count = int(space.n) if kind == "Discrete" else 0
+        self.actions = tuple(actions) or (tuple(own) if len(own) == count else ())
+        if kind == "Discrete" and not self.actions:
+            self.actions = tuple(str(self.first + place) for place in range(count))
+        if len(self.actions) != count:
+            raise ConfigError(f"{name} has {count} actions, and {len(actions)} names", hint="name each of them")
+
+    def __call__(self, task: Task) -> GymnasiumSession:
+        """Make the environment of one episode."""
+        return GymnasiumSession(self, task)
+
+    def sources(self, seed: int) -> dict[str, TaskList]:
+        """Return a source of seeds."""
+        name = f"gymnasium:{self.name}"
+        return {name: seeded(name, tasks=self._tasks, held_out=self._held_out, prompt=self.prompt, seed=seed)}
+
+    def make(self) -> Any:
+        """Make the Gymnasium environment, which renders text if it can."""
+        try:
+            import gymnasium
+        except ImportError:
+            raise ConfigError("gymnasium is not installed", hint=_INSTALL) from None
+        try:
+            env = gymnasium.make(self.name, **self._options)
+            if "render_mode" not in self._options and "ansi" in env.metadata.get("render_modes", ()):
+                env.close()
+                env = gymnasium.make(self.name, render_mode="ansi", **self._options)
+            return env
+        except Exception as error:
+            raise ConfigError(
+                f"gymnasium cannot make {self.name!r}: {type(error).__name__}: {error}", hint=_INSTALL
+            ) from None
+
+    def action_of(self, completion: str) -> object:
+        """Return the last action that a completion names; None if there is none."""
+        if not self.actions:
+            return completion.strip()
+        known = {name.lower(): place for place, name in enumerate(self.actions)}
+        known |= {str(self.first + place): place for place in range(len(self.actions))}
+        words = sorted(known, key=len, reverse=True)
+        found = re.findall(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", completion.lower())
+        return self.first + known[found[-1]] if found else None
+
+
+class GymnasiumSession:
+    """One episode."""
+
+    def __init__(self, config: GymnasiumEnv, task: Task) -> None:
+        self._config = config
+        self._task = task
+        self._env: Any = None
+        self._turns = 0
+
+    async def reset(self) -> Observation:
+        """Make the environment, reset it by the task's seed, and tell what is seen and which actions there are."""
+        seed = self._task.truth.get("seed")
+        self._env = await asyncio.to_thread(self._config.make)
+        seen, _ = await asyncio.to_thread(self._env.reset, seed=seed if isinstance(seed, int) else None)
+        asked = f"Answer with one of: {', '.join(self._config.actions)}." if self._config.actions else ""
+        shown: Message = {"role": "user", "content": "\n\n".join(filter(None, (self._told(seen), asked)))}
+        return Observation(messages=(*self._task.messages, shown))
+
+    async def step(self, completion: str, *, truncated: bool) -> Step:
+        """Take the action that the completion names."""
+        self._turns += 1
+        last = self._turns == self._config.max_turns or (truncated and not completion)
+        action = self._config.action_of(completion) if completion or not truncated else None
+        if action is None:
+            asked: Message = {"role": "user", "content": f"Name one action: {', '.join(self._config.actions)}."}
+            return Step(done=last, messages=() if last else (asked,), reward=0.0, parts={"no_action": 1.0})
+        seen, reward, terminated, cut, _ = await asyncio.to_thread(self._env.step, action)
+        done = bool(terminated or cut or last)
+        shown: Message = {"role": "user", "content": self._told(seen)}
+        return Step(done=done, messages=() if done else (shown,), reward=float(reward))
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self._env is not None:
+            self._env.close()
+
+    def _told(self, seen: object) -> str:
+        if isinstance(seen, str):
+            return seen
+        drawn = self._env.render() if self._env.render_mode == "ansi" else None
+        if not isinstance(drawn, str):
+            return f"You see {seen}."
+        return _COLOURED.sub(_in_brackets, drawn).strip("\n")
+
+
+def _in_brackets(match: re.Match[str]) -> str:
+    codes, text = match[1].split(";"), match[2]
+    marks = next((_BRACKETS[key] for code in codes for key in (code, code[:1]) if key in _BRACKETS), "")
+    return f"{marks[0]}{text}{marks[1]}" if marks else text
+
+
+gymnasium = GymnasiumEnv  # the name that the flag calls it by

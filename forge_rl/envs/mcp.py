@@ -1,0 +1,274 @@
+"""Tools of an MCP server, started as a command or found at a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.tools import ToolEnv, ToolUse
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags
+from forge_rl.types import Message, Task, ToolCall
+
+_DIES_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+"""Becomes a command that the kernel kills when the process which started it ends."""
+_AGAIN_S = 0.5
+"""Time before connecting is tried again."""
+_HINT = "write --env 'mcp:COMMAND' or --env mcp:http://HOST:PORT/mcp"
+
+
+@dataclass(frozen=True, eq=False)
+class McpEnv:
+    """Makes environments in which the model may call the tools of an MCP server; a completion without a call is its
+    answer, which the run's reward scores.
+
+        McpEnv("python server.py", instruction="Use the tools.")  # --env "mcp:python server.py"
+        McpEnv("http://127.0.0.1:8000/mcp")
+
+    What a tool answers, also that it failed, is shown to the model as text. A server that dies makes its episodes
+    infrastructure errors, which are played again with the next one. A command gets the few variables that MCP servers
+    are commonly given, HOME and PATH among them, and no other.
+    """
+
+    server: str
+    """Command line of a server that speaks on stdin and stdout, or URL of one that speaks streamable HTTP."""
+    per: Literal["process", "session"] = "process"
+    """One server for all episodes of an environment process, or one for each episode, where it has state."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables of the command."""
+    tools: Sequence[str] = ()
+    """Names of the tools that the model is shown; all by default."""
+    max_turns: int = 8
+    """Most completions of an episode; one that calls tools in its last has no answer."""
+    timeout_s: float = 30.0
+    """Longest time for one call."""
+    start_s: float = 60.0
+    """Longest time until the server has started and told its tools."""
+    max_output_chars: int = 4000
+    """Most characters of an output that the model is shown; the middle of longer ones is left out."""
+    instruction: str = ""
+    """System message of tasks that have none."""
+    examples: Sequence[Message] = ()
+    """Messages shown before the task's question."""
+    _shared: list[Connection] = field(default_factory=list, init=False, repr=False)
+    """The connection of this process, once there is one."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "McpEnv's ", least={"max_turns": 1}, above={"timeout_s": 0, "start_s": 0})
+        if self.per not in ("process", "session"):
+            raise ConfigError(f"per is {self.per!r} in --env mcp", hint="write per=process or per=session")
+        if not self.server.strip():
+            raise ConfigError("no MCP server is named", hint=_HINT)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shared": []}  # a connection is of one process
+
+    def __call__(self, task: Task) -> McpSession:
+        """Make the environment of one episode."""
+        return McpSession(self, task)
+
+    async def connect(self) -> Connection:
+        """Return a connection whose server runs: this process's own, or a new one for a session.
+
+        Raises:
+            ForgeError: the server does not start; says why.
+        """
+        if self.per == "session":
+            return await Connection(self).opened()
+        if not self._shared or self._shared[0].is_over:
+            self._shared[:] = [Connection(self)]
+        return await self._shared[0].opened()
+
+
+class Connection:
+    """A connection to a server, whose process it owns if it is a command. One task holds it, as the package wants."""
+
+    def __init__(self, config: McpEnv) -> None:
+        self.schemas: Mapping[str, Mapping[str, object]] = {}
+        """Schemas of the tools by their names."""
+        self._config = config
+        self._client: Any = None
+        self._ready = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._holding = asyncio.get_running_loop().create_task(self._hold())
+
+    @property
+    def is_over(self) -> bool:
+        """True once it has ended, or was lost."""
+        return self._stop.is_set() or self._holding.done()
+
+    async def opened(self) -> Connection:
+        """Wait until the server has told its tools."""
+        await asyncio.shield(self._ready)
+        return self
+
+    async def close(self) -> None:
+        """End the server, if it is a command, and the connection."""
+        self._stop.set()
+        await asyncio.wait([self._holding])
+
+    async def call(self, name: str, arguments: dict[str, object], timeout_s: float) -> str:
+        """Return what a tool answers, as text.
+
+        Raises:
+            ReplicaError: the server has gone.
+        """
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        try:
+            result = await self._client.call_tool(name, arguments, read_timeout_seconds=timeout_s)
+        except MCPError as error:
+            if error.error.code == REQUEST_TIMEOUT:
+                return f"error: {name} took longer than {timeout_s:g} s"
+            if error.error.code != CONNECTION_CLOSED:
+                return f"error: {error.error.message}"
+            self._stop.set()
+            raise self._gone(name, "the connection was closed") from error
+        except OSError as error:
+            self._stop.set()
+            raise self._gone(name, f"{type(error).__name__}: {error}") from error
+        parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+        text = "\n".join(parts) or (json.dumps(result.structured_content) if result.structured_content else "")
+        return f"error: {text}" if result.is_error and not text.lower().startswith("error") else text
+
+    def _gone(self, name: str, cause: str) -> ReplicaError:
+        return ReplicaError(f"it ended in a call of {name}: {cause}", service=f"MCP server {self._config.server}")
+
+    async def _hold(self) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(self._config.start_s):
+                    await self._until_listening()
+                    self._client = await stack.enter_async_context(self._made())
+                    self.schemas = await self._list()
+                self._ready.set_result(None)
+                await self._stop.wait()
+        except (Exception, BaseExceptionGroup) as error:
+            if not self._ready.done():
+                self._ready.set_exception(self._not_started(error))
+        finally:
+            self._stop.set()
+
+    async def _until_listening(self) -> None:
+        """Wait for a server at a URL that is not there yet, or is started again."""
+        url = urlsplit(self._config.server)
+        if url.scheme not in ("http", "https"):
+            return
+        while True:
+            try:
+                port = url.port or (443 if url.scheme == "https" else 80)
+                _, writer = await asyncio.open_connection(url.hostname, port)
+            except OSError:
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                writer.close()
+                return
+
+    def _made(self) -> Any:
+        from mcp import Client, StdioServerParameters
+
+        if self._config.server.startswith(("http://", "https://")):
+            return Client(self._config.server)
+        words = shlex.split(self._config.server)
+        # Under another name than its own it would not be known what to kill when this process is killed.
+        arguments = ["-I", "-c", _DIES_WITH_PARENT, *words]
+        return Client(StdioServerParameters(command=sys.executable, args=arguments, env=dict(self._config.env)))
+
+    async def _list(self) -> dict[str, Mapping[str, object]]:
+        found: dict[str, Mapping[str, object]] = {}
+        cursor = None
+        while True:
+            listed = await self._client.list_tools(cursor=cursor)
+            for tool in listed.tools:
+                described = {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                }
+                found[tool.name] = {"type": "function", "function": described}
+            if not (cursor := listed.next_cursor):
+                break
+        unknown = [name for name in self._config.tools if name not in found]
+        if unknown or not found:
+            raise ForgeError(
+                f"the MCP server {self._config.server!r} has no tool {', '.join(unknown)}".removesuffix(" "),
+                hint=f"its tools are: {', '.join(found) or 'none'}",
+            )
+        return {name: found[name] for name in self._config.tools or found}
+
+    def _not_started(self, error: BaseException) -> ForgeError:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, ForgeError):
+            return error
+        late = isinstance(error, TimeoutError)
+        cause = f"not ready in {self._config.start_s:g} s" if late else f"{type(error).__name__}: {error}"
+        return ForgeError(
+            f"the MCP server {self._config.server!r} does not start: {cause}",
+            hint="run the command by hand; what it prints is in the log of the environment process",
+        )
+
+
+@dataclass(frozen=True)
+class _RemoteTool:
+    """A tool of the server, as `ToolUse` calls one."""
+
+    connection: Connection
+    name: str
+
+    @property
+    def schema(self) -> Mapping[str, object]:
+        return self.connection.schemas[self.name]
+
+    async def call(self, arguments: str, *, timeout_s: float) -> str:
+        try:
+            given = json.loads(arguments.strip() or "{}")
+        except json.JSONDecodeError as error:
+            return f"error: the arguments of {self.name} are no JSON: {error}"
+        if not isinstance(given, dict):
+            return f"error: the arguments of {self.name} must be a JSON object"
+        return await self.connection.call(self.name, given, timeout_s)
+
+
+def _unused() -> None:
+    """Stand in for tools that only a server knows."""
+
+
+class McpSession:
+    """One episode with the tools of a server."""
+
+    def __init__(self, config: McpEnv, task: Task) -> None:
+        self._config = config
+        self._task = task
+        self._connection: Connection | None = None
+        self._use: ToolUse | None = None
+
+    async def reset(self) -> Observation:
+        """Connect and show the tools; raises ForgeError where the server does not start."""
+        self._connection = await self._config.connect()
+        tools: Any = {name: _RemoteTool(self._connection, name) for name in self._connection.schemas}
+        names = ("max_turns", "timeout_s", "max_output_chars", "instruction", "examples")
+        settings = ToolEnv((_unused,), **{name: getattr(self._config, name) for name in names})
+        self._use = ToolUse(settings, self._task, tools, None)
+        return await self._use.reset()
+
+    async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
+        """Call tools, or end the episode."""
+        assert self._use is not None, "reset comes first"
+        return await self._use.step(completion, truncated=truncated, calls=calls)
+
+    async def close(self) -> None:
+        """End a server of this episode's own."""
+        if self._connection is not None and self._config.per == "session":
+            await self._connection.close()
+
+
+mcp = McpEnv  # the name that the flag calls it by

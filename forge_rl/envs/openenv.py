@@ -1,0 +1,308 @@
+"""Worlds behind an OpenEnv server, by its WebSocket: one connection is the session of one episode."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.task_list import TaskList, seeded
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.types import Message, Task, ToolCall
+
+_MAX_BYTES = 100 << 20
+"""Longest message, as OpenEnv's own client allows."""
+_AGAIN_S = (0.2, 5.0)
+"""Shortest and longest time before connecting is tried again."""
+_SHOWN = ("text", "prompt", "message", "response", "output", "result")
+"""Fields of an observation that are shown alone where they are text."""
+_HINT = "write --env openenv:ws://HOST:PORT"
+
+
+@dataclass(frozen=True)
+class OpenEnvFactory:
+    """Makes episodes in a world that an OpenEnv server holds, one of its sessions for each.
+
+        OpenEnvFactory("ws://127.0.0.1:8000")  # --env openenv:ws://127.0.0.1:8000
+        OpenEnvFactory("https://me-my-env.hf.space", action="code", max_turns=4)
+
+    How the model acts follows from the server's schema of actions. Where an action calls a tool, the server's tools are
+    the model's, and a completion without a call ends the episode. Where an action has one text that must be given, that
+    is the completion. Else the completion is the action in JSON; one that does not fit is answered by what is wrong.
+
+    Rewards are those of the server, for each turn. A server that is full is asked again until a session is free; one
+    that goes away in an episode makes that an infrastructure error, and the episode is played again.
+    """
+
+    url: str
+    """Address of the server, with ws, wss, http or https."""
+    action: str = ""
+    """Field of an action that the completion is; told from the schema if it is not given."""
+    show: str = ""
+    """Field of an observation that the model is shown; by default one that holds its text, or else all in JSON."""
+    prompt: str = ""
+    """System message of tasks that are made of seeds."""
+    tasks: int = 1000
+    """Number of seeds that are trained on where no tasks are named."""
+    held_out: int = 100
+    """Number of other seeds that are held out."""
+    max_turns: int = 16
+    """Most completions of an episode."""
+    connect_s: float = 120.0
+    """Longest time to wait for a connection and a free session."""
+    deadline_s: float = 300.0
+    """Longest time for one answer of the server."""
+
+    def __post_init__(self) -> None:
+        scheme, _, rest = self.url.partition("://")
+        if scheme not in ("ws", "wss", "http", "https") or not rest:
+            raise ConfigError(f"the address {self.url!r} is no URL", hint=_HINT)
+        for name, least in {"tasks": 1, "held_out": 0, "max_turns": 1}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)} in --env openenv", hint=f"choose {least} or more")
+
+    def __call__(self, task: Task) -> OpenEnvSession:
+        """Make the environment of one episode; the task's `seed` in its truth goes to the server."""
+        return OpenEnvSession(self, task)
+
+    def sources(self, seed: int) -> dict[str, TaskList]:
+        """Return a source of seeds."""
+        made = seeded("openenv", tasks=self.tasks, held_out=self.held_out, prompt=self.prompt, seed=seed)
+        return {"openenv": made}
+
+    @property
+    def address(self) -> str:
+        """URL of the server's WebSocket."""
+        scheme, _, rest = self.url.rstrip("/").partition("://")
+        scheme = {"http": "ws", "https": "wss"}.get(scheme, scheme)
+        return f"{scheme}://{rest.removesuffix('/ws')}/ws"
+
+    @property
+    def schema_url(self) -> str:
+        """URL at which the server tells the schema of its actions."""
+        scheme, _, rest = self.address.partition("://")
+        return f"{'https' if scheme == 'wss' else 'http'}://{rest.removesuffix('/ws')}/schema"
+
+
+class OpenEnvSession:
+    """One episode in a session of the server."""
+
+    def __init__(self, factory: OpenEnvFactory, task: Task) -> None:
+        self._factory = factory
+        self._task = task
+        self._socket: Any = None
+        self._field = ""
+        """Field of an action that is the completion; "" for all of an action in JSON."""
+        self._by_tools = False
+        self._turns = 0
+
+    async def reset(self) -> Observation:
+        """Connect, wait for a free session, and begin the episode.
+
+        Raises:
+            ForgeError: there is no such server, or it is full for too long.
+            ReplicaError: it went away.
+        """
+        schema = await self._schema()
+        fields = schema.get("properties", {})
+        self._by_tools = "tool_name" in fields and not self._factory.action
+        self._field = self._factory.action or _text_field(schema)
+        if self._factory.action and self._factory.action not in fields:
+            raise ForgeError(
+                f"an action of {self._factory.url} has no field {self._factory.action!r}",
+                hint=f"its fields are: {', '.join(fields)}",
+            )
+        seed = self._task.truth.get("seed")
+        data = await self._begin({"seed": seed} if isinstance(seed, int) else {})
+        tools: Sequence[Mapping[str, object]] = ()
+        if self._by_tools:
+            listed = await self._ask("step", {"type": "list_tools"})
+            tools = [_tool_schema(tool) for tool in listed["observation"].get("tools", ())]
+        shown = self._shown(data)
+        messages = self._task.messages
+        asked = bool(messages) and messages[-1]["role"] == "user"
+        if not (self._by_tools and asked):  # a world of tools has little to show, and the question says it all
+            # Many chat templates want users and assistants to take turns.
+            shown = f"{messages[-1]['content']}\n\n{shown}" if asked else shown
+            messages = (*messages[: len(messages) - asked], {"role": "user", "content": shown})
+        return Observation(messages=messages, tools=tuple(tools))
+
+    async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
+        """Act by the completion, or by its tool calls one after the other."""
+        self._turns += 1
+        messages: list[Message] = []
+        rewards: list[float] = []
+        done = truncated or (self._by_tools and not calls)
+        for call in calls if self._by_tools and not truncated else ():
+            text, reward, done = await self._call(call)
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
+            rewards += [] if reward is None else [reward]
+            if done:
+                break
+        if not self._by_tools and (completion or not truncated):
+            text, reward, done = await self._act(completion)
+            messages.append({"role": "user", "content": text})
+            rewards += [] if reward is None else [reward]
+        done = done or truncated or self._turns == self._factory.max_turns
+        # A world that never rewards leaves that to the reward of the run.
+        return Step(done=done, messages=() if done else tuple(messages), reward=sum(rewards) if rewards else None)
+
+    async def close(self) -> None:
+        """Give the session back."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            await socket.close()
+
+    async def _call(self, call: ToolCall) -> tuple[str, float | None, bool]:
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except json.JSONDecodeError as error:
+            return f"error: the arguments are no JSON: {error}", None, False
+        if not isinstance(arguments, dict):
+            return "error: the arguments must be a JSON object", None, False
+        return await self._do({"type": "call_tool", "tool_name": call.name, "arguments": arguments})
+
+    async def _act(self, completion: str) -> tuple[str, float | None, bool]:
+        if self._field:
+            return await self._do({self._field: completion})
+        begin, end = completion.find("{"), completion.rfind("}")
+        try:
+            action = json.loads(completion[begin : end + 1]) if begin >= 0 else None
+        except json.JSONDecodeError as error:
+            return f"error: the action is no JSON: {error}", None, False
+        if not isinstance(action, dict):
+            return "error: write the action as a JSON object", None, False
+        return await self._do(action)
+
+    async def _do(self, action: dict[str, object]) -> tuple[str, float | None, bool]:
+        """Return what the model is shown, the reward and whether the world is done."""
+        try:
+            data = await self._ask("step", action)
+        except _RefusedError as error:
+            return f"error: {error}", None, False
+        reward = data.get("reward")
+        return self._shown(data), None if reward is None else float(reward), bool(data.get("done"))
+
+    def _shown(self, data: Mapping[str, Any]) -> str:
+        seen = {key: value for key, value in data.get("observation", {}).items() if value is not None}
+        if self._factory.show:
+            value = seen.get(self._factory.show, "")
+            return value if isinstance(value, str) else json.dumps(value)
+        about = seen.pop("metadata", None)
+        if isinstance(error := seen.get("error"), dict) and "tool_name" in seen:
+            return f"error: {error.get('message')}"
+        if isinstance(result := seen.get("result"), dict) and isinstance(content := result.get("content"), list):
+            return "\n".join(part.get("text") or f"[{part.get('type')}]" for part in content)
+        text = next((seen[name] for name in _SHOWN if isinstance(seen.get(name), str)), None)
+        return text if text is not None else json.dumps(seen or about or {}, ensure_ascii=False)
+
+    async def _schema(self) -> dict[str, Any]:
+        import httpx
+
+        async def ask() -> Any:
+            async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+                answer = await client.get(self._factory.schema_url)
+                return answer.raise_for_status().json()
+
+        try:
+            found = await self._again(ask, (httpx.TransportError,))
+            return dict(found["action"])
+        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+            raise ForgeError(
+                f"{self._factory.schema_url} tells no schema of actions: {type(error).__name__}: {error}",
+                hint=f"is it an OpenEnv server? {_HINT}",
+            ) from error
+
+    async def _begin(self, data: dict[str, object]) -> dict[str, Any]:
+        """Connect and reset; a server without a free session says so in its first answer."""
+        import websockets
+
+        async def begin() -> dict[str, Any]:
+            self._socket = await websockets.connect(self._factory.address, max_size=_MAX_BYTES, proxy=None)
+            try:
+                return await self._ask("reset", data)
+            except BaseException:
+                await self.close()
+                raise
+
+        try:
+            return await self._again(begin, (OSError, websockets.WebSocketException, _FullError, ReplicaError))
+        except (OSError, websockets.WebSocketException, _FullError) as error:
+            raise ForgeError(
+                f"no session at {self._factory.address} in {self._factory.connect_s:g} s: "
+                f"{type(error).__name__}: {error}",
+                hint="start the server, or let it hold as many sessions as there are episodes at a time",
+            ) from error
+
+    async def _again(self, do: Any, errors: tuple[type[Exception], ...]) -> Any:
+        """Do something until it does not fail with one of these errors, or the time to connect is over."""
+        loop = asyncio.get_running_loop()
+        until, pause = loop.time() + self._factory.connect_s, _AGAIN_S[0]
+        while True:
+            try:
+                return await do()
+            except errors:
+                if loop.time() + pause > until:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _AGAIN_S[1])
+
+    async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
+        import websockets
+
+        if self._socket is None:
+            raise ForgeError("the session is closed", hint="a session is for one episode")
+        try:
+            async with asyncio.timeout(self._factory.deadline_s):
+                with contextlib.suppress(websockets.ConnectionClosed):  # a full server has said so, and closed
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
+                answer = json.loads(await self._socket.recv())
+        except TimeoutError:
+            await self.close()
+            raise self._gone(f"no answer to `{kind}` in {self._factory.deadline_s:g} s") from None
+        except (OSError, websockets.WebSocketException) as error:
+            await self.close()
+            raise self._gone(f"the connection ended in `{kind}`: {error}") from error
+        if answer.get("type") == "error":
+            said = answer.get("data", {})
+            if said.get("code") == "CAPACITY_REACHED":
+                raise _FullError(said.get("message", ""))
+            errors = f": {said['errors']}" if said.get("errors") else ""
+            if kind == "step" and said.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+                raise _RefusedError(f"{said.get('message')}{errors}")
+            raise ForgeError(
+                f"{self._factory.url} answered `{kind}` with {said.get('code')}: {said.get('message')}{errors}",
+                hint="mend the world behind the server",
+            )
+        found: dict[str, Any] = answer["data"]
+        return found
+
+    def _gone(self, cause: str) -> ReplicaError:
+        return ReplicaError(cause, service=f"openenv at {self._factory.url}", hint="look at the server's log")
+
+
+class _FullError(Exception):
+    """A server without a free session."""
+
+
+class _RefusedError(Exception):
+    """An action that the world refuses; the model is told."""
+
+
+def _text_field(schema: Mapping[str, Any]) -> str:
+    """Return the only text field that an action must have, or "" if there is no such."""
+    fields: Mapping[str, Any] = schema.get("properties", {})
+    must = [name for name in schema.get("required", ()) if name != "metadata"]
+    if len(must) == 1 and fields.get(must[0], {}).get("type") == "string":
+        return str(must[0])
+    return ""
+
+
+def _tool_schema(tool: Mapping[str, Any]) -> dict[str, object]:
+    parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
+    described = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": described}

@@ -1,0 +1,135 @@
+"""Search over a corpus of texts in a local SQLite FTS5 index, which is built once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.folders import make_private
+
+_TEXTS = (".txt", ".md", ".rst", ".html", ".json", ".csv")
+_MOST_CHARS = 600
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts that can be searched.
+
+    corpus = Corpus.open(Path("notes.jsonl"), cache)
+    world = ToolEnv([corpus.tool(results=3)])
+    """
+
+    index: Path
+    """SQLite database with the table `texts` (title, text), of FTS5."""
+
+    @classmethod
+    def open(cls, path: Path, cache: Path) -> Corpus:
+        """Open a corpus: JSONL with "text" and if wanted "title", a folder of texts, or a database made before.
+
+        An index is built in the cache when there is none for these files as they are, which others cannot read.
+
+        Raises:
+            ConfigError: there is no such corpus, or it cannot be read; names the file and line.
+        """
+        path = path.expanduser()
+        if not path.exists():
+            raise ConfigError(f"there is no corpus {path}", hint="name a JSONL file, a folder of texts, or a .db")
+        if path.suffix in (".db", ".sqlite"):
+            return cls(_checked(path.resolve()))
+        files = sorted(each for each in path.rglob("*") if each.suffix in _TEXTS) if path.is_dir() else [path]
+        if not files:
+            raise ConfigError(f"the corpus {path} has no texts", hint=f"files end in {', '.join(_TEXTS)}")
+        digest = hashlib.sha256()
+        for each in files:
+            state = each.stat()
+            digest.update(f"{each.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+        make_private(cache, ConfigError)
+        index = cache.resolve() / f"corpus-{digest.hexdigest()[:16]}.db"
+        if not index.exists():
+            _build(index, path, files)
+        return cls(index)
+
+    def tool(self, *, results: int = 3) -> Callable[[str], str]:
+        """Return the function `search(query)`, a tool that shows so many texts."""
+        return functools.partial(search, self, results)
+
+    def search(self, query: str, results: int = 3) -> list[tuple[str, str]]:
+        """Return title and the best part of the texts that a query is nearest to, by BM25; any word counts."""
+        words = re.findall(r"\w+", query)
+        if not words:
+            return []
+        asked = " OR ".join(f'"{word}"' for word in words[:32])
+        question = "SELECT title, snippet(texts, 1, '', '', ' ... ', 64) FROM texts WHERE texts MATCH ? "
+        with contextlib.closing(sqlite3.connect(f"{self.index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+            rows = database.execute(question + "ORDER BY bm25(texts, 2.0, 1.0) LIMIT ?", (asked, results))
+            return [(str(title), str(text)) for title, text in rows]
+
+
+def search(corpus: Corpus, results: int, query: str) -> str:
+    """Search the corpus for texts.
+
+    Args:
+        query: words to look for.
+    """
+    found = corpus.search(query, results)
+    return "\n\n".join(f"[{title}] {text}"[:_MOST_CHARS] for title, text in found) or "nothing was found"
+
+
+def _build(index: Path, path: Path, files: list[Path]) -> None:
+    """Write an index beside where it belongs, and put it there whole."""
+    handle, name = tempfile.mkstemp(dir=index.parent, suffix=".tmp")
+    os.close(handle)
+    try:
+        with contextlib.closing(sqlite3.connect(name)) as database:
+            database.execute("CREATE VIRTUAL TABLE texts USING fts5(title, text)")
+            database.executemany("INSERT INTO texts VALUES (?, ?)", _texts(path, files))
+            database.execute("INSERT INTO texts(texts) VALUES ('optimize')")
+            database.commit()
+        os.replace(name, index)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _texts(path: Path, files: list[Path]) -> Iterator[tuple[str, str]]:
+    for each in files:
+        if each.suffix == ".jsonl":
+            yield from _rows(each)
+        else:
+            yield str(each.relative_to(path) if each != path else each.name), each.read_text(errors="replace")
+
+
+def _rows(file: Path) -> Iterator[tuple[str, str]]:
+    with file.open(errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                text = row["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{file}:{number} has no text: {type(error).__name__}: {error}",
+                    hint='write a line as {"title": ..., "text": ...}',
+                ) from None
+            yield str(row.get("title", number)), str(text)
+
+
+def _checked(path: Path) -> Path:
+    try:
+        Corpus(path).search("a")
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"the corpus {path} cannot be searched: {error}", hint="it needs an FTS5 table `texts` of title and text"
+        ) from None
+    return path

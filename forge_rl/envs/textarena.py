@@ -1,0 +1,109 @@
+"""Games of the package textarena, for one player."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.seeded import SeededTasks
+from forge_rl.errors import ConfigError, ForgeError, TaskError
+from forge_rl.types import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArena:
+    """Makes games of textarena; brings its own tasks, each a seed of the game.
+
+        python -m recipes.grpo --env textarena:GuessTheNumber-v0
+
+    The reward is the game's own, from -1 or 0 to 1.
+
+    Raises:
+        ConfigError: textarena is not installed, there is no such game, or it is not for one player.
+    """
+
+    game: str
+    """Id of the game, such as GuessTheNumber-v0."""
+    max_turns: int = 30
+    """Most completions of an episode."""
+
+    def __post_init__(self) -> None:
+        self.start(0)
+
+    def __call__(self, task: Task) -> TextArenaGame:
+        return TextArenaGame(self, task)
+
+    def sources(self, seed: int) -> Mapping[str, SeededTasks]:
+        """Return the game's tasks."""
+        return {self.game: SeededTasks(self.game, seed=seed, problems=range(2**31), make=self._task)}
+
+    def start(self, seed: int) -> Any:
+        """Make textarena's environment and reset it."""
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # it tries to download what some games need
+                textarena: Any = importlib.import_module("textarena")
+        except ImportError as error:
+            raise ConfigError(f"textarena cannot be imported: {error}", hint="pip install textarena") from None
+        try:
+            # The raw game tells who said what; otherwise all of it comes again as one text in each turn.
+            made = textarena.make(f"{self.game}-raw")
+            with contextlib.redirect_stderr(io.StringIO()):
+                made.reset(num_players=1, seed=seed)
+        except Exception as error:
+            cause = next((line.strip(" *") for line in str(error).splitlines() if line.strip(" *")), repr(error))
+            raise ConfigError(
+                f"textarena cannot make {self.game!r} for one player: {cause}",
+                hint="choose a game for one player, such as GuessTheNumber-v0; some need data of nltk",
+            ) from None
+        return made
+
+    def _task(self, number: int) -> Task:
+        # The game shows its own messages; these tell the tasks apart.
+        shown = {"role": "user", "content": f"{self.game}, game {number}"}
+        return Task(id=f"{self.game}/{number}", source=self.game, messages=(shown,), truth={"seed": number})
+
+
+class TextArenaGame:
+    """One game."""
+
+    def __init__(self, config: TextArena, task: Task) -> None:
+        seed = task.truth.get("seed")
+        if not isinstance(seed, int):
+            raise TaskError(
+                f"the task {task.id!r} has no seed of a game", hint="give no --tasks: textarena brings its own"
+            )
+        self._config, self._game, self._turns = config, config.start(seed), 0
+
+    async def reset(self) -> Observation:
+        return Observation(messages=({"role": "user", "content": self._said()},))
+
+    async def step(self, completion: str) -> Step:
+        self._turns += 1
+        done, _ = self._game.step(completion)
+        if not done and self._turns < self._config.max_turns:
+            return Step(done=False, messages=({"role": "user", "content": self._said() or "Go on."},))
+        rewards, _ = self._game.close() if done else ({0: 0.0}, {})
+        if not isinstance(rewards, Mapping) or 0 not in rewards:
+            raise ForgeError(f"{self._config.game} gave no reward: {rewards!r}", hint="report it to textarena")
+        return Step(done=True, reward=float(rewards[0]))
+
+    def _said(self) -> str:
+        """What the game has said since the model's last turn."""
+        _, observed = self._game.get_observation()
+        return "\n".join(str(text) for sender, text, *_ in observed if sender != 0)
+
+
+def textarena(game: str = "", *, max_turns: int = 30) -> TextArena:
+    """Make the environment of `--env textarena:GuessTheNumber-v0`.
+
+    Raises:
+        ConfigError: no game is named, or it cannot be made.
+    """
+    if not game:
+        raise ConfigError("--env textarena names no game", hint="write --env textarena:GuessTheNumber-v0")
+    return TextArena(game=game, max_turns=max_turns)

@@ -1,0 +1,205 @@
+"""A tool: a plain Python function whose schema comes from its type hints and docstring."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import functools
+import inspect
+import json
+import threading
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from forge_rl.errors import ConfigError, ForgeError
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """A function that the model may call.
+
+        def add(a: int, b: int = 0) -> int:
+            '''Add two numbers.
+
+            Args:
+                a: the first one.
+            '''
+            return a + b
+
+        await Tool(add).call('{"a": 1, "b": "2"}', timeout_s=10)  # "3"
+
+    It may be async; a plain one runs in a thread of its own. Hints may be whatever pydantic reads: numbers, text, bool,
+    lists, dicts, Optional, Literal, enums, dataclasses, TypedDicts, pydantic models. Docstrings may be of Google's,
+    NumPy's or Sphinx's style, or plain.
+
+    Raises:
+        ConfigError: a parameter has no type hint, or one that no JSON can be for; or it takes *args or **kwargs.
+    """
+
+    function: Callable[..., object]
+    owner: object = None
+    """Object that a method is called on."""
+    is_method: bool = False
+    """True if its first parameter is that object."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ConfigError(f"the tool {self.function!r:.80} is no function", hint="give tools as functions")
+        self.schema  # noqa: B018  checks the hints
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Tool, (self.function, self.owner, self.is_method)  # what is made of hints is made again
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return _inner(self.function).__name__
+
+    @functools.cached_property
+    def schema(self) -> Mapping[str, object]:
+        """Description as chat templates take it: {"type": "function", "function": {"name": ..., ...}}."""
+        import docstring_parser
+
+        described = docstring_parser.parse(inspect.getdoc(_inner(self.function)) or "")
+        texts = [described.short_description, described.long_description]
+        parameters = _without_titles(self._adapter.json_schema())
+        parameters.pop("additionalProperties", None)
+        function = {"name": self.name, "description": "\n".join(filter(None, texts)), "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    async def call(self, arguments: str, *, timeout_s: float) -> str:
+        """Call it with arguments in JSON, and return its result, or what went wrong, as text for the model.
+
+        What it returns is shown as it is if it is text, else as JSON. A plain function that runs out of time is left to
+        end by itself.
+
+        Raises:
+            ForgeError: it raised that: for failures that are not the model's.
+        """
+        import pydantic
+        import pydantic_core
+
+        try:
+            given = self._adapter.validate_json(arguments.strip() or "{}")
+        except pydantic.ValidationError as error:
+            return f"error: wrong arguments of {self.name}: {_explained(error)}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                function = functools.partial(self.function, *[self.owner] * self.is_method, **given)
+                result = function() if self._is_async else await _in_thread(function)
+                if inspect.isawaitable(result):
+                    result = await result
+        except TimeoutError:
+            return f"error: {self.name} took longer than {timeout_s:g} s"
+        except ForgeError:
+            raise
+        except (Exception, SystemExit) as error:
+            return f"error: {type(error).__name__}: {error}".removesuffix(": ")
+        return result if isinstance(result, str) else pydantic_core.to_json(result, fallback=str).decode()
+
+    @property
+    def _is_async(self) -> bool:
+        return inspect.iscoroutinefunction(_inner(self.function))
+
+    @functools.cached_property
+    def _adapter(self) -> Any:
+        """Checks and converts arguments; a pydantic TypeAdapter of a TypedDict, as any name of a parameter may be."""
+        import docstring_parser
+        import pydantic
+        import typing_extensions
+
+        inner = _inner(self.function)
+        try:
+            hints = typing.get_type_hints(inner, include_extras=True)
+        except Exception as error:
+            raise ConfigError(
+                f"a type hint of the tool {self.name} cannot be read: {error}", hint="name types that its module has"
+            ) from None
+        texts = {each.arg_name: each.description for each in docstring_parser.parse(inspect.getdoc(inner) or "").params}
+        fields: dict[str, object] = {}
+        parameters = list(inspect.signature(self.function).parameters.values())
+        for each in parameters[1:] if self.is_method else parameters:
+            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                raise ConfigError(
+                    f"the tool {self.name} has the parameter {each}, which no model can be told of",
+                    hint="give it parameters that have names and types",
+                )
+            if each.name not in hints:
+                raise ConfigError(
+                    f"the parameter {each.name} of the tool {self.name} has no type hint",
+                    hint=f"write its type, such as {each.name}: str",
+                )
+            told: dict[str, Any] = {"description": texts[each.name]} if texts.get(each.name) else {}
+            if each.default is each.empty:
+                fields[each.name] = Annotated[hints[each.name], pydantic.Field(**told)]
+            else:
+                told["json_schema_extra"] = {"default": each.default} if _is_json(each.default) else None
+                fields[each.name] = typing_extensions.NotRequired[Annotated[hints[each.name], pydantic.Field(**told)]]
+        shape = typing_extensions.TypedDict(self.name, fields)  # type: ignore[misc]
+        try:
+            adapter = pydantic.TypeAdapter(pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(shape))
+            adapter.json_schema()
+        except Exception as error:
+            cause = str(error).splitlines()[0]
+            raise ConfigError(
+                f"the type hints of the tool {self.name} have no JSON: {cause}",
+                hint="take types such as int, str, list[int], dict[str, float], Literal, an enum or a dataclass",
+            ) from None
+        return adapter
+
+
+def _inner(function: Callable[..., object]) -> Any:
+    """The function of a partial, or of an object that can be called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if hasattr(function, "__name__") else type(function).__call__
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _without_titles(schema: Any) -> Any:
+    """A JSON schema without the titles that pydantic makes of names: tokens that say nothing."""
+    if isinstance(schema, list):
+        return [_without_titles(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    values = ("default", "enum", "const", "examples")
+    return {
+        key: value if key in values else _without_titles(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+    }
+
+
+def _explained(error: Any) -> str:
+    """What was wrong with arguments, in a line."""
+    texts = []
+    for each in error.errors(include_url=False)[:5]:
+        where = ".".join(map(str, each["loc"]))
+        seen = "" if each["type"] in ("missing", "json_invalid") else f", got {each['input']!r:.80}"
+        texts.append((f"{where}: " if where else "") + each["msg"] + seen)
+    return "; ".join(texts)
+
+
+async def _in_thread(function: Callable[[], object]) -> object:
+    """Call a plain function in a thread of its own: one that never ends holds up no other call, nor the process."""
+    done: concurrent.futures.Future[object] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # who waits may give up; that ends no thread
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+    return await asyncio.wrap_future(done)

@@ -1,0 +1,175 @@
+"""Tool use over many turns: the model calls functions until it answers in plain text."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+
+from forge_rl.envs.compaction import Compact
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.tool import Tool
+from forge_rl.errors import ConfigError, check_flags
+from forge_rl.types import Message, Task, ToolCall
+
+_NOT_TOOLS = frozenset({"reward", "close"})
+
+
+@dataclass(frozen=True)
+class ToolEnv:
+    """Makes environments in which the model may call tools; a completion without a call is its answer.
+
+        def add(a: int, b: int) -> int:
+            '''Add two numbers.'''
+            return a + b
+
+        world = ToolEnv([add])  # --env mine.py:world
+
+    What is given may also be a class: each episode has an object of its own, made with the task if it takes one, whose
+    public methods are the tools. If it has a method `reward(answer: str) -> float`, plain or async, that scores the
+    episode in place of the verifier, with "" where the model never answered. A `close` is called in the end.
+
+        class Shop:  # --env mine.py:Shop
+            def __init__(self, task: Task) -> None:
+                self.task, self.cart = task, []
+
+            def buy(self, item: str) -> str:
+                '''Put something into the cart.'''
+                self.cart.append(item)
+                return f"{len(self.cart)} things are in the cart"
+
+            def reward(self, answer: str) -> float:
+                return float(self.task.truth["item"] in self.cart)
+
+    Tools that do not exist, wrong arguments and what a tool raises are shown to the model as text; a ForgeError that a
+    tool raises is an error of the environment.
+
+    Raises:
+        ConfigError: there are no tools, two have the same name, or one cannot be described: see `Tool`.
+    """
+
+    tools: Sequence[Callable[..., object]] | type
+    """Functions, or a class with methods."""
+    _: KW_ONLY
+    max_turns: int = 8
+    """Most completions of an episode; one that calls tools in its last has no answer."""
+    timeout_s: float = 30.0
+    """Longest time for one call."""
+    max_output_chars: int = 4000
+    """Most characters of an output that the model is shown; the middle of longer ones is left out."""
+    instruction: str = ""
+    """System message of tasks that have none."""
+    examples: Sequence[Message] = ()
+    """Messages shown before the task's question, such as calls with their outputs and answers."""
+    compact: Compact | None = None
+    """Makes a long conversation shorter, such as DropOldOutputs(); None leaves it to end where the context is full."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "ToolEnv's ", least={"max_turns": 1, "max_output_chars": 100}, above={"timeout_s": 0})
+        is_class = isinstance(self.tools, type)
+        functions = _methods(self.tools) if isinstance(self.tools, type) else self.tools
+        made = _by_name([Tool(function, is_method=is_class) for function in functions])
+        object.__setattr__(self, "_tools", made)
+
+    def __call__(self, task: Task) -> ToolUse:
+        """Make the environment of one episode."""
+        tools: dict[str, Tool] = self._tools  # type: ignore[attr-defined]
+        if not isinstance(self.tools, type):
+            return ToolUse(self, task, tools, None)
+        world = self.tools(task) if inspect.signature(self.tools).parameters else self.tools()
+        return ToolUse(self, task, {name: replace(tool, owner=world) for name, tool in tools.items()}, world)
+
+
+class ToolUse:
+    """One episode with tools: runs the calls of each completion in their order."""
+
+    def __init__(self, config: ToolEnv, task: Task, tools: dict[str, Tool], world: object) -> None:
+        self._config = config
+        self._task = task
+        self._tools = tools
+        self._world = world
+        self._turns = 0
+        self._conversation: list[Message] = []
+
+    async def reset(self) -> Observation:
+        messages = list(self._task.messages)
+        if messages[0]["role"] != "system" and self._config.instruction:
+            messages.insert(0, {"role": "system", "content": self._config.instruction})
+        behind = 1 if messages[0]["role"] == "system" else 0
+        messages[behind:behind] = self._config.examples
+        self._conversation = messages
+        return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in self._tools.values()))
+
+    async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
+        self._turns += 1
+        if truncated or not calls:  # a cut completion may have lost calls, or a part of one
+            return await self._end(completion)
+        if self._turns == self._config.max_turns:
+            return await self._end("")
+        outputs = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": await self._run(call)}
+            for call in calls
+        ]
+        if self._config.compact is not None:
+            called = {"role": "assistant", "content": completion, "tool_calls": [_as_message(call) for call in calls]}
+            self._conversation += [called, *outputs]
+            if inspect.isawaitable(shorter := self._config.compact(self._conversation)):
+                shorter = await shorter
+            if shorter is not None:
+                self._conversation = list(shorter)
+                return Step(done=False, history=tuple(shorter))
+        return Step(done=False, messages=tuple(outputs))
+
+    async def close(self) -> None:
+        close = getattr(self._world, "close", None)
+        if close is not None and inspect.isawaitable(closing := close()):
+            await closing
+
+    async def _run(self, call: ToolCall) -> str:
+        if (tool := self._tools.get(call.name)) is None:
+            return f"error: there is no tool {call.name!r:.80}; there are: {', '.join(self._tools)}"
+        text = await tool.call(call.arguments, timeout_s=self._config.timeout_s)
+        return _clipped(text, self._config.max_output_chars)
+
+    async def _end(self, answer: str) -> Step:
+        reward = getattr(self._world, "reward", None)
+        if reward is None:
+            return Step(done=True, output=answer)
+        if inspect.isawaitable(value := reward(answer)):
+            value = await value
+        return Step(done=True, output=answer, reward=float(value))
+
+
+def _as_message(call: ToolCall) -> Message:
+    arguments: object = call.arguments
+    with contextlib.suppress(ValueError):
+        arguments = json.loads(call.arguments)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _methods(kind: type) -> list[Callable[..., object]]:
+    """The public methods of a class, in the order in which they are written; they take the object first."""
+    found: dict[str, Callable[..., object]] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        found |= {name: value for name, value in vars(base).items() if inspect.isfunction(value)}
+    return [value for name, value in found.items() if not name.startswith("_") and name not in _NOT_TOOLS]
+
+
+def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+    if not tools:
+        raise ConfigError("there are no tools", hint="give ToolEnv functions, or a class with public methods")
+    found: dict[str, Tool] = {}
+    for tool in tools:
+        if tool.name in found:
+            raise ConfigError(f"two tools have the name {tool.name!r}", hint="rename one of the functions")
+        found[tool.name] = tool
+    return found
+
+
+def _clipped(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

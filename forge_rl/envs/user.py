@@ -1,0 +1,138 @@
+"""A user played by a second model, with whom the policy talks over many turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.errors import ConfigError, ForgeError, check_flags
+from forge_rl.types import Message, Task
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+_INSTRUCTION = """You play a user who talks to an assistant. You want this:
+{goal}
+
+Write only the user's next message, short and in plain words. Don't help the assistant, and don't tell all at once. When
+you have what you want, or it is clear that you won't get it, write {done}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedUser:
+    """Makes conversations with a user whom a model at an OpenAI-compatible endpoint plays.
+
+        python -m recipes.grpo --env user:model=qwen3,base_url=http://localhost:8000/v1,api_key_env=
+
+    The model is shown the task's messages, and then the user's. The user's goal is the task's truth["goal"], or else
+    its question. The verifier scores the episode when the user has written DONE, or after `max_turns`. For a frozen
+    copy of the policy, start `python -m apps.gateway` on the model that the run begins with.
+
+    Raises:
+        ConfigError: the key is not in the environment.
+    """
+
+    model: str
+    """Name of the model at the endpoint."""
+    base_url: str = ""
+    """Address of the endpoint, up to and with /v1; that of OpenAI by default."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key; empty where the endpoint wants none."""
+    instruction: str = _INSTRUCTION
+    """What the user is told; {goal} and {done} are filled in."""
+    done: str = "DONE"
+    """Word by which the user ends the conversation."""
+    max_turns: int = 6
+    """Most completions of an episode."""
+    max_tokens: int = 256
+    """Most tokens of a user's message."""
+    temperature: float = 1.0
+    """Temperature of the user."""
+    retries: int = 3
+    """Times that a request is tried again."""
+    timeout_s: float = 60.0
+    """Longest time for one message of the user; past it, or when the endpoint fails, the environment has failed."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--env user: ", least={"max_turns": 1, "max_tokens": 1, "retries": 0}, above={"timeout_s": 0})
+        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be a key: never shown
+            raise ConfigError(
+                "--env user: api_key_env is no name of an environment variable",
+                hint="put the key into a variable, and name that: api_key_env=OPENAI_API_KEY",
+            )
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            raise ConfigError(
+                f"--env user: the environment variable {self.api_key_env} is not set",
+                hint="set it to the endpoint's key, name another one, or write api_key_env= where it wants none",
+            )
+
+    def __call__(self, task: Task) -> UserConversation:
+        return UserConversation(self, task)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def client(self) -> AsyncOpenAI:
+        """Client that all conversations of a process share."""
+        from openai import AsyncOpenAI
+
+        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        return AsyncOpenAI(base_url=self.base_url or None, api_key=key or "none", max_retries=self.retries)
+
+    async def reply(self, messages: Sequence[Message]) -> str:
+        """Return the user's next message.
+
+        Raises:
+            ForgeError: the endpoint failed, or was too slow.
+        """
+        import openai
+
+        sent: Any = list(messages)
+        length: Any = {"max_tokens" if self.base_url else "max_completion_tokens": self.max_tokens}
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                completion = await self.client.chat.completions.create(
+                    model=self.model, messages=sent, temperature=self.temperature, **length
+                )
+        except (openai.OpenAIError, TimeoutError) as error:
+            cause = str(error) or f"no reply within {self.timeout_s:g} s"
+            raise ForgeError(
+                f"the simulated user {self.model} failed: {cause}", hint="look at the endpoint of --env user"
+            ) from None
+        return completion.choices[0].message.content or ""
+
+
+class UserConversation:
+    """One conversation."""
+
+    def __init__(self, config: SimulatedUser, task: Task) -> None:
+        self._config, self._task, self._turns = config, task, 0
+        goal = str(task.truth.get("goal") or task.prompt)
+        instruction = config.instruction.replace("{goal}", goal).replace("{done}", config.done)
+        # The user's own messages are the assistant's to the model that plays the user.
+        self._seen: list[Message] = [{"role": "system", "content": instruction}]
+        self._seen += [
+            {"role": "assistant" if each["role"] == "user" else "user", "content": each["content"]}
+            for each in task.messages
+            if each["role"] in ("user", "assistant")
+        ]
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self._task.messages)
+
+    async def step(self, completion: str, *, truncated: bool) -> Step:
+        self._turns += 1
+        if truncated or self._turns == self._config.max_turns:
+            return Step(done=True)
+        self._seen.append({"role": "user", "content": completion})
+        said = await self._config.reply(self._seen)
+        if self._config.done in said or not said.strip():
+            return Step(done=True)
+        self._seen.append({"role": "assistant", "content": said})
+        return Step(done=False, messages=({"role": "user", "content": said},))

@@ -1,0 +1,201 @@
+"""Environments of the verifiers package, unchanged: they run under an interpreter of their own, as an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import subprocess
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_rl.envs.interpreter import interpreter
+from forge_rl.envs.protocol import Policy
+from forge_rl.envs.task_list import TaskList, split
+from forge_rl.envs.worker import Worker
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.types import Episode, Message, Score, Task
+
+PACKAGE = "verifiers>=0.4,<0.5"
+_SCRIPT = Path(__file__).parent / "peers" / "verifiers_worker.py"
+_LIST_S = 600.0
+"""Longest time to load an environment and list its tasks, which may mean a download."""
+_PING_S = 10.0
+"""Time between looks at a worker."""
+_AGAIN_S = 1.0
+"""Time before a worker that did not start is started again."""
+
+
+class VerifiersEnv:
+    """An environment of verifiers 0.4: brings its tasks, plays their episodes as an agent, and scores them.
+
+        environment = VerifiersEnv("reverse_text", package="./environments/reverse_text")
+        async with start(config, sources=Mixture(environment.sources(0)), environment=environment, ...) as run:
+
+    Its workers find the policy at the gateway, under the key of each episode. Where several of its agents play the
+    policy, the reward is the mean of theirs.
+
+    Args:
+        name: the taskset, a module that the interpreter can import, such as `reverse_text` or `textarena`.
+        python: an interpreter that has verifiers and the environment; else one is made with uv, and kept.
+        package: what to install in that one beside verifiers: a name, a folder, or several with spaces between them.
+        workers: processes, among which episodes are spread.
+        harness: verifiers' name of the program that plays; by default that which the environment names for itself, or
+            else a plain chat loop with the environment's tools.
+        max_turns: most completions of an agent in an episode.
+        env: more of verifiers' configuration, such as {"max_concurrent_agents": 2}.
+        eval: options of the taskset by which its held-out tasks differ, such as {"split": "test"}.
+        held_out_share: share of the tasks that is held out where `eval` is not given.
+        most_tasks: number of tasks that are read from the taskset, which may be endless.
+        hang_s: time after which a worker that does not answer at all is replaced.
+        options: options of the taskset.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        python: str = "",
+        package: str = "",
+        workers: int = 1,
+        harness: str = "",
+        max_turns: int = 32,
+        env: Mapping[str, Any] | None = None,
+        eval: Mapping[str, Any] | None = None,
+        held_out_share: float = 0.1,
+        most_tasks: int = 10_000,
+        hang_s: float = 300.0,
+        **options: Any,
+    ) -> None:
+        for option, value, good in (
+            ("workers", workers, workers >= 1),
+            ("max_turns", max_turns, max_turns >= 1),
+            ("held_out_share", held_out_share, 0 <= held_out_share < 1),
+            ("most_tasks", most_tasks, most_tasks >= 1),
+            ("hang_s", hang_s, hang_s > 0),
+        ):
+            if not good:
+                raise ConfigError(f"{option} is {value} in --env verifiers:{name}", hint=f"choose another {option}")
+        self.name = name
+        self._python = interpreter([PACKAGE, "uv", *package.split()], python=python)
+        self._workers: list[asyncio.Task[Worker]] = []
+        self._count = workers
+        self._turns = itertools.count()
+        self._hang_s = hang_s
+        self._eval = dict(eval or {})
+        self._share = held_out_share
+        self._config: dict[str, Any] = {
+            "taskset": {"id": name, **options},
+            "env": dict(env or {}),
+            "harness": harness,
+            "max_turns": max_turns,
+            "most_tasks": most_tasks,
+        }
+
+    def sources(self, seed: int) -> dict[str, TaskList]:
+        """Return the source of its tasks.
+
+        Raises:
+            ConfigError: verifiers cannot load it; says why.
+        """
+        name = f"verifiers:{self.name}"
+        tasks = self._list({}, "")
+        if self._eval:
+            train, held_out = tasks, self._list(self._eval, "eval/")
+        else:
+            train, held_out = split(tasks, self._share, key=lambda task: str(task.truth["key"]))
+        return {name: TaskList(name, train, held_out, seed=seed)}
+
+    @staticmethod
+    def reward(task: Task, episode: Episode) -> Score:
+        """Score an attempt that did not get to its own score, as its time was over."""
+        return Score(total=0.0)
+
+    async def agent(self, task: Task, policy: Policy) -> Score:
+        """Play one episode.
+
+        Raises:
+            ReplicaError: the worker's process died.
+            ForgeError: the environment failed; says how.
+        """
+        if not self._workers:
+            raise ForgeError(f"no worker of {self.name} runs", hint="use the environment within `serving`")
+        worker = await asyncio.shield(self._workers[next(self._turns) % len(self._workers)])
+        result: Any = await worker.call({"task": task.truth["data"], "base_url": policy.base_url, "key": policy.key})
+        return Score(total=result["reward"], parts=result["parts"], answer=result["answer"])
+
+    @contextlib.asynccontextmanager
+    async def serving(self, logs: Path) -> AsyncIterator[None]:
+        """Run the workers, and replace those that die or hang, while the body runs.
+
+        Raises:
+            ForgeError: one does not start; says why.
+        """
+        self._workers = [self._start(place, logs) for place in range(self._count)]
+        watching = [asyncio.ensure_future(self._watch(place, logs)) for place in range(self._count)]
+        try:
+            await asyncio.gather(*self._workers)
+            yield
+        finally:
+            for task in (*watching, *self._workers):
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+            for started in await asyncio.gather(*self._workers, return_exceptions=True):
+                if isinstance(started, Worker):
+                    await started.close()
+            self._workers = []
+
+    def _start(self, place: int, logs: Path) -> asyncio.Task[Worker]:
+        command = [str(self._python), "-E", str(_SCRIPT), "serve", json.dumps(self._config)]
+        log = logs / f"verifiers-{place}.log"
+        return asyncio.ensure_future(Worker.start(f"verifiers:{self.name}", command, log=log))
+
+    async def _watch(self, place: int, logs: Path) -> None:
+        """Look at a worker now and then; where it has died or hangs, start another one, which its episodes wait for."""
+        while True:
+            try:
+                worker = await asyncio.shield(self._workers[place])
+                async with asyncio.timeout(self._hang_s):
+                    await worker.call({"ping": True})
+            except TimeoutError:
+                await worker.close()
+            except ForgeError:  # it did not start, or died
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                if not await worker.ended(within_s=_PING_S):
+                    continue
+            self._workers[place] = self._start(place, logs)
+
+    def _list(self, options: Mapping[str, Any], prefix: str) -> list[Task]:
+        config = self._config | {"taskset": self._config["taskset"] | dict(options)}
+        rows, said = _run_list(str(self._python), json.dumps(config))
+        if said:
+            raise ConfigError(
+                f"verifiers cannot load {self.name!r} under {self._python}:\n{said}",
+                hint="mend its options; install what it lacks there, or name it with package=PACKAGE",
+            )
+        return [
+            Task(
+                id=f"{prefix}{row['id']}",
+                source=f"verifiers:{self.name}",
+                messages=tuple[Message, ...](row["messages"]),
+                truth={"data": row["data"], "key": row["key"]},
+            )
+            for row in rows
+        ]
+
+
+@functools.cache
+def _run_list(python: str, config: str) -> tuple[list[Any], str]:
+    """List the tasks; returns rows, or what the script said in the end. A recipe may ask again."""
+    command = [python, "-E", str(_SCRIPT), "list", config]  # PYTHONPATH is for ours
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIST_S)
+    except subprocess.TimeoutExpired:
+        return [], f"it took longer than {_LIST_S:g} s"
+    if done.returncode:
+        return [], "\n".join(done.stderr.strip().splitlines()[-6:])
+    return [json.loads(line) for line in done.stdout.splitlines()], ""

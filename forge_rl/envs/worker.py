@@ -1,0 +1,201 @@
+"""Workers: scripts under another interpreter that answer calls by JSON lines, with their processes ended whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from forge_rl.errors import ForgeError, ReplicaError
+
+_MARK = "FORGE_RL_WORKER"
+"""Variable by which all processes below a worker are known."""
+_LINE_BYTES = 64 << 20
+"""Longest line of a worker."""
+_LAST_LINES = 12
+"""Lines of a worker's log that an error shows."""
+
+
+class Worker:
+    """One process of a script, which answers many calls at a time; made by `start`.
+
+        worker = await Worker.start("verifiers", [python, script, config], log=folder / "verifiers-0.log")
+        result = await worker.call({"run": task})
+        worker.kill()
+
+    The script reads `{"id": 1, **call}` lines from its stdin and writes `{"id": 1, "result": ...}` or `{"id": 1,
+    "error": "..."}` to its stdout; `{"cancel": 1}` ends a call. It ends by itself when its stdin does, as it does when
+    this process dies. It says `{"id": 0}` when it is ready.
+
+    Args:
+        name: for errors.
+        process: process of the script.
+        lines: its output.
+        calls: its input.
+        mark: value of the environment variable that all its descendants have.
+        log: file that it and its descendants print to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        lines: asyncio.StreamReader,
+        calls: asyncio.WriteTransport,
+        mark: str,
+        log: Path,
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+        self._lines = lines
+        self._pipe = calls
+        self._mark = mark
+        self._ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[object]] = {0: asyncio.get_running_loop().create_future()}
+        self._ended = asyncio.Event()
+        self._watch()
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], *, log: Path, deadline_s: float = 300.0) -> Worker:
+        """Start a worker and wait until it is ready.
+
+        Raises:
+            ForgeError: it ended, said what is wrong, or took too long.
+        """
+        mark = uuid.uuid4().hex
+        log.parent.mkdir(parents=True, exist_ok=True)
+        process = _spawn(["/usr/bin/env", f"{_MARK}={mark}", *command], log)
+        loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=_LINE_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), process.stdout)
+        calls, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        worker = cls(name, process, lines, calls, mark, log)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await worker._calls[0]
+        except BaseException as error:
+            await worker.close()
+            if isinstance(error, TimeoutError):
+                raise ForgeError(f"{name} was not ready after {deadline_s:g} s", hint=f"see {log}") from None
+            if isinstance(error, ReplicaError):
+                raise ForgeError(f"{name} did not start: {error.message}", hint=error.hint) from None
+            raise
+        return worker
+
+    @property
+    def alive(self) -> bool:
+        """True until its process ends."""
+        return not self._reading.done()
+
+    async def call(self, call: dict[str, object]) -> object:
+        """Return the result of a call; one that is cancelled is cancelled there too.
+
+        Raises:
+            ForgeError: the script answered with an error.
+            ReplicaError: its process ended.
+        """
+        if not self.alive:
+            raise self._died()
+        number = next(self._ids)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"id": number, **call})
+            return await answer
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            raise
+        finally:
+            self._calls.pop(number, None)
+
+    async def ended(self, *, within_s: float) -> bool:
+        """Wait until its process ends, but no longer than so; returns whether it has."""
+        await asyncio.wait([self._reading], timeout=within_s)
+        return not self.alive
+
+    async def close(self) -> None:
+        """End its processes."""
+        self.kill()
+        await asyncio.wait([self._reading])
+
+    def kill(self) -> None:
+        """Kill its process and all that it started, with calls in flight."""
+        self._process.kill()
+        kill_marked(_MARK, self._mark)
+
+    def _send(self, line: dict[str, object]) -> None:
+        if not self._pipe.is_closing():
+            self._pipe.write(json.dumps(line).encode() + b"\n")
+
+    def _watch(self) -> None:
+        """Kill what the process has started as soon as it ends: that may hold its output open for ever."""
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            loop.remove_reader(fd)
+            os.close(fd)
+            self._process.poll()
+            kill_marked(_MARK, self._mark)
+            self._ended.set()
+
+        try:
+            fd = os.pidfd_open(self._process.pid)
+        except ProcessLookupError:
+            kill_marked(_MARK, self._mark)
+            self._ended.set()
+        else:
+            loop.add_reader(fd, end)
+
+    async def _read(self) -> None:
+        try:
+            async for line in self._lines:
+                answer = json.loads(line)
+                call = self._calls.get(answer["id"])
+                if call is None or call.done():
+                    continue
+                if "error" in answer:
+                    call.set_exception(ForgeError(answer["error"], hint=f"its log is {self.log}"))
+                else:
+                    call.set_result(answer.get("result"))
+        finally:
+            self._process.kill()  # it may have closed its output, or written what is no answer
+            await self._ended.wait()
+            self._pipe.close()
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(self._died())
+
+    def _died(self) -> ReplicaError:
+        status = self._process.returncode  # 0 also where Monarch was the first to ask
+        how = f"exited with status {status}" if status else "ended"
+        how = f"was killed by signal {-status}" if status and status < 0 else how
+        said = self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if self.log.exists() else []
+        return ReplicaError("\n".join([f"its process {how}", *said]), service=self.name, hint=f"see {self.log}")
+
+
+def _spawn(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process; not by asyncio, which would warn of those that Monarch has reaped."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends it
+        )
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """Kill every process of this user that has such a variable in its environment."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended, or is somebody else's
+            if process.environ().get(variable) == value:
+                process.kill()

@@ -1,0 +1,164 @@
+"""One completion while it is decoded: the engine's tokens, and the text that clients see of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.gateway.chat import Prompt
+from forge_rl.types import Chunk, Sampling, Turn
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for a logprob that is unknown or has no JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """A token with its logprob and the likeliest alternatives."""
+
+    token: int
+    logprob: float
+    top_ids: tuple[int, ...]
+    """Apart from their logprobs: two objects a token for the garbage collector to look at, instead of twenty."""
+    top_logprobs: tuple[float, ...]
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The likeliest tokens, each with its logprob."""
+        return tuple(zip(self.top_ids, self.top_logprobs, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """What a chunk adds to a completion."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+
+
+class Completion:
+    """One completion of a request.
+
+    Args:
+        index: its place among the completions of its prompt.
+        prompt: what the model is shown.
+        sampling: how tokens are sampled.
+        tokenizer: the model's tokenizer.
+        skip_special: leave special tokens out of the text.
+        keeps_stop: leave the stop text that ends it in the text.
+        logprobs: report each token's logprob and so many of the likeliest; None reports nothing.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        sampling: Sampling,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        keeps_stop: bool = False,
+        logprobs: int | None = None,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.sampling = sampling
+        self.finish = ""
+        """"stop" or "length" once it has ended."""
+        self.stop_text = ""
+        """Stop text that ended it, out of sampling.stop; "" if none did."""
+        self.text = ""
+        """Text so far, without the stop text that ended it."""
+        self.ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if logprobs is None else []
+        self._tokenizer = tokenizer
+        self._keeps_stop = keeps_stop
+        self._top = logprobs
+        self._behaviour: list[float] = []
+        self._versions: list[int] = []
+        self._stream = tokenizer.text_stream(prompt.token_ids, skip_special=skip_special)
+        self._shown = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens decoded so far."""
+        return len(self.ids)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights behind the last token; -1 while there is none."""
+        return self._versions[-1] if self._versions else -1
+
+    def add(self, chunk: Chunk) -> Added:
+        """Add decoded tokens; return what the client may see of them."""
+        ids = chunk.token_ids.tolist()
+        self.ids += ids
+        self._behaviour += chunk.logprobs.tolist()
+        self._versions += chunk.versions.tolist()
+        self.finish = chunk.finish
+        logprobs = self._token_logprobs(chunk)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs += logprobs
+        for place, token in enumerate(ids, 1):
+            ends = chunk.finish == "stop" and place == len(ids) and token in self._tokenizer.stop_ids
+            if not ends:
+                self.text += self._stream.add(token)
+        return Added(text=self._next_text(), token_ids=ids, logprobs=logprobs)
+
+    def turn(self, *, trained: bool) -> Turn:
+        """Return the completion as it is trained on; its logprobs are NaN, which packing masks, if it is not."""
+        text = self._tokenizer.decode(self.ids)
+        if self.stop_text:
+            text = text.partition(self.stop_text)[0]
+        return Turn(
+            prompt_ids=self.prompt.token_ids,
+            token_ids=self.ids,
+            logprobs=self._behaviour if trained else np.full(len(self.ids), math.nan, np.float32),
+            versions=self._versions,
+            text=text,
+            truncated=self.finish == "length",
+        )
+
+    @property
+    def full_text(self) -> str:
+        """Text of all its tokens, with the stop text and special tokens."""
+        return self._tokenizer.decode(self.ids, skip_special=False)
+
+    def _next_text(self) -> str:
+        """Return text that can be shown now and was not yet; set `finish` when a stop text is found."""
+        # A stop text can begin in what is held back, which is never longer than it.
+        ends = [(at, stop) for stop in self.sampling.stop if (at := self.text.find(stop, self._shown)) >= 0]
+        if ends:
+            at, self.stop_text = min(ends)
+            self.text, self.finish = self.text[: at + len(self.stop_text) * self._keeps_stop], "stop"
+        held = 0 if self.finish else max((_overlap(self.text, stop) for stop in self.sampling.stop), default=0)
+        begin, self._shown = self._shown, max(self._shown, len(self.text) - held)
+        return self.text[begin : self._shown]
+
+    def _token_logprobs(self, chunk: Chunk) -> list[TokenLogprob] | None:
+        if self._top is None:
+            return None
+        found = []
+        tops = chunk.top or ((),) * len(chunk.token_ids)
+        for token, logprob, top in zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), tops, strict=True):
+            # A greedy completion has no behaviour logprob; the one to report is that of the likeliest token.
+            known = logprob if math.isfinite(logprob) else dict(top).get(token, LEAST_LOGPROB)
+            top = top[: self._top]
+            ids, logprobs = tuple(other for other, _ in top), tuple(max(value, LEAST_LOGPROB) for _, value in top)
+            found.append(
+                TokenLogprob(token=token, logprob=max(known, LEAST_LOGPROB), top_ids=ids, top_logprobs=logprobs)
+            )
+        return found
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text that is the beginning, not the whole, of a stop text."""
+    tail = text[max(0, len(text) - len(stop) + 1) :]
+    at = tail.find(stop[0])
+    while at >= 0 and not stop.startswith(tail[at:]):
+        at = tail.find(stop[0], at + 1)
+    return len(tail) - at if at >= 0 else 0

@@ -1,0 +1,222 @@
+"""What vLLM's server takes for its engine: decodes on a backend, under the rules of sessions. Imports vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.async_utils import merge_async_iterators
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ServiceError
+from forge_rl.gateway.backend import Backend
+from forge_rl.gateway.call import CALL, Call
+from forge_rl.gateway.chat import ChatMessage, Prompt, extend_digest
+from forge_rl.gateway.completion import Added, Completion
+from forge_rl.gateway.config import AgentSampling
+from forge_rl.gateway.sessions import Session
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.completion import GATHER_S
+from forge_rl.types import Sampling
+
+_PLAIN = SamplingParams()
+_EXTRA = (
+    *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+    *("stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"),
+)
+"""Settings of vLLM's that a completion may have beside ours."""
+
+
+class EngineClient:
+    """Decodes what vLLM's server asks for on a backend, and records what belongs to a session.
+
+    It has what the server uses of vLLM's class of this name.
+
+    Args:
+        backend: decodes.
+        tokenizer: the model's tokenizer.
+        model_config: what vLLM's server reads of its ModelConfig.
+        renderer: what it reads of its renderer.
+        agent_sampling: whose sampling settings hold in sessions.
+        replaced: called with the name of each setting that a session's replaced.
+    """
+
+    errored = False
+    vllm_config = input_processor = None
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        model_config: SimpleNamespace,
+        renderer: SimpleNamespace,
+        agent_sampling: AgentSampling,
+        replaced: Callable[[str], None],
+    ) -> None:
+        self.model_config = model_config
+        self.renderer = renderer
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._agent_sampling = agent_sampling
+        self._replaced = replaced
+
+    def check_admission(self, count: int) -> None:
+        """Admit a request: the guard has counted it."""
+
+    def generate(
+        self, prompt: Mapping[str, Any], params: SamplingParams, request_id: str, **_: object
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Decode the completions of a prompt; returns vLLM's outputs, streamed or whole."""
+        call = CALL.get()
+        stream = self._generate(prompt["forge_rl"], prompt.get("prompt"), params, request_id, call)
+        call.streams.append(stream)
+        return stream
+
+    async def _generate(
+        self, prompt: Prompt, text: str | None, params: SamplingParams, request_id: str, call: Call
+    ) -> AsyncGenerator[RequestOutput, None]:
+        def output(outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
+            return RequestOutput(request_id, text, prompt_ids, None, outputs, finished)
+
+        call.prompts.append(prompt)
+        prompt_ids = prompt.token_ids.tolist()
+        completions = [self._completion(prompt, params, place, call) for place in range(params.n)]
+        call.completions += completions
+        streamed = params.output_kind == RequestOutputKind.DELTA
+        try:
+            if not streamed:
+                async with task_group() as group:
+                    for completion in completions:
+                        group.create_task(_drain(self._decode(completion, prompt, call, GATHER_S)))
+                yield output([_whole(completion) for completion in completions], finished=True)
+                return
+            streams = (self._decode(completion, prompt, call, 0.0) for completion in completions)
+            async with contextlib.aclosing(merge_async_iterators(*streams)) as merged:
+                async for place, added in merged:
+                    completion = completions[place]
+                    yield output([_added(completion, added)], all(each.finish for each in completions))
+        except (Exception, asyncio.CancelledError) as error:
+            call.fail(error)
+            raise
+
+    async def _decode(
+        self, completion: Completion, prompt: Prompt, call: Call, gather_s: float
+    ) -> AsyncGenerator[Added, None]:
+        """Decode one completion; once the request's last one has ended, and before a client can know, record all."""
+        key = call.session.key if call.session is not None else None
+        stream = self._backend.stream(prompt.token_ids, completion.sampling, session=key, gather_s=gather_s)
+        with call.on_engine():
+            async with contextlib.aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    call.started = True
+                    added = completion.add(chunk)
+                    if completion.finish and call.whole:
+                        self._record(call)
+                    yield added
+                    if completion.finish:
+                        return
+        raise ServiceError("a completion has no end", service="generator", call="stream")
+
+    def _completion(self, prompt: Prompt, params: SamplingParams, place: int, call: Call) -> Completion:
+        return Completion(
+            place,
+            prompt,
+            self._sampling(prompt, params, place, call.session),
+            self._tokenizer,
+            skip_special=params.skip_special_tokens,
+            keeps_stop=params.include_stop_str_in_output,
+            logprobs=params.logprobs,
+        )
+
+    def _sampling(self, prompt: Prompt, params: SamplingParams, place: int, session: Session | None) -> Sampling:
+        """Choose the sampling of a completion: outside of sessions what was asked for.
+
+        A session is sampled as the run says: logprobs at other settings would be another distribution's. A greedy one
+        is evaluated: whatever is asked for, all of it is greedy.
+        """
+        tokens, temperature = params.max_tokens, params.temperature
+        stop = tuple(params.stop or ())
+        seed = None if params.seed is None else (params.seed + place) % (1 << 63)
+        extra = {name: value for name in _EXTRA if _changes(value := getattr(params, name), getattr(_PLAIN, name))}
+        if params.structured_outputs is not None:
+            extra["structured_outputs"] = _as_json(params.structured_outputs)
+        if session is not None:
+            own = session.sampling
+            tokens, seed = min(tokens, own.max_tokens), session.seed_for(prompt.token_ids)
+            stop = (*stop, *own.stop)
+            if self._agent_sampling == "replaced" or own.temperature == 0:
+                asked = prompt.asked_temperature
+                for name in (*(("temperature",) if asked not in (None, own.temperature) else ()), *extra):
+                    self._replaced(name)
+                temperature, extra = own.temperature, {}
+            elif prompt.asked_temperature is None:
+                temperature = own.temperature
+        # A greedy completion has no behaviour logprobs; what can be reported is that of the likeliest token.
+        top = 0 if params.logprobs is None else max(params.logprobs, 1 if temperature == 0 else 0)
+        return Sampling(
+            max_tokens=tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=tuple(dict.fromkeys(stop)),
+            top_logprobs=top,
+            extra=extra,
+        )
+
+    def _record(self, call: Call) -> None:
+        session = call.session
+        if session is None or session.closed:
+            return
+        for completion in call.completions:
+            prompt = completion.prompt
+            own = session.sampling.temperature == completion.sampling.temperature and not completion.sampling.extra
+            session.record(
+                completion.turn(trained=own or self._agent_sampling == "trained"),
+                digest=extend_digest(prompt.digest, _message(completion)) if prompt.digest else None,
+                text=prompt.text + completion.full_text if prompt.text is not None else None,
+            )
+
+
+async def _drain(stream: AsyncGenerator[Added, None]) -> None:
+    async with contextlib.aclosing(stream) as added:
+        async for _ in added:
+            pass
+
+
+def _changes(value: Any, plain: Any) -> bool:
+    """Return whether a setting changes what is sampled; some values have two ways to say that they do nothing."""
+    return value != plain and (value or plain) not in (None, {}, [], -1)
+
+
+def _added(completion: Completion, added: Added) -> CompletionOutput:
+    return CompletionOutput(
+        index=completion.index,
+        text=added.text,
+        token_ids=added.token_ids,
+        cumulative_logprob=None,
+        logprobs=added.logprobs,
+        finish_reason=completion.finish or None,
+        stop_reason=completion.stop_text or None,
+    )
+
+
+def _whole(completion: Completion) -> CompletionOutput:
+    return _added(completion, Added(text=completion.text, token_ids=completion.ids, logprobs=completion.logprobs))
+
+
+def _message(completion: Completion) -> ChatMessage:
+    """Return a completion as the client has it, and sends it back."""
+    reads = completion.prompt.reads
+    content, calls = (completion.text, ()) if reads is None else reads(completion.text, completion.ids)
+    return ChatMessage(role="assistant", content=content, calls=tuple(calls))
+
+
+def _as_json(value: Any) -> dict[str, object]:
+    """Return the public fields of vLLM's constraint that are set."""
+    public = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
+    return {name: each for name, each in public.items() if each not in (None, False) and not name.startswith("_")}

@@ -1,0 +1,18 @@
+"""Secrets: told by the names of settings and variables, and left out of what is written or handed on."""
+
+from __future__ import annotations
+
+import re
+
+_CREDENTIALS = re.compile(r"://[^/?#\s]*@")
+_SECRET = re.compile(r"((^|[_-])(api)?(key|token)|secret|passw(or)?d|credentials)$", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Return True if the name of a setting or variable says that its value is secret, as OPENAI_API_KEY does."""
+    return _SECRET.search(name) is not None
+
+
+def without_credentials(text: str) -> str:
+    """Leave user and password out of URLs: `https://me:secret@host/v1` becomes `https://host/v1`."""
+    return _CREDENTIALS.sub("://", text)

@@ -1,0 +1,106 @@
+"""Rewards that compare the answer in a completion with the true one: exactly, by its words, or as a number."""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+from dataclasses import dataclass
+
+from forge_rl.errors import TaskError, check_flags
+from forge_rl.rewards.extract import Extract, extract, last_number
+from forge_rl.rewards.truth import true_answers
+from forge_rl.types import Score, Task
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = re.compile(r"[-.](?!\d)|[^\w\s.-]|_")  # but for a number's sign and point
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact:
+    """Scores 1.0 for the true answer, character for character but for space around it.
+
+    Exact(extract="tagged")(task, "<answer>5</answer>")  # Score(total=1.0, answer="5")
+    """
+
+    key: str = "answer"
+    """Entry of the task's truth that holds the right answer, or a list of right ones."""
+    extract: Extract = "auto"
+    """Way in which the answer is found in the completion."""
+
+    def __call__(self, task: Task, text: str) -> Score:
+        """Raises TaskError for a task without an answer."""
+        right = true_answers(task, self.key, "exact")
+        answer = extract(self.extract, text)
+        return Score(total=float(answer in right), answer=answer or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """Scores 1.0 for the true answer whatever its case, articles, punctuation and spaces, as SQuAD's exact match does
+    (arXiv 1606.05250, section 6.1).
+
+    Match()(task, "The Eiffel Tower!")  # 1.0 where the answer is "Eiffel tower"
+    """
+
+    key: str = "answer"
+    """Entry of the task's truth that holds the right answer, or a list of right ones."""
+    extract: Extract = "auto"
+    """Way in which the answer is found in the completion."""
+    partial: bool = False
+    """Score the words that answer and truth share, as SQuAD's F1 does, instead of 1.0 or 0.0."""
+
+    def __call__(self, task: Task, text: str) -> Score:
+        """Raises TaskError for a task without an answer."""
+        right = true_answers(task, self.key, "match")
+        answer = normalised(extract(self.extract, text, right[0]) or "")
+        if self.partial:
+            return Score(total=max(_f1(answer, normalised(each)) for each in right), answer=answer)
+        return Score(total=float(answer in map(normalised, right)), answer=answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """Scores 1.0 where the last number of the answer is the true one, within a tolerance.
+
+    Number(tolerance=0.01)(task, "about 3.14")  # 1.0 where the answer is "3.1416"
+    """
+
+    key: str = "answer"
+    """Entry of the task's truth that holds the right number, or a list of right ones."""
+    extract: Extract = "auto"
+    """Way in which the answer is found in the completion."""
+    tolerance: float = 1e-6
+    """Largest difference that counts as equal, relative to the true number, and absolute below 1."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--reward number:", least={"tolerance": 0})
+
+    def __call__(self, task: Task, text: str) -> Score:
+        """Raises TaskError for a task without a number as its answer."""
+        right = [last_number(each) for each in true_answers(task, self.key, "number")]
+        if None in right:
+            raise TaskError(
+                f"--reward number: the answer of task {task.id!r} is {task.truth[self.key]!r:.80}, without a number",
+                hint="compare with --reward match or --reward math instead",
+            )
+        answer = last_number(extract(self.extract, text, right[0]) or "")
+        if answer is None:
+            return Score(total=0.0)
+        value, truths = float(answer), [float(each) for each in right if each is not None]
+        near = (math.isclose(value, t, rel_tol=self.tolerance, abs_tol=min(self.tolerance, 1.0)) for t in truths)
+        return Score(total=float(any(near)), answer=f"{value:.15g}")
+
+
+def normalised(text: str) -> str:
+    """Lower the case and leave out punctuation, articles and extra spaces, in SQuAD's order; numbers keep sign and
+    point."""
+    return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split())
+
+
+def _f1(answer: str, truth: str) -> float:
+    ours, theirs = answer.split(), truth.split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    shared = (collections.Counter(ours) & collections.Counter(theirs)).total()
+    return 2 * shared / (len(ours) + len(theirs))

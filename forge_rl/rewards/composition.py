@@ -1,0 +1,66 @@
+"""Composition: several rewards as one, by weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forge_rl.errors import ConfigError
+from forge_rl.rewards.protocol import Form, RewardFunction, form_of
+from forge_rl.types import Score
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Weighted sum of rewards, of any forms; each is a part of the score, by its name.
+
+        WeightedSum({"correct": (correct, 1.0), "format": (tagged, 0.2)})
+
+    The Reward service calls the parts, plain and async ones side by side.
+
+    Raises:
+        ConfigError: it has no parts, or a part cannot be called as a reward.
+    """
+
+    parts: Mapping[str, tuple[RewardFunction, float]]
+    """Function and weight of each part."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ConfigError("a sum of rewards has no parts", hint="name at least one reward")
+        self.form  # noqa: B018  checks that each part can be called
+
+    @property
+    def form(self) -> Form:
+        """The form that has all that the parts need."""
+        forms = {form_of(function) for function, _ in self.parts.values()}
+        return "group" if "group" in forms else "episode" if "episode" in forms else "text"
+
+    def combine(self, scores: Mapping[str, Score]) -> Score:
+        """Return the score of an episode from those of its parts, by name. The first answer that a part found is its
+        answer."""
+        parts: dict[str, float] = {}
+        for name, score in scores.items():
+            parts[name] = score.total
+            parts |= {f"{name}/{inner}": value for inner, value in score.parts.items()}
+        weighted = [(scores[name], weight) for name, (_, weight) in self.parts.items()]
+        turns = [[weight * value for value in score.turns] for score, weight in weighted if len(score.turns)]
+        tokens = [[weight * np.asarray(turn) for turn in score.tokens] for score, weight in weighted if score.tokens]
+        return Score(
+            total=sum(weight * score.total for score, weight in weighted),
+            parts=parts,
+            turns=tuple(map(math.fsum, zip(*turns, strict=True))),
+            tokens=tuple(map(_sum_of_values, zip(*tokens, strict=True))),
+            answer=next((score.answer for score, _ in weighted if score.answer), ""),
+        )
+
+
+def _sum_of_values(values: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Sum of values of the same tokens; NaN where none of them has one."""
+    stacked = np.stack(values)
+    return np.where(np.isnan(stacked).all(axis=0), np.nan, np.nansum(stacked, axis=0))

@@ -1,0 +1,281 @@
+"""Reward by a judge: a language model at any OpenAI-compatible endpoint, that grades episodes by a rubric."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from forge_rl.errors import ConfigError, JudgeError, SpendingError, check_flags
+from forge_rl.redaction import without_credentials
+from forge_rl.rewards.judge_store import JudgeStore
+from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
+from forge_rl.types import Episode, Score, Task
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+_FIRST_WAIT_S = 1.0
+"""Wait before the second try; doubled for each further one."""
+_LONGEST_WAIT_S = 60.0
+"""Longest wait before another try, whatever the endpoint asks for."""
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
+_LABELLED = re.compile(r"(?i)\bscore\W{0,6}?(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
+_SCHEMA = {
+    "type": "object",
+    "properties": {"reason": {"type": "string"}, "score": {"type": "number"}},
+    "required": ["reason", "score"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """Scores an episode from 0 to 1 by the grade that another model gives it.
+
+    --reward judge:model=gpt-4o-mini,rubric=rubric.md
+    --reward judge:model=qwen3,base_url=http://localhost:8000/v1,api_key_env=,max_calls=5000*0.5
+
+    It is asked again where the endpoint fails or its reply holds no grade; after that the episode's outcome is a
+    judge error. Replies are kept, and asked for once.
+    """
+
+    model: str
+    """Name of the model at the endpoint."""
+    rubric: str = ""
+    """Text, or a file with it, that says how to grade. Jinja fills in {{question}}, {{answer}}, {{truth.answer}} and
+    other entries of the truth, and {{transcript}}; without any of them, question and answer follow it. By default the
+    judge is asked how well the question is answered, and told the true answer if there is one."""
+    base_url: str = ""
+    """Address of the endpoint, up to and with /v1; that of OpenAI by default."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key; empty where the endpoint wants none."""
+    low: float = 0.0
+    """Grade that is worth 0."""
+    high: float = 10.0
+    """Grade that is worth 1."""
+    structured: bool = False
+    """Ask for JSON of a schema (`response_format`) instead of a text that ends with the grade."""
+    max_tokens: int = 512
+    """Most tokens of a reply."""
+    temperature: float = 0.0
+    """Temperature of the judge; below 0 none is sent, for models that refuse it."""
+    retries: int = 4
+    """Times that it is asked again, after 1, 2, 4... seconds, or what the endpoint's Retry-After says."""
+    timeout_s: float = 60.0
+    """Longest time for one reply."""
+    concurrent: int = 16
+    """Most requests at a time, in each replica of the reward service."""
+    max_calls: int = 10_000
+    """Most requests in a run, resumed or not; past it the run ends with an error. 0 is no limit."""
+    max_spent_tokens: int = 0
+    """Most tokens in a run, of prompts and replies; past it the run ends with an error. 0 is no limit."""
+    cache: Path | None = None
+    """Folder for replies that several runs share; by default they are kept in the run folder."""
+    template: str = field(init=False, repr=False)
+    """The rubric's text."""
+    _live: _Live | None = field(default=None, init=False, repr=False, compare=False)
+    deadline_s: ClassVar[float] = 3600.0
+    """Longest time for one score, with the wait for others before it."""
+
+    def __post_init__(self) -> None:
+        check_flags(
+            self,
+            "--reward judge:",
+            least={"retries": 0, "concurrent": 1, "max_tokens": 1, "max_calls": 0, "max_spent_tokens": 0},
+            above={"timeout_s": 0},
+        )
+        if not self.low < self.high or not math.isfinite(self.high - self.low):
+            raise ConfigError(f"--reward judge: low is {self.low}, high is {self.high}", hint="set low below high")
+        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be a key: never shown
+            raise ConfigError(
+                "--reward judge: api_key_env is no name of an environment variable",
+                hint="put the key into a variable, and name that: api_key_env=OPENAI_API_KEY",
+            )
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            raise ConfigError(
+                f"--reward judge: the environment variable {self.api_key_env} is not set",
+                hint="set it to the key of the endpoint, name another one as api_key_env=NAME, or write api_key_env= "
+                "where it wants none",
+            )
+        object.__setattr__(self, "template", read_rubric(self.rubric))
+        compile_rubric(self.template)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files that the scores depend on."""
+        return (Path(self.rubric),) if self.rubric and self.template != self.rubric else ()
+
+    def load(self, folder: Path | None) -> None:
+        """Open the replies that are kept: in a run's folder, or in memory."""
+        spent = JudgeStore(folder)
+        replies = spent if self.cache is None else JudgeStore(self.cache)
+        object.__setattr__(self, "_live", _Live(replies, spent, asyncio.Semaphore(self.concurrent)))
+
+    def __getstate__(self) -> Mapping[str, object]:
+        return self.__dict__ | {"_live": None}
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Return a score from 0 to 1.
+
+        Raises:
+            ForgeError: the rubric asks for something that the task has not.
+            JudgeError: no grade could be had.
+            SpendingError: a limit is reached.
+        """
+        if self._live is None:
+            self.load(None)
+        live = self._live
+        assert live is not None
+        request = self._request(render(self.template, task, episode))
+        key = _digest(self.base_url, request)
+        async with live.locks.setdefault(key, asyncio.Lock()):
+            reply = live.replies.reply(key)
+            cached = reply is not None
+            if reply is None:
+                async with live.room:
+                    reply = await self._ask(live, request)
+                live.replies.keep(key, reply)
+        grade = self._grade(reply)
+        assert grade is not None, "only replies with a grade are kept"
+        return Score(total=(grade - self.low) / (self.high - self.low), parts={"cached": float(cached)})
+
+    def _request(self, prompt: str) -> dict[str, Any]:
+        span = f"a number from {self.low:g} (worst) to {self.high:g} (best)"
+        if self.structured:
+            asked = f'Reply with JSON alone: {{"reason": a short text, "score": {span}}}.'
+        else:
+            asked = f"End your reply with a line `Score: N`, where N is {span}."
+        request: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": f"{prompt}\n\n{asked}"}],
+            # OpenAI's newer models refuse the old name, most other servers do not know the new one.
+            ("max_tokens" if self.base_url else "max_completion_tokens"): self.max_tokens,
+        }
+        if self.temperature >= 0:
+            request["temperature"] = self.temperature
+        if self.structured:
+            json_schema = {"name": "grade", "strict": True, "schema": _SCHEMA}
+            request["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+        return request
+
+    async def _ask(self, live: _Live, request: dict[str, Any]) -> str:
+        """Return a reply that holds a grade."""
+        import openai
+
+        if live.client is None:
+            key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+            live.client = openai.AsyncOpenAI(base_url=self.base_url or None, api_key=key or "none", max_retries=0)
+        problem = ""
+        for tries in range(self.retries + 1):
+            self._reserve(live)
+            wait_s = _FIRST_WAIT_S * 2.0**tries
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    completion: Any = await live.client.chat.completions.create(**request)
+                reply = _text_of(completion)
+                live.spent.add_tokens(self._identity, _tokens_of(completion, request))
+                if self._grade(reply) is not None:
+                    return reply
+                problem = f"its reply holds no grade from {self.low:g} to {self.high:g}: {reply[-200:]!r}"
+            except (TimeoutError, openai.APITimeoutError):
+                problem = f"no reply within {self.timeout_s:g} s"
+            except openai.APIStatusError as error:
+                problem = f"status {error.status_code}: {without_credentials(error.message)[:300]}"
+                if error.status_code not in (408, 409, 429) and error.status_code < 500:
+                    raise self._failed(problem) from None
+                if error.code == "insufficient_quota":
+                    raise self._failed(problem) from None
+                wait_s = max(wait_s, _asked_wait_s(error.response.headers))
+            except (openai.OpenAIError, ValueError) as error:  # ValueError: no JSON
+                cause = f": {error.__cause__}" if error.__cause__ else ""
+                problem = f"{type(error).__name__}: {str(error)[:200]}{cause}"
+            if tries < self.retries:
+                await asyncio.sleep(min(wait_s, _LONGEST_WAIT_S) * random.uniform(0.75, 1))
+        raise self._failed(f"{problem} (asked {self.retries + 1} times)")
+
+    def _failed(self, problem: str) -> JudgeError:
+        where = without_credentials(self.base_url) or "OpenAI"
+        return JudgeError(
+            f"the judge {self.model} at {where} gave no grade: {problem}",
+            hint="look at its endpoint and at --reward judge:..., which names model, base_url and api_key_env",
+        )
+
+    def _reserve(self, live: _Live) -> None:
+        if live.spent.reserve(self._identity, max_calls=self.max_calls, max_tokens=self.max_spent_tokens):
+            return
+        calls, tokens = live.spent.spent(self._identity)
+        raise SpendingError(
+            f"the judge {self.model} has had {calls} calls and {tokens} tokens in this run, and its limits are "
+            f"max_calls={self.max_calls} and max_spent_tokens={self.max_spent_tokens} (0: none)",
+            hint="to go on from the last checkpoint, raise the limit in --reward judge:... and add --out FOLDER "
+            "--force-continue",
+        )
+
+    @property
+    def _identity(self) -> str:
+        """Name by which what it costs is counted, whatever its limits are."""
+        return f"{self.model} {_digest(self.base_url, self.template)[:12]}"
+
+    def _grade(self, reply: str) -> float | None:
+        """Return the grade in a reply: what its JSON has as `score`, or the last `Score: N`, or the last number in the
+        range; None if there is none."""
+        if self.structured:
+            try:
+                found = json.loads(reply)["score"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return None
+            candidates = [float(found)] if isinstance(found, int | float) and not isinstance(found, bool) else []
+        else:
+            text = re.sub(rf"(?<=\d)\s*/\s*{re.escape(f'{self.high:g}')}\b", "", reply)  # 8/10
+            labelled = _LABELLED.findall(text.replace("*", ""))
+            candidates = [float(each) for each in (labelled[-1:] or _NUMBER.findall(text))]
+        within = [grade for grade in candidates if self.low <= grade <= self.high]
+        return within[-1] if within else None
+
+
+@dataclass(eq=False)
+class _Live:
+    """State of a judge in the process where it grades."""
+
+    replies: JudgeStore
+    spent: JudgeStore
+    room: asyncio.Semaphore
+    locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
+    """One for each question that is asked now: what is asked twice at a time is asked for once."""
+    client: AsyncOpenAI | None = None
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _text_of(completion: Any) -> str:
+    try:
+        text = completion.choices[0].message.content
+    except (AttributeError, IndexError, TypeError):
+        raise ValueError(f"its reply is no chat completion: {completion!r:.100}") from None
+    return text if isinstance(text, str) else ""
+
+
+def _tokens_of(completion: Any, request: Mapping[str, Any]) -> int:
+    """Tokens that the endpoint counted; about what they are where it says nothing."""
+    total = getattr(getattr(completion, "usage", None), "total_tokens", None)
+    letters = len(request["messages"][0]["content"]) + len(_text_of(completion))
+    return total if isinstance(total, int) and total > 0 else letters // 4 + 1
+
+
+def _asked_wait_s(headers: Mapping[str, str]) -> float:
+    try:
+        return max(0.0, float(headers.get("retry-after", "")))
+    except ValueError:
+        return 0.0

@@ -1,0 +1,75 @@
+"""Replies of a judge that are kept, and a count of what it has cost: an SQLite file that processes and starts share."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.folders import make_private
+
+_TABLES = """
+create table if not exists replies (key text primary key, reply text not null);
+create table if not exists spent (judge text primary key, calls integer not null, tokens integer not null);
+"""
+
+
+class JudgeStore:
+    """Keeps replies by key, and calls and tokens by judge.
+
+        store = JudgeStore(Path("runs/grpo-1/reward"))
+        store.reserve("gpt", max_calls=100, max_tokens=0)  # False when the limit is reached
+
+    Args:
+        folder: made if it is missing, and closed to other users; None keeps everything in memory.
+
+    Raises:
+        ConfigError: the folder or the file in it cannot be used.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        try:
+            if folder is not None:
+                make_private(folder, ConfigError)
+            path = ":memory:" if folder is None else str(folder / "judge.sqlite")
+            self._database = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._database.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"the judge cannot keep its replies in {folder}: {error}",
+                hint="choose or mend the folder, or delete it",
+            ) from error
+
+    def reply(self, key: str) -> str | None:
+        """Return a reply that was kept."""
+        found = self._database.execute("select reply from replies where key = ?", (key,)).fetchone()
+        return found[0] if found else None
+
+    def keep(self, key: str, reply: str) -> None:
+        """Keep a reply."""
+        self._database.execute("insert or replace into replies values (?, ?)", (key, reply))
+
+    def reserve(self, judge: str, *, max_calls: int, max_tokens: int) -> bool:
+        """Count a call before it is made; False if that would pass a limit. 0 is no limit."""
+        self._database.execute("insert or ignore into spent values (?, 0, 0)", (judge,))
+        within = "(? = 0 or calls < ?) and (? = 0 or tokens < ?)"
+        limits = (max_calls, max_calls, max_tokens, max_tokens)
+        counted = self._database.execute(
+            f"update spent set calls = calls + 1 where judge = ? and {within}", (judge, *limits)
+        )
+        return counted.rowcount == 1
+
+    def add_tokens(self, judge: str, tokens: int) -> None:
+        """Count the tokens of a call after it was made."""
+        self._database.execute("update spent set tokens = tokens + ? where judge = ?", (tokens, judge))
+
+    def spent(self, judge: str) -> tuple[int, int]:
+        """Return the calls and tokens of a judge."""
+        found = self._database.execute("select calls, tokens from spent where judge = ?", (judge,)).fetchone()
+        return found or (0, 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(sqlite3.Error):
+            self._database.close()

@@ -1,0 +1,167 @@
+"""Reward by a model: a sequence classifier in a Hugging Face folder, loaded once in each of its own replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from forge_rl.errors import ModelError, check_flags
+from forge_rl.types import Episode, Score, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel:
+    """Scores an episode by the logit that a sequence classifier gives to its conversation.
+
+    --reward model:path=models/reward,replicas=2
+
+    The conversation is the task's messages and the episode's last text, rendered by the chat template of the model's
+    own tokenizer. A classifier of several labels scores by the probability of the last one. Episodes that wait are
+    scored together.
+    """
+
+    path: Path
+    """Folder of a model for sequence classification, with its tokenizer."""
+    replicas: int = 1
+    """Processes that hold the model, beside those of --reward.replicas."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number type of its weights."""
+    device: str = "cpu"
+    """Device of torch on which it is: cpu, or such as cuda:3, of which nobody else must need the memory."""
+    threads: int = 2
+    """Threads of each process, on a CPU."""
+    batch: int = 16
+    """Most episodes that are scored at once."""
+    max_tokens: int = 4096
+    """Longest conversation; of a longer one the beginning is cut off."""
+    sigmoid: bool = False
+    """Squeeze the one logit to between 0 and 1."""
+    _scorer: _Scorer | None = field(default=None, init=False, repr=False, compare=False)
+    deadline_s: ClassVar[float] = 3600.0
+    """Longest time for one score, with the wait for others before it."""
+
+    def __post_init__(self) -> None:
+        least = {"replicas": 1, "threads": 1, "batch": 1, "max_tokens": 1}
+        check_flags(self, "--reward model:", least=least)
+        object.__setattr__(self, "path", self.path.resolve())
+        try:
+            config = json.loads((self.path / "config.json").read_text())
+            kinds = config.get("architectures") or []
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(
+                f"--reward model: {self.path} holds no model: {getattr(error, 'strerror', None) or error}: config.json",
+                hint="give path=FOLDER, a Hugging Face folder with config.json, safetensors and a tokenizer",
+            ) from None
+        if not any("SequenceClassification" in str(each) for each in kinds):
+            raise ModelError(
+                f"--reward model: {self.path} holds {', '.join(map(str, kinds)) or 'no architecture'}, no sequence "
+                "classifier",
+                hint="give the folder of an AutoModelForSequenceClassification, such as TRL's RewardTrainer writes",
+            )
+
+    def __getstate__(self) -> Mapping[str, object]:
+        return self.__dict__ | {"_scorer": None}
+
+    def load(self, folder: Path | None = None) -> None:
+        """Load the model; takes seconds or minutes.
+
+        Raises:
+            ModelError: the folder lacks weights, a tokenizer or a chat template.
+        """
+        object.__setattr__(self, "_scorer", _Scorer(self))
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Return the model's score."""
+        if self._scorer is None:
+            await asyncio.to_thread(self.load)
+        assert self._scorer is not None
+        return Score(total=await self._scorer.score([*task.messages, {"role": "assistant", "content": episode.text}]))
+
+
+class _Scorer:
+    """The loaded model, and the episodes that wait for it."""
+
+    def __init__(self, config: RewardModel) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        torch.set_num_threads(config.threads)
+        self._config = config
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                config.path,
+                dtype=getattr(torch, config.dtype),
+                use_safetensors=True,  # other files may run code
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(
+                f"the reward model in {config.path} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
+                hint="give a whole Hugging Face folder: config.json, safetensors, tokenizer",
+            ) from error
+        if missing := sorted(loading["missing_keys"]):
+            raise ModelError(
+                f"the reward model in {config.path} lacks weights: {', '.join(missing)[:200]}",
+                hint="give a trained sequence classifier: what is missing would be random",
+            )
+        if not self._tokenizer.chat_template:
+            raise ModelError(
+                f"the tokenizer of the reward model in {config.path} has no chat template",
+                hint="add chat_template.jinja to the folder, as the model was trained with it",
+            )
+        self._model = model.eval().to(config.device)
+        # Where no token is padding, the model cannot tell where a shorter conversation ends.
+        self._most = config.batch if model.config.pad_token_id is not None else 1
+        self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
+        self._running: asyncio.Task[None] | None = None
+
+    async def score(self, messages: Sequence[Mapping[str, object]]) -> float:
+        """Return the score of a conversation, together with others that wait."""
+        encoded = self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[float] = loop.create_future()
+        self._waiting.append((encoded["input_ids"][-self._config.max_tokens :], done))
+        if self._running is None or self._running.done():
+            self._running = loop.create_task(self._run())
+        return await done
+
+    async def _run(self) -> None:
+        """Score what waits, until nothing does."""
+        while self._waiting:
+            self._waiting.sort(key=lambda each: len(each[0]))  # little padding
+            taken, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+            try:
+                scores = await asyncio.to_thread(self._forward, [ids for ids, _ in taken])
+            except Exception as error:
+                for _, done in taken:
+                    if not done.done():
+                        done.set_exception(error)
+                continue
+            for (_, done), score in zip(taken, scores, strict=True):
+                if not done.done():
+                    done.set_result(score)
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Return a score for each row of token ids."""
+        import torch
+
+        longest, pad = max(map(len, rows)), self._model.config.pad_token_id
+        ids = torch.tensor([[*row, *[pad or 0] * (longest - len(row))] for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        with torch.inference_mode():
+            device = self._config.device
+            logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
+        if logits.shape[1] > 1:
+            return [float(each) for each in logits.softmax(dim=-1)[:, -1]]
+        values = [float(each) for each in logits[:, 0]]
+        return (
+            [1 / (1 + math.exp(-each)) if each > -700 else 0.0 for each in values] if self._config.sigmoid else values
+        )

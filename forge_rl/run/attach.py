@@ -1,0 +1,293 @@
+"""Attaches to a run that goes on in another process, to look at it and to change it. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.folders import check_own
+from forge_rl.runtime.local_socket import connect
+
+_SOCKET = "control.sock"
+_FILE = re.compile(r"([^=]*=)?([^=]+\.py)(:.*)")
+_CONNECT_S = 20.0
+_BUSY_S = 30.0
+"""Longest time to try again while others keep the run busy."""
+_TAIL_BYTES = 1 << 18
+
+
+def attach(folder: str | Path) -> AttachedRun:
+    """Attach to a running run by its folder.
+
+        run = forge_rl.attach("runs/grpo-1a2b3c4d")
+        run.mixture["maths"] = 0.7
+        run.schedule.max_lag = 2
+        run.reward = "mine.py:score"
+
+    Raises:
+        ConfigError: it is no run folder, another user's, or no run goes on in it; says how the last one ended.
+    """
+    run = AttachedRun(Path(folder))
+    run.ask("status")
+    return run
+
+
+class AttachedRun:
+    """A run in another process. Each access asks it anew, so that what is shown is of now."""
+
+    __slots__ = ("folder",)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is no run folder", hint="give the folder that the run names in its first line")
+        self.folder = folder.resolve()
+        check_own(self.folder, ConfigError, deep=False)
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+        return int(self.ask("status")["step"])
+
+    @property
+    def mixture(self) -> AttachedMixture:
+        """Weights of the sources, to read and to set."""
+        return AttachedMixture(self)
+
+    @property
+    def schedule(self) -> AttachedSchedule:
+        """Settings of the schedule, to read; its bounds, to set."""
+        return AttachedSchedule(self)
+
+    @property
+    def reward(self) -> str:
+        """The reward that scores now. Set it to a text as `--reward` takes it, or to several."""
+        return str(self.ask("status")["reward"])
+
+    @reward.setter
+    def reward(self, texts: str | Sequence[str]) -> None:
+        self.replace_reward(*([texts] if isinstance(texts, str) else texts))
+
+    def replace_reward(self, *texts: str) -> None:
+        """Score with another reward from now on; files are named from this process's folder."""
+        self.ask("set_reward", texts=[_absolute(text) for text in texts])
+
+    @property
+    def last_batch(self) -> LastBatch:
+        """The batch of the last step: rewards, and some of its episodes."""
+        return LastBatch(self.ask("last_batch"))
+
+    def chat(self, message: str, *, max_tokens: int | None = None, temperature: float = 0.0) -> str:
+        """Ask the current policy; greedy by default."""
+        return str(self.ask("chat", message=message, max_tokens=max_tokens, temperature=temperature))
+
+    def events(self, last: int = 20) -> Events:
+        """Read the last events of this folder's runs; also after the run has ended."""
+        return Events(_events(self.folder, last))
+
+    def checkpoint(self) -> Path:
+        """Write a checkpoint when the step that is going on has ended; waits for it."""
+        return Path(self.ask("checkpoint"))
+
+    def evaluate(self) -> Any:
+        """Evaluate when the step that is going on has ended; waits for it, and returns what `Run.evaluate` does."""
+        return self.ask("evaluate")
+
+    def stop(self) -> None:
+        """Let the run save and end; the same command continues it."""
+        self.ask("stop")
+
+    def ask(self, do: str, **arguments: object) -> Any:
+        """Send a request, and wait for its reply.
+
+        Raises:
+            ForgeError: the run refused it, or does not go on any more.
+        """
+        until = time.monotonic() + _BUSY_S
+        while (reply := self._exchange({"do": do, "with": arguments})).get("busy") and time.monotonic() < until:
+            time.sleep(0.1)
+        if "error" in reply:
+            raise ForgeError(str(reply["error"]), hint=str(reply.get("hint", "")))
+        return reply.get("result")
+
+    def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
+        try:
+            connection = connect(self.folder, _SOCKET, timeout_s=_CONNECT_S)
+        except PermissionError as error:
+            raise ConfigError(f"the run in {self.folder} is another user's: {error}") from None
+        except OSError:
+            raise ConfigError(_ended(self.folder), hint="the same command as before continues a run") from None
+        with connection:
+            try:
+                return _exchange(connection, request)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"the run in {self.folder} did not answer {request['do']!r}: {error}") from None
+
+    def __repr__(self) -> str:
+        try:
+            found = self.ask("status")
+        except ForgeError as error:
+            return f"Attached  {error.message}"
+        mean, schedule = found["reward_mean"], found["schedule"]
+        bounds = ", ".join(f"{name} {schedule[name]:g}" for name in ("max_lag", "over_sampling", "max_episodes"))
+        rows = {
+            "phase": found["phase"] or "between phases",
+            "version": found["version"],
+            "engines": found["engines"],
+            "rollouts": found["rollouts"],
+            "schedule": f"{schedule['kind']}, {bounds}",
+            "reward": found["reward"] + ("" if mean is None else f", {mean:.3f} on average in the last batch"),
+        }
+        table = (f"  {name:<8}  {value}" for name, value in rows.items())
+        mixture = (f"  {line}" for line in found["mixture"].splitlines())
+        return "\n".join([f"Run  step {found['step']} of {found['steps']}  {found['folder']}", *table, *mixture])
+
+
+class AttachedMixture(MutableMapping[str, float]):
+    """The mixture of a run in another process: `run.mixture["maths"] = 0.7`, from the next batch on."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: AttachedRun) -> None:
+        self._run = run
+
+    def __getitem__(self, source: str) -> float:
+        return float(self._weights()[source])
+
+    def __setitem__(self, source: str, weight: float) -> None:
+        self._run.ask("set_weight", source=source, weight=weight)
+
+    def __delitem__(self, source: str) -> None:
+        raise ConfigError(f"the source {source!r} cannot be taken out of a live run", hint="set its weight to 0")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights())
+
+    def __len__(self) -> int:
+        return len(self._weights())
+
+    def adapt(self, adapt: str = "success", **settings: float) -> None:
+        """Let weights follow the success at each source, or with "off" stay as they are.
+
+        Args:
+            settings: least, most, target and momentum, as the flags of `--mixture`.
+        """
+        self._run.ask("adapt", adapt=adapt, **settings)
+
+    def _weights(self) -> dict[str, float]:
+        weights: dict[str, float] = self._run.ask("status")["weights"]
+        return weights
+
+    def __repr__(self) -> str:
+        return str(self._run.ask("status")["mixture"])
+
+
+class AttachedSchedule:
+    """The schedule of a run in another process: `run.schedule.max_lag = 2`, from the next batch on."""
+
+    def __init__(self, run: AttachedRun) -> None:
+        vars(self)["_run"] = run
+
+    def __getattr__(self, name: str) -> Any:
+        found = vars(self)["_run"].ask("status")["schedule"] if not name.startswith("_") else {}
+        if name not in found:
+            raise AttributeError(f"the schedule has no {name!r}")
+        return found[name]
+
+    def __setattr__(self, name: str, value: float) -> None:
+        vars(self)["_run"].ask("set_schedule", name=name, value=value)
+
+    def __repr__(self) -> str:
+        found = vars(self)["_run"].ask("status")["schedule"]
+        return "\n".join([f"Schedule  {found['kind']}", *(f"  {name} {value}" for name, value in found.items())])
+
+
+class LastBatch:
+    """What is told of a batch: source and rewards of each group, and some of its episodes as in episodes.jsonl."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.step: int = found["step"]
+        self.groups: list[dict[str, Any]] = found["groups"]
+        self.samples: list[dict[str, Any]] = found["samples"]
+
+    def __repr__(self) -> str:
+        lines = [f"Batch of step {self.step}: {len(self.groups)} groups"]
+        for group in self.groups:
+            rewards = group["rewards"]
+            lines.append(f"  {group['source']}  {sum(rewards) / len(rewards):.3f} on average of {len(rewards)}")
+        for each in self.samples:
+            lines.append(f"{each['source']} {each['task']}: {each['outcome']}, reward {each['reward']}")
+            lines += [f"  {line}" for part in ("prompt", "answer") for line in str(each[part]).splitlines()[:8]]
+        return "\n".join(lines)
+
+
+class Events(list[dict[str, Any]]):
+    """Events of a run: time in seconds, level and text; a line for each."""
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            f"{time.strftime('%H:%M:%S', time.localtime(each['time']))}  {each['level']:<7}  {each['text']}"
+            for each in self
+        )
+
+
+def _exchange(connection: socket.socket, request: dict[str, object]) -> dict[str, Any]:
+    with contextlib.suppress(BrokenPipeError):  # it replied without reading all: that it is busy, or this too long
+        connection.sendall(json.dumps(request).encode() + b"\n")
+    connection.settimeout(None)  # an answer may take as long as a step
+    with connection.makefile("rb") as replies:
+        line = replies.readline()
+    if not line:
+        raise OSError("it ended, or refused this user")
+    reply = json.loads(line)
+    if not isinstance(reply, dict):
+        raise ValueError("its reply is no object")
+    return reply
+
+
+def _absolute(text: str) -> str:
+    """Name a reward's file so that the run's process finds it."""
+    found = _FILE.fullmatch(text)
+    if found is None:
+        return text
+    before, file, after = found.groups()
+    return f"{before or ''}{Path(file).expanduser().resolve()}{after}"
+
+
+def _ended(folder: Path) -> str:
+    """Say that no run goes on in a folder, and how the last one ended."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+        scores = summary["score_before"], summary["score_after"]
+        score = "" if None in scores else f", with a held-out score of {scores[1]:.3f} after {scores[0]:.3f}"
+        return f"the run in {folder} is not running: it is finished after {summary['steps']} steps{score}"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    last = next(iter(_events(folder, 1)), None)
+    said = f"; its last event: {last['text']}" if last else ""
+    return f"the run in {folder} is not running: it was stopped, or has not started yet{said}"
+
+
+def _events(folder: Path, last: int) -> list[dict[str, Any]]:
+    try:
+        with (folder / "events.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # cut at its beginning, or torn
+        if isinstance(event, dict) and {"time", "level", "text"} <= event.keys():
+            found.append(event)
+    return found[-last:] if last > 0 else []

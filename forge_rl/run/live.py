@@ -1,0 +1,307 @@
+"""Live settings: what of a run changes while it goes, how that is told, and how a continued run takes it up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forge_rl.data.adaptive import Adapting
+from forge_rl.data.mixture import Mixture
+from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.run.run_dir import read_object, write_json
+from forge_rl.services.reward import Reward, RewardFunction
+
+_LIVE_BOUNDS = ("max_lag", "over_sampling", "max_episodes")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_whose: ContextVar[str] = ContextVar("whose", default="")
+"""Who changes something, for the events; "" for code in this process."""
+
+BuildReward = Callable[[Sequence[str]], RewardFunction]
+"""Makes a reward of texts such as `--reward` takes."""
+
+
+@contextlib.contextmanager
+def changes_by(whose: str) -> Iterator[None]:
+    """Name in the events who makes the changes of the body."""
+    token = _whose.set(whose)
+    try:
+        yield
+    finally:
+        _whose.reset(token)
+
+
+class LiveSchedule:
+    """The schedule of a live run: its settings to read, and its bounds to change.
+
+        run.schedule.max_lag = 2  # from the next batch on
+
+    A lower bound holds for the next batch already: what is in flight and comes too late for it is replaced.
+
+    Raises:
+        ConfigError: a value out of range, or a setting that cannot change in a live run.
+    """
+
+    max_lag: int
+    over_sampling: float
+    max_episodes: int
+
+    def __init__(self, rollouts: RolloutExecutor, changed: Callable[[str], None]) -> None:
+        vars(self).update(_rollouts=rollouts, _changed=changed)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(vars(self)["_rollouts"].config, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        rollouts: RolloutExecutor = vars(self)["_rollouts"]
+        before = getattr(rollouts.config, name, None)
+        if name not in _LIVE_BOUNDS:
+            raise ConfigError(
+                f"the schedule's {name!r} cannot change in a live run", hint=f"what can: {', '.join(_LIVE_BOUNDS)}"
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, float) if isinstance(before, float) else int):
+            raise ConfigError(f"the schedule's {name} is set to {value!r}", hint="set it to a number as it is now")
+        if name == "max_lag" and rollouts.config.kind in ("synchronous", "one_step"):
+            raise ConfigError(
+                f"the schedule {rollouts.config.kind} has a lag of its own, which no bound changes",
+                hint="start the run with --schedule.kind pipelined or asynchronous",
+            )
+        rollouts.config = replace(rollouts.config, **{name: value})  # type: ignore[arg-type]
+        vars(self)["_changed"](f"schedule {name} {before:g} -> {value:g}, from the next batch on")
+
+    def __repr__(self) -> str:
+        config = vars(self)["_rollouts"].config
+        return "\n".join(
+            [f"Schedule  {config.kind}", *(f"  {name} {getattr(config, name):g}" for name in _LIVE_BOUNDS)]
+        )
+
+
+class LiveSettings:
+    """Weights of the mixture, the reward and the schedule's bounds: tells of each change, and saves what has changed.
+
+    Each change is written at once, to `live.json`, and into each checkpoint; a continued run has the changes up to its
+    checkpoint and those after it. What was changed live wins over a flag that stayed; a flag that the continuing
+    command changes wins over what was changed live.
+
+    Args:
+        path: file for the changes since the last checkpoint.
+        step: returns the number of steps done.
+        adapting: how the mixture was told to adapt by flags.
+        build_reward: makes rewards of texts.
+        tell: takes a line for the events.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        step: Callable[[], int],
+        mixture: Mixture,
+        adapting: Adapting,
+        reward: Reward,
+        rollouts: RolloutExecutor,
+        build_reward: BuildReward,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._mixture, self._adapting, self._reward, self._rollouts = mixture, adapting, reward, rollouts
+        self._path, self._step = path, step
+        self._build_reward = build_reward
+        self._tell = tell
+        self._built: tuple[RewardFunction, list[str]] | None = None
+        """The last reward that was built of texts, and these."""
+        self._now = self.reward
+        self._given: dict[str, object] = {
+            "schedule": {name: getattr(rollouts.config, name) for name in _LIVE_BOUNDS},
+            "weights": {name: mixture[name] for name in mixture},
+            "mixture": asdict(adapting),
+            "reward": _ADDRESS.sub("", repr(reward.function)),
+        }
+        """What the flags of this command say."""
+        if adapting.adapt != "off":
+            mixture.adapt(adapting)
+        self._mixture_touched = self._resuming = False
+        self.schedule = LiveSchedule(rollouts, self._changed)
+        mixture.changed.append(self._mixture_changed)
+        reward.replaced.append(self._reward_changed)
+
+    @property
+    def reward(self) -> str:
+        """The reward that scores now, in words: the texts that it was made of, or the name of its function."""
+        function = self._reward.function
+        if self._built is not None and self._built[0] is function:
+            return " ".join(self._built[1])
+        return _importable(function) or (
+            type(function).__name__ if is_dataclass(function) else _ADDRESS.sub("", repr(function))
+        )
+
+    async def replace_reward(self, texts: Sequence[str]) -> None:
+        """Score with another reward from now on.
+
+        Args:
+            texts: as `--reward` takes them.
+
+        Raises:
+            ForgeError: there is no such function, or it does not reach the processes that score.
+        """
+        function = await asyncio.to_thread(self._build_reward, texts)  # imports what may take long
+        previous, self._built = self._built, (function, list(texts))
+        try:
+            await self._reward.replace(function)
+        except BaseException:
+            self._built = previous
+            raise
+
+    def state(self) -> dict[str, object]:
+        """What flags say, and what has changed, as JSON; the mixture's weights are in its own state."""
+        reward: dict[str, object] | None = None
+        if _ADDRESS.sub("", repr(self._reward.function)) != self._given["reward"]:
+            built = self._built[1] if self._built and self._built[0] is self._reward.function else None
+            name = _importable(self._reward.function)
+            reward = {"name": self.reward, "texts": built or ([name] if name else None)}
+        bounds = {name: getattr(self._rollouts.config, name) for name in _LIVE_BOUNDS}
+        return {"given": self._given, "schedule": bounds, "reward": reward, "mixture": self._mixture_touched}
+
+    def mixture_now(self) -> dict[str, object]:
+        """Parts of the mixture's state that a rollback leaves as they are: those that somebody changed."""
+        state = self._mixture.state() if self._mixture_touched else {}
+        return {name: state[name] for name in ("weights", "adaptive") if name in state}
+
+    def unsaved(self, step: int) -> tuple[object, dict[str, object]] | None:
+        """Read the changes that an earlier process made after the checkpoint of a step; None if there are none.
+
+        Returns:
+            A state for `resume`, and parts of a mixture's state.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        if not self._path.exists():
+            return None
+        try:
+            match read_object(self._path):
+                case {"step": int(made_at), "live": live, "mixture": dict(mixture)} if is_live_state(live):
+                    return (live, mixture) if made_at >= step else None
+            raise ConfigError("it lacks something")
+        except ConfigError as error:
+            raise CheckpointError(
+                f"what was changed live cannot be read from {self._path}: {error.message}",
+                hint=f"delete {self._path} to continue without the changes since the last checkpoint",
+            ) from error
+
+    async def resume(self, state: Any) -> None:
+        """Take up what was changed before a run was continued; the mixture has been restored.
+
+        Args:
+            state: of `state` or `unsaved`; None where nothing was changed.
+
+        Raises:
+            ForgeError: a reward is gone.
+        """
+        if state is not None:
+            self._resuming = True
+            with changes_by("as it was changed live"):
+                await self._resume(state)
+            self._resuming, self._mixture_touched = False, state["mixture"]
+        elif self._adapting.adapt != self._mixture.adapting.adapt:  # of a run from before mixtures adapted
+            self._mixture.adapt(self._adapting)
+        if self._path.exists():
+            self._save()  # with the flags of now
+
+    async def _resume(self, state: dict[str, Any]) -> None:
+        given, reward = state["given"], state["reward"]
+        self._resume_schedule(given["schedule"], state["schedule"])
+        self._resume_mixture(given["weights"], given["mixture"])
+        if reward is None:
+            pass
+        elif given["reward"] != self._given["reward"]:
+            self._tell(f"the reward is {self.reward} by the flags of now, and not {reward['name']} as it was live")
+        elif reward["texts"] is None:
+            self._tell(f"the reward was replaced live by {reward['name']}, which is not in this process: set it anew")
+        else:
+            await self.replace_reward(reward["texts"])
+
+    def close(self) -> None:
+        """Tell of no more changes; the mixture may be used again."""
+        self._mixture.changed.remove(self._mixture_changed)
+
+    def _resume_schedule(self, given: Mapping[str, object], bounds: Mapping[str, object]) -> None:
+        config = self._rollouts.config
+        taken = {}
+        for name in _LIVE_BOUNDS:
+            flag, live = getattr(config, name), bounds[name]
+            if live == given[name] or live == flag:  # not changed live, or to what the flag says now
+                continue
+            if given[name] == flag:
+                taken[name] = live
+            else:
+                self._tell(f"schedule {name} is {flag:g} by the flags of now, and not {live:g} as it was changed live")
+        if taken:
+            self._rollouts.config = replace(config, **taken)  # type: ignore[arg-type]
+            self._changed(", ".join(f"schedule {name} {getattr(config, name):g} -> {taken[name]:g}" for name in taken))
+
+    def _resume_mixture(self, weights: object, adapting: object) -> None:
+        """Bring a mixture that was restored to the flags of now, where these are not those of then."""
+        given = self._given["weights"]
+        assert isinstance(given, dict)
+        if weights != given:
+            with changes_by("by the flags of now"):
+                self._mixture.adapt(Adapting())
+                for name, weight in sorted(given.items(), key=lambda item: -item[1]):  # never all 0
+                    self._mixture[name] = weight
+        if adapting != self._given["mixture"] or (weights != given and self._adapting.adapt != "off"):
+            with changes_by("by the flags of now"):
+                self._mixture.adapt(self._adapting)
+        elif self._mixture.adapting != self._adapting:
+            self._changed(f"mixture adapts: {self._mixture.adapting.adapt}")
+        for name, weight in given.items() if self._mixture.adapting.adapt == "off" else ():
+            if self._mixture[name] != weight:
+                self._changed(f"mixture {name} {weight:g} -> {self._mixture[name]:g}")
+
+    def _mixture_changed(self, line: str) -> None:
+        self._mixture_touched = True
+        self._changed(line)
+
+    def _reward_changed(self) -> None:
+        before, self._now = self._now, self.reward
+        self._changed(f"reward {before} -> {self._now}")
+
+    def _changed(self, line: str) -> None:
+        whose = _whose.get()
+        self._tell(f"{line} ({whose})" if whose else line)
+        if not self._resuming:
+            self._save()
+
+    def _save(self) -> None:
+        try:
+            write_json(self._path, {"step": self._step(), "live": self.state(), "mixture": self.mixture_now()})
+        except OSError as error:
+            self._tell(f"what is changed live is not saved before the next checkpoint: {error.strerror or error}")
+
+
+def _importable(function: object) -> str:
+    """Name a function so that another process finds it, `module:name`; "" if it cannot."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    found = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
+    return f"{module}:{name}" if found is function and name else ""
+
+
+def is_live_state(state: object) -> bool:
+    """Tell whether something is what `LiveSettings.state` returns, from a file that may be broken."""
+    match state:
+        case {
+            "given": {"schedule": dict(given), "weights": dict(weights), "mixture": dict(), "reward": str()},
+            "schedule": dict(bounds),
+            "reward": None | {"name": str(), "texts": None | list()} as reward,
+            "mixture": bool(),
+        }:
+            bounds_of_both = [part.get(name) for part in (given, bounds) for name in _LIVE_BOUNDS]
+            numbers = all(type(number) in (int, float) for number in (*bounds_of_both, *weights.values()))
+            return numbers and all(isinstance(text, str) for text in (reward or {}).get("texts") or ())
+    return False

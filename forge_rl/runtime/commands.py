@@ -1,0 +1,146 @@
+"""Commands of a user's own: run with limits, in a process group that ends with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from forge_rl.errors import ConfigError
+from forge_rl.redaction import is_secret
+
+_KEPT_BYTES = 1 << 20
+"""End of what a command prints that is kept."""
+_LIMIT = """
+import ctypes, json, os, resource, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[2]):
+    sys.exit(1)
+for name, value in json.loads(sys.argv[1]).items():
+    limit = getattr(resource, name)
+    most = resource.getrlimit(limit)[1]
+    # Past the soft limit of processor time it is told so, and past the hard one killed.
+    hard = value + 5 * (name == "RLIMIT_CPU")
+    hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
+    resource.setrlimit(limit, (min(value, hard), hard))
+try:
+    os.execvp(sys.argv[3], sys.argv[3:])
+except OSError as error:
+    sys.exit(f"cannot run {sys.argv[3]}: {error.strerror}")
+"""
+"""Becomes the command, under limits; it dies with its parent, whatever that dies of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLimits:
+    """Bounds what a command, and each process that it starts, may use: `CommandLimits(memory_gib=2)`."""
+
+    memory_gib: float = 8.0
+    """Address space of a process. Python maps more than it uses."""
+    cpu_s: float = 3600.0
+    """Seconds of a processor's time for a process."""
+    file_gib: float = 1.0
+    """Longest file that may be written."""
+    open_files: int = 1024
+    """Files and connections that a process may have open."""
+    at_a_time: int = 32
+    """Commands that run side by side; others wait."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"the command's {flag} is {value}", hint=f"set {flag} to a value above 0")
+
+    def as_rlimits(self) -> dict[str, int]:
+        """Return the bounds by their names in Python's module resource."""
+        return {
+            "RLIMIT_AS": int(self.memory_gib * (1 << 30)),
+            "RLIMIT_CPU": max(1, round(self.cpu_s)),
+            "RLIMIT_FSIZE": int(self.file_gib * (1 << 30)),
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """Tells how a command ended."""
+
+    status: int
+    """Exit status; the negative of a signal that ended it."""
+    output: str
+    """End of what it wrote to stdout."""
+    errors: str
+    """End of what it wrote to stderr."""
+
+    @property
+    def problem(self) -> str:
+        """What was wrong, in a line; "" if nothing was."""
+        if self.status == 0:
+            return ""
+        last = next((line for line in reversed(self.errors.splitlines()) if line.strip()), "it printed no error")
+        if self.status < 0:
+            name = signal.Signals(-self.status).name
+            why = " (its limit of processor time)" if name == "SIGXCPU" else ""
+            return f"was ended by {name}{why}: {last}"
+        return f"ended with status {self.status}: {last}"
+
+
+async def run_command(
+    command: Sequence[str], limits: CommandLimits, *, variables: Mapping[str, str], given: bytes
+) -> Finished:
+    """Run a command to its end; cancelling ends it, and so does the end of this process.
+
+    Args:
+        command: program and arguments.
+        limits: what it may use.
+        variables: added to its environment, which else has none whose names say that they are secret.
+        given: its stdin.
+    """
+    environment = {name: value for name, value in os.environ.items() if not is_secret(name)}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", "-c", _LIMIT, json.dumps(limits.as_rlimits()), str(os.getpid()), *command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**environment, **variables},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_feed(process.stdin, given))
+            output, errors = (group.create_task(_tail(pipe)) for pipe in (process.stdout, process.stderr))
+            status = await process.wait()
+            _end_group(process.pid)  # what it left may hold its pipes
+    finally:
+        _end_group(process.pid)
+        await process.wait()
+    return Finished(status=status, output=output.result(), errors=errors.result())
+
+
+async def _feed(pipe: asyncio.StreamWriter, given: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # it need not read
+        pipe.write(given)
+        await pipe.drain()
+    pipe.close()
+
+
+async def _tail(pipe: asyncio.StreamReader) -> str:
+    kept = b""
+    while part := await pipe.read(1 << 16):
+        kept = (kept + part)[-_KEPT_BYTES:]
+    return kept.decode(errors="replace")
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

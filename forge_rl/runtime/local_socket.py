@@ -1,0 +1,72 @@
+"""A Unix socket in a folder, which only processes of this user reach; also from another network namespace.
+
+The path of a Unix socket has at most 108 bytes, and folders may be deeper: it is named relative to the folder's
+descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def listening(folder: Path, name: str) -> Iterator[socket.socket]:
+    """Listen while the body runs, in a folder that only this user may enter; one that nobody listens at is replaced.
+
+    Raises:
+        OSError: the file system has no sockets, or the folder cannot be written.
+    """
+    with _opened(folder) as fd, socket.socket(socket.AF_UNIX) as listener:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=fd)
+        os.fchmod(listener.fileno(), 0o600)  # the mode that it is made with
+        listener.bind(_path(fd, name))
+        try:
+            listener.listen(16)
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=fd)
+
+
+def connect(folder: Path, name: str, *, timeout_s: float) -> socket.socket:
+    """Connect to a socket in a folder.
+
+    Raises:
+        OSError: nobody listens there, or another user does.
+    """
+    client = socket.socket(socket.AF_UNIX)
+    try:
+        client.settimeout(timeout_s)
+        with _opened(folder) as fd:
+            client.connect(_path(fd, name))
+        if not peer_is_own(client):
+            raise PermissionError(f"another user listens at {folder / name}")
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def peer_is_own(connection: socket.socket) -> bool:
+    """Return True if the process at the other end was this user's when it connected, or began to listen."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return uid == os.geteuid()
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _path(fd: int, name: str) -> str:
+    return f"/proc/self/fd/{fd}/{name}"

@@ -1,0 +1,166 @@
+"""The actor of the Reward service: calls reward functions in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from monarch.actor import concurrent_endpoint
+
+from forge_rl.errors import DeadlineError, ForgeError
+from forge_rl.rewards.protocol import RewardFunction, form_of, is_async
+from forge_rl.runtime.actor import ServiceActor
+from forge_rl.types import Episode, Score, Task
+
+_LAST_WORDS_S = 1.0
+"""Time for a process that ends to tell the caller why."""
+REWARD_STUCK = 72
+"""Exit status of a process that ended because its reward function did not come back."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """Call of a plain function, in the thread."""
+
+    limit: asyncio.Timeout | None
+    """Ends the wait for it; None once nobody waits."""
+    began: float = 0.0
+
+
+class RewardActor(ServiceActor):
+    """One process that scores: async functions run concurrently, plain ones in a thread, one by one.
+
+    Args:
+        deadline_s: longest time for a function. A thread cannot be ended, so the process is.
+        index: its number, for errors.
+    """
+
+    def __init__(self, deadline_s: float, index: int) -> None:
+        self._deadline_s = deadline_s
+        self._index = index
+        self._given: Mapping[int, Mapping[str, RewardFunction]] = {}
+        """Functions by the names of parts, by their version."""
+        self._thread = ThreadPoolExecutor(1)
+        self._running: _Call | None = None
+        self._pending = 0
+        """Calls in the thread, or waiting for it."""
+        self._watch: asyncio.TimerHandle | None = None
+
+    @concurrent_endpoint
+    async def replace(self, given: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None) -> None:
+        """Take the functions of these versions, and drop those of others."""
+        for version in given.keys() - self._given.keys():
+            for function in given[version].values():
+                load = getattr(function, "load", None)
+                if callable(load):
+                    await asyncio.to_thread(load, folder)
+        self._given = {version: self._given.get(version, functions) for version, functions in given.items()}
+
+    async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
+        """Score episodes of a task, or the texts of their answers, with each function of a version."""
+        functions = self._given.get(version)
+        if functions is None:
+            raise ForgeError("the reward was replaced before this was scored", hint="score it again")
+        scores = await asyncio.gather(*(self._apply(function, task, given) for function in functions.values()))
+        return dict(zip(functions, scores, strict=True))
+
+    async def _apply(self, function: RewardFunction, task: Task, given: Sequence[str | Episode]) -> list[Score]:
+        """Score episodes with one function, in the form that it takes."""
+        form = form_of(function)
+        if form == "text":
+            given = [each if isinstance(each, str) else each.text for each in given]
+        if form == "group":
+            found = await self._call(function, task, given)
+            if not isinstance(found, Sized) or isinstance(found, str) or len(found) != len(given):
+                raise ForgeError(
+                    f"the reward of {task.id} is {found!r:.100} for {len(given)} episodes",
+                    hint="return a sequence with a score for each episode",
+                )
+        else:
+            found = await asyncio.gather(*(self._call(function, task, each) for each in given))
+        return [_as_score(each, task) for each in found]
+
+    async def _call(self, function: RewardFunction, task: Task, given: object) -> Any:
+        result: Any = function(task, given) if is_async(function) else await self._in_thread(function, task, given)  # type: ignore[arg-type]
+        if inspect.isawaitable(result):
+            deadline_s: float = getattr(function, "deadline_s", self._deadline_s)
+            try:
+                async with asyncio.timeout(deadline_s) as limit:
+                    result = await result
+            except TimeoutError:
+                if limit.expired():
+                    raise self._late(deadline_s) from None
+                raise
+        return result
+
+    async def _in_thread(self, function: Callable[..., object], task: Task, given: object) -> object:
+        loop = asyncio.get_running_loop()
+
+        def run() -> object:
+            call.began = loop.time()  # only its own time counts, not the wait for others
+            self._running = call
+            try:
+                return function(task, given)
+            finally:
+                self._running = None
+
+        limit = asyncio.timeout(None)
+        call = _Call(limit)
+        self._pending += 1
+        if self._watch is None:
+            self._watch = loop.call_later(self._deadline_s, self._look)
+        try:
+            async with limit:
+                return await asyncio.wrap_future(self._thread.submit(run))
+        except TimeoutError:
+            if limit.expired():
+                raise self._late(self._deadline_s) from None
+            raise
+        finally:
+            call.limit = None
+            self._pending -= 1
+
+    def _look(self) -> None:
+        """End the wait for a function that takes too long, and the process if it still does not come back."""
+        loop, call, self._watch = asyncio.get_running_loop(), self._running, None
+        due = loop.time() + self._deadline_s
+        if call is not None and (due := call.began + self._deadline_s) <= loop.time():
+            if call.limit is not None:
+                call.limit.reschedule(loop.time())
+            loop.call_later(_LAST_WORDS_S, self._exit_if_stuck, call)
+        elif call is not None or self._pending:
+            self._watch = loop.call_at(due, self._look)
+
+    def _exit_if_stuck(self, call: _Call) -> None:
+        if self._running is call:
+            os._exit(REWARD_STUCK)
+        if self._pending and self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(self._deadline_s, self._look)
+
+    def _late(self, deadline_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"no answer within {deadline_s:g} s",
+            service="reward",
+            replica=self._index,
+            call="score",
+            hint="make the reward function faster, or raise --reward.deadline-s",
+        )
+
+
+def _as_score(result: object, task: Task) -> Score:
+    if isinstance(result, Score):
+        return result
+    try:
+        if not isinstance(result, SupportsFloat):
+            raise TypeError("no number")
+        return Score(total=float(result))
+    except (TypeError, ValueError, RuntimeError):  # of an array or a tensor with several values
+        raise ForgeError(
+            f"the reward of {task.id} is {result!r:.100}", hint="return a number or a Score from the reward function"
+        ) from None

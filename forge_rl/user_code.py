@@ -1,0 +1,104 @@
+"""Functions and classes of a user's own, by the text that names them in a flag."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from forge_rl.errors import ConfigError
+
+
+def names_code(text: str) -> bool:
+    """Tell whether a text has the form MODULE:NAME or FILE.py:NAME, and is no name of something bundled."""
+    module, colon, name = text.rpartition(":")
+    return bool(module and colon) and name.replace(".", "_").isidentifier() and "=" not in module
+
+
+def load(text: str, flag: str) -> object:
+    """Return what `MODULE:NAME` or `FILE.py:NAME` names.
+
+        score = load("mine.py:score", "--reward")
+
+    A file is run anew whenever it has changed, and what it defines reaches other processes with its code. Its folder is
+    searched for modules that it imports.
+
+    Args:
+        flag: the flag that the text was given to, for errors.
+
+    Raises:
+        ConfigError: there is no such module, file or name, or it fails.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"{flag} {text}: no name", hint=f"write {flag} MODULE:NAME or {flag} FILE.py:NAME")
+    module = _of_file(Path(place), flag) if place.endswith(".py") else _of_name(place, flag)
+    try:
+        return functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        defined = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise ConfigError(
+            f"{flag} {text}: {place} has no {name}", hint=f"it defines {', '.join(defined) or 'nothing'}"
+        ) from None
+
+
+def _of_name(place: str, flag: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as for `python -m`
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise _failed(place, flag, error) from error
+        raise ConfigError(
+            f"{flag} {place}: there is no module {error.name}",
+            hint="start where it can be imported, or name its file as FILE.py:NAME",
+        ) from None
+    except Exception as error:
+        raise _failed(place, flag, error) from error
+
+
+def _of_file(path: Path, flag: str) -> ModuleType:
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        path = path.resolve(strict=True)
+        source = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: {error.strerror or error}", hint="name a Python file that is there"
+        ) from None
+    digest = hashlib.sha256(str(path).encode() + source).hexdigest()[:12]
+    name = f"{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a path that ends in .py"
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        raise _failed(str(path), flag, error) from error
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def _failed(place: str, flag: str, error: Exception) -> ConfigError:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in frames if "importlib" not in frame.filename]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError):
+        where = f" ({error.filename}:{error.lineno})"
+        error.msg = error.msg or ""
+        return ConfigError(f"{flag} {place} cannot be imported: SyntaxError: {error.msg}{where}", hint="mend the file")
+    return ConfigError(
+        f"{flag} {place} cannot be imported: {type(error).__name__}: {error}{where}", hint="mend it, or what it imports"
+    )

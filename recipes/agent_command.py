@@ -1,0 +1,84 @@
+"""Train an agent that is any command line, in whatever language, as one file to copy and edit.
+
+python -m recipes.agent_command --command "python my_agent.py"
+
+The command finds the policy by OPENAI_BASE_URL and OPENAI_API_KEY, or Anthropic's, and the task as JSON on its stdin;
+the last line that it prints is scored. recipes/agents/ask_twice.py is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forge_rl import ClippedSurrogate, Run, RunConfig, batch_advantages, launch, pack, start
+from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.gateway import AgentCommand, GatewayConfig
+from forge_rl.rewards.config import RewardTexts, build_reward
+
+EXAMPLE = shlex.join([sys.executable, str(Path(__file__).parent / "agents" / "ask_twice.py")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """Train a command with group-relative advantages."""
+
+    command: str = EXAMPLE
+    """The agent: a program and its arguments, split as a shell would. Each episode runs it once."""
+    tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
+    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
+    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks for evaluation alone, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    data: DataConfig = field(default_factory=DataConfig)
+    rewards: RewardTexts = ("auto",)
+    """What scores, as NAME[:KEY=VALUE,...][*WEIGHT], or MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT] of your
+    own; several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema,
+    judge, length, match, math, model, number, overlong, reasoning_gym, regex."""
+    loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+    gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
+    """Address at which the agent finds the policy, names that it may ask for, and what its processes may use."""
+
+
+async def step(run: Run[Config]) -> None:
+    """One step: let the agent work, train, publish."""
+    with run.phase("rollout"):
+        batch = await run.rollouts.next_batch()
+    with run.phase("train"):
+        advantages = batch_advantages(batch)
+        keep_uniform = run.config.loss.needs_reference
+        packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
+        stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
+    with run.phase("publish"):
+        version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
+        await run.generator.load(run.weights, version)
+    run.log(stats, batch, packed)
+
+
+async def main(config: Config) -> None:
+    """The whole run, or what is left of it."""
+    async with start(
+        config,
+        loss=config.loss,
+        sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks),
+        reward=build_reward(config.rewards),
+        agent=AgentCommand(config.command, config.gateway.agent_limits),
+        gateway=config.gateway,
+        recipe="agent_command",
+    ) as run:
+        if not run.scores:
+            await run.evaluate()
+        while run.step < config.steps:
+            async with run.recovering():
+                await step(run)
+                if run.due(config.evaluation.every):
+                    await run.evaluate()
+                if run.due(config.checkpoint_every):
+                    await run.checkpoint()
+
+
+if __name__ == "__main__":
+    launch(Config, main)

@@ -1,0 +1,119 @@
+"""GRPO over tool use of many turns, as one file to copy and edit: products that a calculator makes easy.
+
+python -m recipes.tools --help
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import forge_rl
+from forge_rl import ClippedSurrogate, Episode, Run, RunConfig, Score, Starting, Task, batch_advantages, launch, pack
+from forge_rl.data.config import DataConfig
+from forge_rl.envs.calculator import calculator
+from forge_rl.envs.config import build_environment
+from forge_rl.envs.tools import ToolEnv
+from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.rollout.evaluation import EvalConfig
+from forge_rl.services.generator import Generator
+from forge_rl.services.trainer import Trainer
+from forge_rl.types import Message
+
+PRODUCTS = (
+    "basic_arithmetic:min_terms=2,max_terms=2,min_digits=2,max_digits=2,operators=[*],allow_parentheses=false,"
+    "format_style=natural"
+)
+"""Products such as "Calculate 47 * 12.", of which the untrained model knows none by heart."""
+
+
+def example(question: str, expression: str, result: str) -> tuple[Message, ...]:
+    """An episode as it should be, which is shown before each question."""
+    function = {"name": "calculator", "arguments": {"expression": expression}}
+    return (
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": result},
+        {"role": "assistant", "content": result},
+    )
+
+
+WORLD = ToolEnv(
+    [calculator],
+    max_turns=3,
+    instruction="Use the calculator to answer.",
+    examples=(
+        *example("Calculate 31 * 24.", "31 * 24", "744"),
+        *example("What is 58 * 67?", "58 * 67", "3886"),
+        *example("Evaluate: 45 * 19.", "45 * 19", "855"),
+    ),
+)
+
+
+def score(task: Task, episode: Episode) -> Score:
+    """1 for a right answer; the share of episodes that called a tool is shown beside it."""
+    correct = ReasoningGymReward()(task, episode.text)
+    return replace(correct, parts={"called": float(len(episode.turns) > 1)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """Train a policy that calls tools with group-relative advantages."""
+
+    tasks: tuple[str, ...] = (PRODUCTS,)
+    """The mixture: reasoning-gym data sets or files, as NAME[:KEY=VALUE,...][*WEIGHT]."""
+    data: DataConfig = field(default_factory=lambda: DataConfig(instruction=""))
+    env: str = ""
+    """Environment as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default this recipe's calculator."""
+    loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+    groups_per_batch: int = 4
+    group_size: int = 16
+    steps: int = 4
+    evaluation: EvalConfig = field(default_factory=lambda: EvalConfig(every=4, tasks=64))
+    trainer: Trainer.Config = field(default_factory=lambda: Trainer.Config(minibatches=2))
+    generator: Generator.Config = field(default_factory=lambda: Generator.Config(max_new_tokens=40))
+
+
+def start(config: Config) -> Starting[Config]:
+    """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
+    return forge_rl.start(
+        config,
+        loss=config.loss,
+        sources=config.data.build(config.tasks, seed=config.seed),
+        reward=score,
+        environment=build_environment(config.env) if config.env else WORLD,
+        recipe="tools",
+    )
+
+
+async def step(run: Run[Config]) -> None:
+    """One step: roll out, train, publish."""
+    with run.phase("rollout"):
+        batch = await run.rollouts.next_batch()
+    with run.phase("train"):
+        advantages = batch_advantages(batch)
+        keep_uniform = run.config.loss.needs_reference
+        packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
+        stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
+    with run.phase("publish"):
+        version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
+        await run.generator.load(run.weights, version)
+    run.log(stats, batch, packed)
+
+
+async def main(config: Config) -> None:
+    """The whole run, or what is left of it."""
+    async with start(config) as run:
+        if not run.scores:
+            await run.evaluate()
+        while run.step < config.steps:
+            async with run.recovering():
+                await step(run)
+                if run.due(config.evaluation.every):
+                    await run.evaluate()
+                if run.due(config.checkpoint_every):
+                    await run.checkpoint()
+
+
+if __name__ == "__main__":
+    launch(Config, main)

@@ -1,0 +1,346 @@
+"""The socket by which a run is changed while it goes: other users, garbage, too much, too slow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.run import control as control_module
+from forge_rl.run.attach import AttachedRun
+from forge_rl.run.control import MOST_BYTES, SOCKET, serving_control
+from forge_rl.runtime.local_socket import connect, listening
+from tests.security.other_user import NOBODY, ROOT, as_user, can_make_networks, needs_root
+
+T = TypeVar("T")
+
+
+class Asked:
+    """Stands for a run's control."""
+
+    secret = "not to be asked for"
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.lock = asyncio.Lock()
+
+    async def status(self) -> dict[str, object]:
+        return {"step": len(self.order)}
+
+    async def note(self, number: int) -> list[int]:
+        async with self.lock:
+            self.order.append(number)
+            return self.order
+
+    async def long(self) -> str:
+        return "x" * (1 << 24)
+
+    async def fail(self) -> None:
+        raise RuntimeError("of its own")
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    async def _private(self) -> None:
+        raise AssertionError("it was asked")
+
+    def plain(self) -> None:
+        raise AssertionError("it was asked")
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[tuple[Asked, list[str]]]:
+    control, warnings = Asked(), list[str]()
+    async with serving_control(folder, control, warnings.append):
+        yield control, warnings
+
+
+def while_served(folder: Path, attack: Callable[[], T]) -> T:
+    """Does something in a thread while the control is served; afterwards it must still answer."""
+
+    async def check() -> T:
+        async with served(folder):
+            found = await asyncio.to_thread(attack)
+            assert (await asyncio.to_thread(attached(folder).ask, "status")) == {"step": 0}
+            return found
+
+    return asyncio.run(check())
+
+
+def attached(folder: Path) -> AttachedRun:
+    (folder / "config.json").touch()
+    return AttachedRun(folder)
+
+
+def send(folder: Path, data: bytes) -> bytes:
+    """Sends bytes, and returns all that comes back."""
+    with connect(folder, SOCKET, timeout_s=20) as client:
+        with contextlib.suppress(OSError):
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+        found = b""
+        with contextlib.suppress(OSError):
+            while part := client.recv(1 << 16):
+                found += part
+        return found
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A run folder that all users could enter if its mode let them."""
+    top = Path(tempfile.mkdtemp(dir="/tmp"))
+    top.chmod(0o755)
+    (top / "run").mkdir(mode=0o700)
+    yield top / "run"
+    shutil.rmtree(top)
+
+
+def lets_in(folder: Path) -> bytes | None:
+    """What another user gets as an answer; None if not even a connection."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        try:
+            client.connect(str(folder / SOCKET))
+            client.sendall(b'{"do": "status", "with": {}}\n')
+            return client.recv(1000)
+        except PermissionError:
+            return None
+        except OSError:
+            return b""
+
+
+@needs_root
+def test_another_user_cannot_open_the_socket_and_is_refused_where_modes_would_let_it_in(folder: Path):
+    def attack() -> list[bytes | None]:
+        path = folder / SOCKET
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        found = [as_user(NOBODY, lambda: lets_in(folder))]
+        folder.chmod(0o755)
+        found.append(as_user(NOBODY, lambda: lets_in(folder)))
+        path.chmod(0o666)
+        found.append(as_user(NOBODY, lambda: lets_in(folder)))
+        return found
+
+    assert while_served(folder, attack) == [None, None, b""], "the last one is let in and asked for its name"
+
+
+@needs_root
+def test_a_socket_that_another_user_listens_at_is_not_talked_to(folder: Path):
+    folder.chmod(0o777)
+    done = folder / "done"
+    listens = (
+        "import socket, os, sys, time; os.setuid(65534); s = socket.socket(socket.AF_UNIX);"
+        f"s.bind({str(folder / SOCKET)!r}); os.chmod({str(folder / SOCKET)!r}, 0o666); s.listen();"
+        f"print('listens', flush=True); c, _ = s.accept(); print(c.recv(100))"
+    )
+    with subprocess.Popen([sys.executable, "-c", listens], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"listens\n"
+        (folder / "config.json").touch()
+        with pytest.raises(ConfigError, match="anybody may write to it"):
+            AttachedRun(folder)
+        folder.chmod(0o700)
+        with pytest.raises(ConfigError, match="another user"):
+            AttachedRun(folder).ask("status")
+        assert other.stdout.read() == b"b''\n", "it was told nothing"
+    assert not done.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\n",
+        b"garbage\n",
+        b"\xff\xfe\x00\n",
+        b"[" * 100_000 + b"\n",
+        b"9" * 10_000 + b"\n",
+        b"{}\n",
+        b'{"do": "status"}\n',
+        b'{"do": "status", "with": []}\n',
+        b'{"do": "status", "with": {"self": 1}}\n',
+        b'{"do": "status", "with": {"more": 1}}\n',
+        b'{"do": "_private", "with": {}}\n',
+        b'{"do": "__init__", "with": {}}\n',
+        b'{"do": "__class__", "with": {}}\n',
+        b'{"do": "plain", "with": {}}\n',
+        b'{"do": "secret", "with": {}}\n',
+        b'{"do": "lock", "with": {}}\n',
+        b'{"do": "note.__class__", "with": {}}\n',
+        b'{"do": 1, "with": {}}\n',
+        b'{"do": "fail", "with": {}}\n',
+        b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b'{"do": "status", "with": {}',
+        b"x" * (4 * MOST_BYTES) + b"\n",
+        b"x" * (4 * MOST_BYTES),
+    ],
+    ids=lambda data: repr(data[:40]),
+)
+def test_garbage_gets_an_error_or_nothing_and_the_run_goes_on(data: bytes, tmp_path: Path):
+    reply = while_served(tmp_path, lambda: send(tmp_path, data))
+    assert not reply or "error" in json.loads(reply)
+
+
+def test_two_requests_on_a_connection_are_one_and_the_rest_is_dropped(tmp_path: Path):
+    line = b'{"do": "status", "with": {}}\n'
+    assert while_served(tmp_path, lambda: send(tmp_path, line * 1000)).count(b"\n") <= 1
+
+
+def test_clients_that_hang_are_cut_and_others_wait_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control_module, "_READ_S", 2.0)
+
+    def attack() -> None:
+        hanging = [connect(tmp_path, SOCKET, timeout_s=20) for _ in range(control_module._MOST_CLIENTS)]
+        for client in hanging:
+            client.sendall(b'{"do": ')
+        while b'"busy": true' not in send(tmp_path, b'{"do": "status", "with": {}}\n'):
+            pass  # until all of those have been taken on
+        attached(tmp_path).ask("status")  # waits
+        for client in hanging:
+            assert b"no request came within 2 s" in client.recv(1000)
+            assert client.recv(1000) == b""
+            client.close()
+
+    while_served(tmp_path, attack)
+
+
+def test_a_client_that_does_not_read_its_reply_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control_module, "_WRITE_S", 0.5)
+
+    def attack() -> int:
+        with connect(tmp_path, SOCKET, timeout_s=20) as client:
+            client.sendall(b'{"do": "long", "with": {}}\n')
+            time.sleep(1.5)
+            found = 0
+            with contextlib.suppress(OSError):
+                while part := client.recv(1 << 20):
+                    found += len(part)
+            return found
+
+    assert while_served(tmp_path, attack) < 1 << 24
+
+
+def test_a_client_that_goes_away_meanwhile_hurts_nobody(tmp_path: Path):
+    def attack() -> None:
+        for _ in range(50):
+            with connect(tmp_path, SOCKET, timeout_s=20) as client:
+                client.sendall(b'{"do": "long", "with": {}}\n')
+
+    while_served(tmp_path, attack)
+
+
+def test_clients_at_once_are_all_answered_and_changes_come_one_after_another(tmp_path: Path):
+    async def check() -> None:
+        async with served(tmp_path) as (control, _):
+            asked = [asyncio.to_thread(attached(tmp_path).ask, "note", number=number) for number in range(10)]
+            replies = await asyncio.gather(*asked)
+            assert sorted(control.order) == list(range(10))
+            assert sorted(map(len, replies)) == list(range(1, 11))
+            assert all(reply == control.order[: len(reply)] for reply in replies)
+
+    asyncio.run(check())
+
+
+def test_an_error_of_ours_is_told_and_the_end_of_the_run_ends_who_waits(tmp_path: Path):
+    async def check() -> None:
+        async with served(tmp_path) as (_, warnings):
+            with pytest.raises(ForgeError, match="RuntimeError: of its own"):
+                await asyncio.to_thread(attached(tmp_path).ask, "fail")
+            assert len(warnings) == 1
+            waiting = asyncio.create_task(asyncio.to_thread(attached(tmp_path).ask, "wait"))
+            await asyncio.sleep(0.2)
+        with pytest.raises(ConfigError, match="did not answer 'wait'"):
+            await waiting
+        assert not (tmp_path / SOCKET).exists()
+
+    asyncio.run(check())
+
+
+def test_a_folder_whose_path_is_longer_than_a_sockets_may_be_is_reached_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    deep = tmp_path.joinpath(*["a folder with a long name, as runs have them"] * 8)
+    assert len(str(deep)) > 300
+    deep.mkdir(parents=True)
+    while_served(deep, lambda: None)
+    monkeypatch.chdir(deep.parent)
+    while_served(Path(deep.name), lambda: None)
+
+
+def test_a_socket_that_a_dead_run_left_is_replaced_and_before_that_said_to_be_dead(tmp_path: Path):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / SOCKET))
+    (tmp_path / "events.jsonl").write_text(
+        '{"time": 1, "level": "info", "text": "a"}\n{"time": 2, "level": "info", "text": "the last"}\n{"tim'
+    )
+    with pytest.raises(ConfigError, match=r"is not running: it was stopped.*its last event: the last") as caught:
+        attached(tmp_path).ask("status")
+    assert "the same command" in caught.value.hint
+    while_served(tmp_path, lambda: None)
+    (tmp_path / "summary.json").write_text('{"score_before": 0.25, "score_after": 0.5, "steps": 7}')
+    with pytest.raises(ConfigError, match=r"it is finished after 7 steps, with a held-out score of 0.500 after 0.250"):
+        attached(tmp_path).ask("status")
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is no run folder"):
+        AttachedRun(tmp_path)
+    with pytest.raises(ConfigError, match="is no run folder"):
+        AttachedRun(tmp_path / "nowhere")
+
+
+def test_where_no_socket_can_be_made_the_run_goes_on_without(tmp_path: Path):
+    async def check() -> list[str]:
+        warnings: list[str] = []
+        (tmp_path / SOCKET).mkdir()
+        async with serving_control(tmp_path, Asked(), warnings.append):
+            pass
+        return warnings
+
+    [warning] = asyncio.run(check())
+    assert "nobody can attach" in warning
+
+
+@pytest.mark.skipif(not can_make_networks(), reason="this machine lets its users make no networks of their own")
+def test_a_run_in_a_network_of_its_own_is_reached_from_outside(tmp_path: Path):
+    serve = f"""
+import asyncio, sys
+from pathlib import Path
+from tests.security.test_control_socket import served
+async def main():
+    async with served(Path({str(tmp_path)!r})):
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+asyncio.run(main())
+"""
+    command = [sys.executable, "-m", "forge_rl.runtime.private_network", sys.executable, "-c", serve]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as inside:
+        assert inside.stdout is not None
+        assert inside.stdin is not None
+        assert inside.stdout.readline() == "ready\n"
+        assert os.readlink(f"/proc/{inside.pid}/ns/net") != os.readlink("/proc/self/ns/net")
+        assert attached(tmp_path).ask("note", number=3) == [3]
+        inside.stdin.close()
+        assert inside.wait(30) == 0
+
+
+def test_listening_leaves_nothing(tmp_path: Path):
+    with listening(tmp_path, "x.sock"):
+        assert (tmp_path / "x.sock").is_socket()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,216 @@
+"""Adaptive shares: exact projection, bounds in any course of a run, hand-set shares, and resuming."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_rl.data.adaptive import Adapting, AdaptiveShares, bounded_shares
+from forge_rl.data.mixture import Mixture
+from forge_rl.errors import ConfigError, TaskError
+from forge_rl.types import Episode, Group, Outcome, Task
+from tests.test_mixture import Counting
+
+SUCCESS = Adapting(adapt="success", momentum=0.5)
+
+
+def group(source: str, *rewards: float) -> Group:
+    task = Task(id="1", source=source, messages=())
+    ended = [Episode(task=task, turns=(), reward=reward, outcome=Outcome.COMPLETED) for reward in rewards]
+    return Group(task=task, episodes=tuple(ended))
+
+
+def mixture(**weights: float) -> Mixture:
+    return Mixture({name: Counting(name) for name in weights}, weights)
+
+
+@pytest.mark.parametrize(
+    ("scores", "least", "most", "expected"),
+    [
+        ([1, 3], 0.0, 1.0, [0.25, 0.75]),  # no bound holds: proportional
+        ([1, 99], 0.1, 0.9, [0.1, 0.9]),
+        ([1, 1, 98], 0.0, 0.5, [0.25, 0.25, 0.5]),  # what the largest may not have, the others share
+        ([0, 1, 3], 0.2, 1.0, [0.2, 0.2, 0.6]),
+        ([0, 0, 0], 0.0, 1.0, [1 / 3] * 3),
+        ([0, 0, 1], 0.0, 0.6, [0.2, 0.2, 0.6]),
+        ([5], 1.0, 1.0, [1.0]),
+        ([1, 2, 4], 1 / 3, 1 / 3, [1 / 3] * 3),
+    ],
+)
+def test_shares_are_proportional_where_no_bound_holds_them(scores, least, most, expected):
+    found = bounded_shares(dict(enumerate(scores)), least=least, most=most)  # type: ignore[arg-type]
+    assert list(found.values()) == pytest.approx(expected, abs=1e-9)
+
+
+@given(
+    scores=st.lists(st.floats(0, 1e6) | st.just(0.0), min_size=1, max_size=12),
+    low=st.floats(0, 1),
+    high=st.floats(0, 1),
+    total=st.floats(0.01, 1),
+)
+def test_shares_lie_within_the_bounds_add_up_and_keep_the_ratios_of_those_that_are_free(scores, low, high, total):
+    each = total / len(scores)
+    least, most = low * each, each + high * (1 - each)
+    found = list(bounded_shares(dict(enumerate(scores)), least=least, most=most, total=total).values())  # type: ignore[arg-type]
+    assert math.fsum(found) == pytest.approx(total, rel=1e-9)
+    assert all(least - 1e-12 <= share <= most + 1e-12 for share in found)
+    for score, share in zip(scores, found, strict=True):
+        for other, others_share in zip(scores, found, strict=True):
+            if score > other:
+                assert share >= others_share - 1e-12
+            free = all(least + 1e-9 < each < most - 1e-9 for each in (share, others_share))
+            if free and min(score, other) > 1e-6 * max(scores):
+                assert share * other == pytest.approx(others_share * score, rel=1e-6)
+
+
+@given(seed=st.integers(0, 10_000), sources=st.integers(3, 6), target=st.floats(0.1, 0.9))
+def test_in_any_course_of_rewards_shares_add_up_to_one_within_the_bounds(seed, sources, target):
+    rng = random.Random(seed)
+    names = [f"s{index}" for index in range(sources)]
+    config = Adapting(adapt="success", least=0.05, most=0.7, target=target, momentum=rng.choice([0.0, 0.5, 0.95]))
+    adaptive = AdaptiveShares(config, {name: rng.choice([0.1, 1, 5]) for name in names})
+    for _ in range(30):
+        adaptive.observe([group(rng.choice(names), *(rng.choice([0, 0, 1, -3, 8, 0.5]) for _ in range(4)))])
+        if rng.random() < 0.1 and len(adaptive.pinned) < 2:
+            adaptive.pin(rng.choice(names[:2]), rng.choice([0, 0.01, 0.3, 0.4]))
+        shares = adaptive.shares()
+        assert math.fsum(shares.values()) == pytest.approx(1)
+        assert all(shares[name] == share for name, share in adaptive.pinned.items())
+        if not adaptive.pinned:
+            assert all(0.05 - 1e-12 <= share <= 0.7 + 1e-12 for share in shares.values())
+
+
+def test_what_is_half_solved_grows_and_what_is_always_or_never_solved_falls_to_the_least():
+    found = mixture(hard=1, right=1, easy=1)
+    found.adapt(SUCCESS)
+    assert found.shares == pytest.approx({"hard": 1 / 3, "right": 1 / 3, "easy": 1 / 3})
+    for _ in range(20):
+        found.observe([group("hard", 0, 0), group("right", 0, 1), group("easy", 1, 1)])
+    assert found.shares == pytest.approx({"hard": 0.05, "right": 0.9, "easy": 0.05})
+
+
+def test_tasks_of_which_half_are_always_solved_and_half_never_give_nothing_to_learn():
+    found = mixture(split=1, right=1)
+    found.adapt(SUCCESS)
+    for _ in range(20):
+        found.observe([group("split", 0, 0), group("split", 1, 1), group("right", 0, 1), group("right", 0, 1)])
+    assert found.shares["split"] == pytest.approx(0.1), "their mean reward is 0.5, too; the other has its most"
+
+
+@pytest.mark.parametrize(("target", "more"), [(0.25, "quarter"), (0.75, "most")])
+def test_the_target_is_where_a_source_has_its_largest_share(target: float, more: str):
+    found = mixture(quarter=1, most=1)
+    found.adapt(Adapting(adapt="success", target=target, momentum=0.0))
+    found.observe([group("quarter", 0, 0, 0, 1), group("most", 0, 1, 1, 1)])
+    assert found.shares[more] == max(found.shares.values()) > 0.5
+
+
+def test_a_share_that_is_set_by_hand_stays_until_adapt_is_set_again_and_a_listener_hears_of_both():
+    found, heard = mixture(a=1, b=1, c=1), []
+    found.changed.append(heard.append)
+    found.adapt(SUCCESS)
+    found["a"] = 0.02  # the hand may pass the bounds
+    found.observe([group("b", 0, 1), group("c", 0, 0)])
+    assert found.shares["a"] == pytest.approx(0.02)
+    assert found.shares["b"] > found.shares["c"]
+    assert "set by hand" in repr(found)
+    found.adapt(SUCCESS)
+    found.observe([group("a", 0, 0)])
+    assert found.shares["a"] >= 0.05
+    found.adapt(Adapting())
+    before = found.shares
+    found.observe([group("b", 0, 0), group("c", 0, 1)])
+    assert found.shares == before
+    adapts = "mixture adapts: shares by success, between 0.05 and 0.9, target 0.5"
+    assert heard == [adapts, "mixture a 0.333333 -> 0.02", adapts, "mixture stays as it is"]
+
+
+@pytest.mark.parametrize("share", [1.5, -0.1, 0.6])
+def test_a_share_that_is_not_there_to_give_is_refused(share: float):
+    found = mixture(a=1, b=1)
+    found.adapt(SUCCESS)
+    found["a"] = 0.5
+    with pytest.raises(TaskError, match="the share of 'b' is set to"):
+        found["b"] = share
+    assert found.shares == pytest.approx({"a": 0.5, "b": 0.5})
+
+
+def test_a_small_share_that_changes_with_each_batch_gets_its_turn_all_the_same():
+    found = mixture(a=1, b=1)
+    found.adapt(Adapting(adapt="success", least=0.05, most=0.95))
+    given_out = 0
+    for _ in range(400):
+        order = found.source_order(4)
+        found.observe([group(name, *((0, 1) if name == "a" else (0, 0))) for name in order])
+        given_out += order.count("b")
+    assert 400 * 4 * 0.05 <= given_out <= 400 * 4 * 0.1
+
+
+def test_a_source_whose_weight_is_zero_stays_out():
+    found = mixture(a=1, b=1, c=0)
+    found.adapt(SUCCESS)
+    assert found.shares == pytest.approx({"a": 0.5, "b": 0.5, "c": 0.0})
+
+
+def test_a_restored_mixture_adapts_on_where_it_stood_also_what_was_set_by_hand():
+    found, resumed = mixture(a=2, b=1, c=1), mixture(a=2, b=1, c=1)
+    found.adapt(SUCCESS)
+    found["c"] = 0.25
+    found.observe([group("a", 0, 1), group("b", 1, 1)])
+    resumed.restore(json.loads(json.dumps(found.state())))
+    for each in (found, resumed):
+        each.observe([group("a", 1, 1), group("b", 0, 1), group("c", 0, 1)])
+    assert resumed.shares == found.shares
+    assert repr(resumed) == repr(found)
+    assert resumed.state() == found.state()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rates": {"a": 0.5}},
+        {"config": {"adapt": "success", "speed": 3}},
+        {"pinned": {"z": 1}},
+        {"signals": {"a": "much", "b": 1}},
+        {"base": {"a": math.nan, "b": 1.0}},
+    ],
+)
+def test_a_crafted_state_is_refused(change: dict[str, object]):
+    found = mixture(a=1, b=1)
+    found.adapt(SUCCESS)
+    state = found.state()
+    state["adaptive"] |= change  # type: ignore[operator]
+    with pytest.raises(TaskError, match="the saved mixture"):
+        mixture(a=1, b=1).restore(state)
+
+
+def test_a_state_from_before_mixtures_adapted_is_restored():
+    found = mixture(a=1, b=1)
+    state = found.state()
+    del state["adaptive"]
+    found.restore(state)
+    assert found.adapting.adapt == "off"
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"least": -0.1}, "least"),
+        ({"most": 1.5}, "most"),
+        ({"least": 0.5, "most": 0.4}, "least"),
+        ({"target": 0.0}, "target"),
+        ({"momentum": 1.0}, "momentum"),
+    ],
+)
+def test_settings_that_cannot_be_name_their_flag(settings: dict[str, float], flag: str):
+    with pytest.raises(ConfigError, match=f"--mixture.{flag}"):
+        Adapting(**settings)  # type: ignore[arg-type]
+
+
+def test_bounds_that_leave_no_room_for_the_sources_are_refused():
+    for least, most in ((0.4, 0.9), (0.05, 0.3)):
+        with pytest.raises(ConfigError, match="3 sources cannot each have a share between"):
+            mixture(a=1, b=1, c=1).adapt(Adapting(adapt="success", least=least, most=most))

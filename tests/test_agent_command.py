@@ -1,0 +1,216 @@
+"""Agents in processes of their own: functions and command lines, what bounds them, and what their failures become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.gateway import AgentCommand
+from forge_rl.runtime.commands import CommandLimits
+from forge_rl.types import Outcome, Task
+from recipes.agent_command import EXAMPLE
+from tests.commands import Command, metrics
+from tests.fake_backend import FakeBackend, until
+from tests.test_agent_openai import PolicyClient, attempts_of
+
+TASK = Task(
+    id="7", source="s", messages=({"role": "user", "content": "What is 2 + 3?"},), truth={"answer": "a secret: 5"}
+)
+ASKS = (
+    "import openai; client = openai.OpenAI(max_retries=0); ask = lambda **more: client.chat.completions.create(**("
+    + ("{'model': 'fake', 'messages': [{'role': 'user', 'content': 'Hi'}]} | more)).choices[0].message.content\n")
+)
+
+
+def python(code: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code, *arguments)
+
+
+def episode_of(agent: Any, backend: FakeBackend | None = None, task: Task = TASK) -> Any:
+    async def work() -> Any:
+        async with attempts_of(agent) as attempts:
+            return await attempts(task, PolicyClient(backend or FakeBackend()))
+
+    return asyncio.run(work())
+
+
+def test_the_bundled_agent_asks_again_and_its_turns_are_one_segment():
+    episode = episode_of(AgentCommand(EXAMPLE), FakeBackend(["Let me see.", "It is 5."]))
+    assert (episode.outcome, episode.output, episode.reward) == (Outcome.COMPLETED, "It is 5.", float(len("It is 5.")))
+    assert [turn.text for turn in episode.turns] == ["Let me see.", "It is 5."]
+    assert len(episode.segments) == 1
+
+
+@pytest.mark.parametrize(
+    ("prints", "scored"),
+    [
+        ("print('thinking'); print('5'); print()", "5"),
+        ("print('{\"answer\": 5}')", "5"),
+        ("print('{\"answer\": null}')", "Hello there."),
+        ("print('{\"other\": 5}')", '{"other": 5}'),
+        ("print('[' * 100000)", "[" * 100000),
+        ("", "Hello there."),
+    ],
+)
+def test_the_last_line_is_scored_or_else_the_policys_last_answer(prints: str, scored: str):
+    episode = episode_of(AgentCommand(python(ASKS + f"ask()\n{prints}")))
+    assert (episode.outcome, episode.text) == (Outcome.COMPLETED, scored)
+
+
+def test_it_is_told_the_task_and_where_the_policy_is_and_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("WANDB_API_KEY", "hidden")
+    tells = "import json, os, sys; given = sys.stdin.read(); print(json.dumps({'answer': json.dumps([given, " + (
+        "open(os.environ['FORGE_RL_TASK_FILE']).read(), dict(os.environ), sys.argv])}))"
+    )
+    episode = episode_of(AgentCommand(python(f"{ASKS}ask(){chr(10)}{tells}", "an argument")))
+    given, in_file, environment, arguments = json.loads(episode.output)
+    assert given == in_file
+    assert json.loads(given) == {"id": "7", "source": "s", "messages": [dict(TASK.messages[0])], "tools": []}
+    assert "secret" not in given
+    assert "hidden" not in str(environment)
+    assert environment["OPENAI_BASE_URL"] == f"{environment['ANTHROPIC_BASE_URL']}/v1"
+    assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] != ""
+    assert environment["FORGE_RL_MODEL"] == "fake"
+    assert arguments[1:] == ["an argument"], "its key is on no command line, which all users see"
+    assert not Path(environment["FORGE_RL_TASK_FILE"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "problem"),
+    [
+        ("ask(); raise KeyError('lost')", {}, "the agent's process ended with status 1: KeyError: 'lost'"),
+        ("ask(); import os; os._exit(7)", {}, "ended with status 7: it printed no error"),
+        ("ask(); import os; os.kill(os.getpid(), 9)", {}, "was ended by SIGKILL"),
+        ("ask(); bytearray(1 << 32)", {"memory_gib": 3.0}, "MemoryError"),
+        ("ask()\nwhile True: pass", {"cpu_s": 3.0}, "its limit of processor time"),
+        (
+            "ask(); open('/dev/null'); f = [open('/dev/null') for _ in range(99)]",
+            {"open_files": 64},
+            "Too many open files",
+        ),
+        ("pass", {}, "the agent got no answer"),
+    ],
+)
+def test_what_fails_is_the_agents_error_and_says_what_it_said(code: str, limits: dict[str, Any], problem: str):
+    episode = episode_of(AgentCommand(python(ASKS + code), CommandLimits(**limits)))
+    assert episode.outcome is Outcome.ENVIRONMENT_ERROR
+    assert problem in episode.problem
+
+
+def test_an_agent_that_fails_since_its_prompt_is_too_long_is_truncated():
+    code = "ask(); ask(messages=[{'role': 'user', 'content': 'word ' * 5000}])"
+    episode = episode_of(AgentCommand(python(ASKS + code)))
+    assert (episode.outcome, episode.text) == (Outcome.TRUNCATED, "Hello there.")
+
+
+def test_all_that_it_started_ends_with_it_when_its_time_is_over(tmp_path: Path):
+    started = tmp_path / "pids"
+    sleeps = shlex.join(python("import time; time.sleep(600)"))
+    code = f"{ASKS}ask()\nimport os, subprocess, time\nchild = subprocess.Popen({sleeps!r}, shell=True)\n" + (
+        f"open({str(started)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)"
+    )
+
+    async def check() -> None:
+        client = PolicyClient(FakeBackend())
+        async with attempts_of(AgentCommand(python(code))) as attempts:
+            attempts = replace(attempts, deadline_s=20.0)
+            working = asyncio.ensure_future(attempts(TASK, client))
+            await until(lambda: started.exists() and len(started.read_text().split()) == 2)
+            client.own_s = 1e9
+            episode = await asyncio.wait_for(working, 120)
+        assert episode.outcome in (Outcome.TRUNCATED, Outcome.ENVIRONMENT_ERROR)
+        pids = [int(pid) for pid in started.read_text().split()]
+        await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+    asyncio.run(check())
+
+
+def test_no_more_run_at_a_time_than_may():
+    code = ASKS + "import os\nask()\nprint(os.getpid())"
+    backend = FakeBackend(gate=asyncio.Event())
+
+    async def check() -> None:
+        assert backend.gate is not None
+        agent = AgentCommand(python(code), CommandLimits(at_a_time=2))
+        async with attempts_of(agent) as attempts:
+            working = [asyncio.ensure_future(attempts(TASK, PolicyClient(backend))) for _ in range(4)]
+            await until(lambda: backend.open == 2, 300)
+            backend.gate.set()
+            episodes = await asyncio.gather(*working)
+        assert backend.most_open == 2
+        assert {episode.outcome for episode in episodes} == {Outcome.COMPLETED}
+
+    asyncio.run(check())
+
+
+AGENT = """
+import os
+import openai
+
+async def solve(task, session):
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
+        answer = await client.chat.completions.create(model="fake", messages=list(task.messages))
+    return f"{os.getpid()} {task.id} {task.truth} {answer.choices[0].message.content}"
+
+def plain(task):
+    openai.OpenAI().chat.completions.create(model="fake", messages=list(task.messages))
+"""
+
+
+def test_a_text_names_an_agent_that_runs_in_a_process_of_its_own(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text(AGENT)
+    first, second = (episode_of(f"{file}:solve").output.split(" ", 2) for _ in range(2))
+    assert first[1:] == second[1:] == ["7", "{} Hello there."]
+    assert first[0] != second[0]
+    assert episode_of(f"{file}:plain").text == "Hello there."
+
+
+@pytest.mark.parametrize(
+    ("agent", "problem"),
+    [
+        ("solve", "'solve' names no function"),
+        ("{folder}/none.py:solve", "none.py: No such file"),
+        ("{folder}/mine.py:other", "has no other"),
+        ("{folder}/mine.py:CONSTANT", "is no function"),
+        ("{folder}/broken.py:solve", "ZeroDivisionError"),
+        ("no_such_module_of_mine:solve", "there is no module no_such_module_of_mine"),
+    ],
+)
+def test_a_wrong_name_of_an_agent_is_told_before_anything_starts(agent: str, problem: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(AGENT + "\nCONSTANT = 3\n")
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=problem):
+        episode_of(agent.format(folder=tmp_path))
+
+
+def test_a_program_that_is_not_there_is_named():
+    for command in ("", "no-such-program-of-mine --flag"):
+        with pytest.raises(ConfigError, match="there is no program"):
+            AgentCommand(command)
+    with pytest.raises(ConfigError, match="memory-gib"):
+        CommandLimits(memory_gib=0)
+
+
+@pytest.mark.long
+def test_the_recipe_trains_a_command(commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None):
+    command = Command(
+        "recipes.agent_command",
+        *("--model", str(tiny_model), "--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1"),
+        *("--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--evaluation.tasks", "0"),
+        *("--checkpoint-every", "0", "--display", "plain", "--out", str(tmp_path)),
+        *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
+    )
+    commands.append(command)
+    assert command.end(500) == 0, command.output
+    (row,) = metrics(tmp_path)
+    assert row["outcomes/completed"] + row["outcomes/truncated"] >= 8

@@ -1,0 +1,352 @@
+"""Bad files of tasks and bad flags about them: each has one clear message, which names file, place and value."""
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.data.config import DataConfig
+from forge_rl.data.scan import check_tasks
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.errors import ConfigError, ForgeError, TaskError
+
+GOOD = '{"question": "2+3?", "answer": "5"}\n'
+
+
+def lines(*rows: object, name: str = "a.jsonl") -> Callable[[Path], str]:
+    """Makes a writer of a file of these rows behind a good one; returns what --tasks is given."""
+
+    def write(folder: Path) -> str:
+        (folder / name).write_text(
+            GOOD + "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+        )
+        return name
+
+    return write
+
+
+def raw(content: bytes, name: str = "a.jsonl") -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        (folder / name).write_bytes(content)
+        return name
+
+    return write
+
+
+def named(tasks: str, *files: str) -> Callable[[Path], str]:
+    """Makes a writer of good files; returns what --tasks is given."""
+
+    def write(folder: Path) -> str:
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(GOOD)
+        return tasks
+
+    return write
+
+
+def keyed(keys: str, write: Callable[[Path], str]) -> Callable[[Path], str]:
+    return lambda folder: f"{write(folder)}:{keys}"
+
+
+def saved(folder: Path) -> str:
+    (folder / "saved").mkdir()
+    (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return "./saved"
+
+
+FILES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "a wrong name": (named("trian.jsonl", "train.jsonl"), "no such file: trian.jsonl.*hint: .* has train.jsonl"),
+    "a folder that is not there": (named("dta/a.jsonl"), "no such file: dta/a.jsonl.*there is no folder dta"),
+    "a pattern without a match": (named("data/*.jsonl"), r"no file matches 'data/\*.jsonl'"),
+    "an unknown kind": (named("./a.txt", "a.txt"), "a.txt is of no kind that can be read.*.jsonl"),
+    "an empty file": (raw(b""), "a.jsonl is empty"),
+    "blank lines alone": (raw(b"\n\n  \n"), "no row of 'a' can be trained on"),
+    "a folder without tasks": (named("./data", "data/readme.txt"), "the folder data holds no file of tasks"),
+    "a folder of several kinds": (named("./data", "data/a.jsonl", "data/b.csv"), r"several kinds: .csv, .jsonl"),
+    "a folder of splits": (saved, "saved has several splits.*add :split=NAME, one of train, test"),
+    "a split that is not there": (keyed("split=dev", saved), "saved has no split 'dev'"),
+    "a line that is no JSON": (
+        lines("{'question': 'What?'}\n"),
+        r"a.jsonl, line 2: the row is not JSON, at its letter 2: .*\"\{'question'.*mend it, .*--data.max-bad-rows",
+    ),
+    "a line that is cut": (
+        lines('{"question": "Wh'),
+        "line 2: the row is not JSON, at its letter 14: unterminated string",
+    ),
+    "a line that is no object": (lines([1, 2]), r"line 2: the row is no JSON object: \[1, 2\]"),
+    "a line that is nested too deep": (
+        lines("[" * 100_000 + "\n"),
+        "line 2: the row cannot be read: maximum recursion",
+    ),
+    "a number with too many digits": (
+        lines('{"question": ' + "9" * 5000 + "}\n"),
+        "line 2: the row cannot be read: Exceeds",
+    ),
+    "a text that is not UTF-8": (
+        raw(GOOD.encode() + b'{"question": "caf\xe9"}\n'),
+        "line 2: the row is not UTF-8 at its byte 18.*caf.xe9.*save it as UTF-8",
+    ),
+    "a lone surrogate": (
+        lines('{"question": "a \\ud800 b"}\n'),
+        r"line 2: column 'question' has a lone surrogate, U\+D800.*: 'a .ud800 b'",
+    ),
+    "no question": (
+        lines({"problem": "2+3?"}),
+        r"line 2: the row has no column 'question': \['problem'\].*:question=problem",
+    ),
+    "a column that is missing": (
+        keyed("question=questoin", lines()),
+        "line 1: column 'questoin' is missing.*did you mean question[?] the row has: question, answer",
+    ),
+    "an empty question": (lines({"question": ""}), "line 2: column 'question' is empty"),
+    "a blank question": (lines({"question": " \n"}), r"line 2: column 'question' holds no text: ' \\n'"),
+    "a null question": (lines({"question": None}), "line 2: column 'question' is null"),
+    "a question that is a number": (lines({"question": 5}), "line 2: column 'question' holds no text: 5"),
+    "an answer that is missing": (
+        keyed("answer=answer", lines({"question": "?"})),
+        "line 2: column 'answer' is missing",
+    ),
+    "a null answer": (
+        keyed("answer=answer", lines({"question": "?", "answer": None})),
+        "line 2: column 'answer' is null",
+    ),
+    "a field that is missing in a column": (
+        keyed("answer=meta.truth", lines({"question": "?", "meta": {}})),
+        "column 'meta.truth' is missing",
+    ),
+    "messages that are no list": (lines({"messages": {"role": "user"}}), "line 2: the row has no column 'question'"),
+    "messages that are no JSON": (
+        keyed("messages=messages", raw(b'{"messages": "hello"}')),
+        "line 1: column 'messages' is no list of messages, and no JSON: .*'hello'",
+    ),
+    "no message": (lines({"messages": []}), "line 2: column 'messages' has no message"),
+    "a message without a role": (
+        lines({"messages": [{"content": "x"}]}),
+        "column 'messages' has a message 1 without a role",
+    ),
+    "a message without content": (
+        lines({"messages": [{"role": "user", "content": None}]}),
+        "column 'messages' has a message 1 without content",
+    ),
+    "messages that end with the answer": (
+        lines({"messages": [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]}),
+        "column 'messages' ends with an assistant's message, so the model would be shown its answer: '5'",
+    ),
+    "tools that are no list": (lines({"question": "?", "tools": "add"}), "column 'tools' is no list of tool schemas"),
+    "a tool that is no schema": (
+        lines({"question": "?", "tools": ["add"]}),
+        "column 'tools' has a tool 1 that is no JSON",
+    ),
+    "an id that is none": (keyed("id=n", raw(b'{"question": "?", "n": [1]}')), r"column 'n' is no id.*: \[1\]"),
+    "a column that would write to the terminal": (
+        keyed("question=q", raw(b'{"\\u001b[31mred": 1}')),
+        r"column 'q' is missing.*the row has: \\x1b\[31mred",
+    ),
+    "a JSON array that is cut": (raw(b'[{"question": "?"}', "a.json"), "a.json is not JSON"),
+    "a CSV row with a field too many": (
+        raw(b"question,answer\n2+3?,5\n3,4+5?,9\n", "a.csv"),
+        "a.csv, line 3: the row has 3 fields, and the first row names 2 columns",
+    ),
+    "a CSV with an open quote": (raw(b'question\n"2+3?\n', "a.csv"), "a.csv has a quote that is not closed"),
+    "a CSV with text behind a quote": (raw(b'question\n"2"+"3"?\n', "a.csv"), "a.csv, line 2: the row is not CSV"),
+    "a CSV with a column twice": (raw(b"a,b,a\n1,2,3\n", "a.csv"), "the first row names the column 'a' twice"),
+    "a CSV that is not UTF-8": (
+        raw(b"question\ncaf\xe9\n", "a.csv"),
+        "line 2: column 'question' is not UTF-8.*save the file",
+    ),
+    "a Parquet file that is none": (raw(b"PAR1 and no more PAR1", "a.parquet"), "a.parquet cannot be read: "),
+    "an Arrow file that is none": (raw(b"ARROW1 and no more", "a.arrow"), "a.arrow cannot be read: "),
+    "a gzip file that is none": (raw(GOOD.encode(), "a.jsonl.gz"), "a.jsonl.gz cannot be unpacked"),
+    "a gzip file that is cut": (
+        raw(gzip.compress(GOOD.encode() * 1000, 0)[:20_000], "a.jsonl.gz"),
+        "a.jsonl.gz cannot be unpacked|not JSON",
+    ),
+    "an unknown key": (
+        named("a.jsonl:qestion=problem", "a.jsonl"),
+        "have no key 'qestion'.*keys are: question, answer",
+    ),
+    "a question and messages": (named("a.jsonl:question=a,messages=b", "a.jsonl"), "both a question and messages"),
+    "a key without a value": (named("a.jsonl:question=", "a.jsonl"), "cannot read 'question=' in the tasks"),
+    "a key that is given twice": (named("a.jsonl:question=a,question=b", "a.jsonl"), "'question' is given twice"),
+    "a weight below 0": (named("a.jsonl*-1", "a.jsonl"), "the weight '-1' of the tasks 'a.jsonl[*]-1' is not a number"),
+    "no name": (named(":question=a"), "the tasks ':question=a' have no name"),
+}
+
+
+def draw_many(tasks: str) -> None:
+    mixture = DataConfig(held_out_share=1e-9).build([tasks], seed=0)
+    for _ in range(1100):
+        mixture.draw_from(next(iter(mixture)))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_tasks_have_one_clear_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, said = FILES[name]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TaskError) as caught:
+        draw_many(write(tmp_path))
+    assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
+    assert all(len(line) < 400 for line in str(caught.value).splitlines())
+    assert "\x1b" not in str(caught.value)
+
+
+FLAGS: dict[str, tuple[dict[str, object], str]] = {
+    "a share of bad rows past all": ({"max_bad_rows": 1.0}, "--data.max-bad-rows is 1.0.*below 1"),
+    "a negative share of bad rows": ({"max_bad_rows": -0.1}, "--data.max-bad-rows is -0.1"),
+    "a held-out share of all": ({"held_out_share": 1.0}, "--data.held-out-share is 1.0"),
+    "a template that names nothing": ({"template": "question"}, "the template 'question' names no column"),
+    "a template that is not there": ({"template": "my.jinja"}, "the template my.jinja cannot be read"),
+    "a template that is none": ({"template": "{{ question"}, "the template '{{ question', line 1: "),
+    "a template of another column": (
+        {"template": "{{ problem }}"},
+        "line 1: the row does not suit the template: 'problem'",
+    ),
+    "a template that gives nothing": ({"template": "{% if 0 %}x{% endif %}"}, "line 1: the row gives an empty text"),
+    "a template without JSON": (
+        {"template": "{% block messages %}{{ question }}{% endblock %}"},
+        "line 1: the row gives no JSON by the template's block messages.*: '2.3[?]'",
+    ),
+    "a template that breaks out": (
+        {"template": "{{ ''.__class__.__mro__ }}"},
+        "line 1: the row does not suit .*unsafe",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_bad_flags_of_data_have_one_clear_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, said = FLAGS[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    with pytest.raises((TaskError, ConfigError)) as caught:
+        DataConfig(**{"held_out_share": 1e-9, **given}).build(["a.jsonl"], seed=0).draw_from("a")  # type: ignore[arg-type]
+    assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
+
+
+# What only the scan before a run sees.
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(bundled_model(default_cache()))
+
+
+def write(path: Path, *questions: str) -> str:
+    path.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
+    return str(path)
+
+
+def test_a_scan_counts_what_is_left_out_and_what_comes_twice(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    long = "long " * 300
+    tasks = write(tmp_path / "a.jsonl", *(f"What is {n}?" for n in range(40)), "What  is 3?", long, long)
+    with open(tasks, "a") as file:
+        file.write("{\n")
+    mixture = DataConfig(max_bad_rows=0.05).build([tasks], seed=0)
+    scan = check_tasks(mixture, lambda: tokenizer, limit=200, cache=tmp_path)["a"]
+    assert (scan.rows, scan.bad, scan.duplicates, len(scan.too_long)) == (44, 1, 2, 2)
+    said = scan.describe(200)
+    assert re.fullmatch(
+        r"44 rows; \d+ held out; 2 left out, as their prompts are longer than 200 tokens; 1 bad rows passed over, the "
+        r"first: .*a.jsonl, line 44: the row is not JSON.*; 2 duplicates",
+        said,
+    ), said
+    drawn = {str(mixture.draw_from("a").messages[0]["content"]) for _ in range(100)}
+    assert long not in drawn | {str(task.messages[0]["content"]) for task in mixture.held_out(50)}
+    assert len(drawn) == 41 - scan.held_out
+
+
+@pytest.mark.parametrize("limit", [40, 41])
+def test_a_prompt_is_too_long_by_its_tokens_and_not_by_its_bytes(
+    limit: int, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    question = "so many words " * 4
+    length = len(tokenizer.render([{"role": "user", "content": question}]))
+    mixture = DataConfig(held_out_share=1e-9).build([write(tmp_path / "a.jsonl", question, "?")], seed=0)
+    scan = check_tasks(mixture, lambda: tokenizer, limit=length + limit - 41, cache=tmp_path)["a"]
+    assert len(scan.too_long) == (1 if limit == 40 else 0)
+
+
+def test_tasks_that_are_evaluated_and_trained_on_are_refused_with_their_number(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    train = write(tmp_path / "train.jsonl", *(f"What is {n}?" for n in range(40)))
+    test = write(tmp_path / "test.jsonl", *(f"WHAT is {n}?" for n in range(35, 50)))
+    check = partial(check_tasks, make_tokenizer=lambda: tokenizer, limit=200, cache=tmp_path)
+    with pytest.raises(
+        TaskError, match=r"(?s)5 tasks of 'train' are also in the evaluation 'test', the first is .*line 36"
+    ):
+        check(DataConfig().build([train], seed=0, eval_tasks=[test]))
+    mixture = DataConfig(overlap="leave-out").build([train], seed=0, eval_tasks=[test])
+    check(mixture)
+    assert len({mixture.draw_from("train").id for _ in range(100)}) == 35
+
+
+def test_a_scan_of_a_large_file_is_kept_until_the_file_changes(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_rl.data.scan._CACHED_BYTES", 10)
+    path = tmp_path / "a.jsonl"
+
+    def scanned() -> tuple[object, int]:
+        mixture = DataConfig().build([str(path)], seed=0)
+        read = 0
+
+        def count(original: Callable[[int], object], block: int) -> object:
+            nonlocal read
+            read += 1
+            return original(block)
+
+        source = mixture.sources["a"]
+        monkeypatch.setattr(source, "read_block", partial(count, source.read_block))  # type: ignore[attr-defined]
+        return check_tasks(mixture, lambda: tokenizer, limit=60, cache=tmp_path / "cache"), read
+
+    write(path, *(f"What is {n}?" for n in range(40)), "long " * 80)
+    first, read = scanned()
+    assert read == 1
+    assert scanned() == (first, 0)
+    write(path, *(f"What is {n}?" for n in range(41)), "long " * 80)
+    assert scanned()[1] == 1
+    (kept, *_) = (tmp_path / "cache" / "scans").iterdir()
+    kept.write_text("[]")
+    assert (tmp_path / "cache" / "scans").stat().st_mode & 0o077 == 0
+
+
+NOTHING_LEFT: dict[str, tuple[list[str], dict[str, object], int, str]] = {
+    "all are too long": (
+        ["long " * 300] * 3,
+        {},
+        100,
+        "no task of 'a' can be trained on.*raise --generator.max-model-tokens",
+    ),
+    "all are held out": (["one?"], {"held_out_share": 0.999999}, 100, "no task of 'a' can be trained on.*smaller"),
+    "too many are bad": (
+        ["one?", ""],
+        {"max_bad_rows": 0.1},
+        100,
+        "1 of 2 rows of 'a' are bad.*--data.max-bad-rows 0.1",
+    ),
+    "one is bad": (["one?", ""], {}, 100, "line 2: column 'question' is empty"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_LEFT)
+def test_a_scan_that_leaves_nothing_is_an_error(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    questions, given, limit, said = NOTHING_LEFT[name]
+    mixture = DataConfig(**given).build([write(tmp_path / "a.jsonl", *questions)], seed=0)  # type: ignore[arg-type]
+    with pytest.raises(TaskError) as caught:
+        check_tasks(mixture, lambda: tokenizer, limit=limit, cache=tmp_path)
+    assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(GOOD + json.dumps({"messages": [{"role": "user", "content": [{"type": "image"}]}]}) + "\n")
+    mixture = DataConfig(held_out_share=1e-9).build([str(path)], seed=0)
+    with pytest.raises(ForgeError, match=r"a.jsonl, line 2: the chat template of .* refuses"):
+        check_tasks(mixture, lambda: tokenizer, limit=100, cache=tmp_path)

@@ -1,0 +1,291 @@
+"""Environments by the flag --env: bundled ones, a user's own, and what is wrong with those that cannot be made."""
+
+import asyncio
+import pickle
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from forge_rl.envs import config
+from forge_rl.envs.by_source import BySource
+from forge_rl.envs.config import build_environment, sources_of
+from forge_rl.envs.game import GuessNumber
+from forge_rl.envs.protocol import EnvFactory, Observation, Step
+from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.envs.tools import ToolEnv
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.run.run_dir import code_digests
+from forge_rl.services.environment import Environment
+from forge_rl.types import Task
+
+TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "q"},))
+
+MINE = '''
+from dataclasses import dataclass
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.tools import ToolEnv
+
+class World:
+    """Ends at once, with the number of rooms."""
+    def __init__(self, task, rooms=1):
+        self.task, self.rooms = task, rooms
+    async def reset(self):
+        return Observation(messages=self.task.messages)
+    async def step(self, completion):
+        return Step(done=True, reward=float(self.rooms))
+
+@dataclass(frozen=True)
+class Worlds:
+    """A factory with settings."""
+    rooms: int = 2
+    def __call__(self, task):
+        return World(task, self.rooms)
+
+def world(task, rooms=3):
+    return World(task, rooms)
+
+four = Worlds(4)
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+class Shop:
+    """Methods are tools."""
+    def buy(self, item: str) -> str:
+        return item
+
+tools = ToolEnv([add], max_turns=2)
+functions = [add]
+
+class NoStep:
+    def __init__(self, task): ...
+    async def reset(self): ...
+
+class NoReset:
+    def __init__(self, task): ...
+    async def step(self, completion): ...
+
+class PlainStep:
+    def __init__(self, task): ...
+    async def reset(self): ...
+    def step(self, completion): ...
+
+class NoTask:
+    def __init__(self): ...
+    async def reset(self): ...
+    async def step(self, completion): ...
+
+class Nothing:
+    """Has no method."""
+
+def untyped(a): ...
+
+hintless = [untyped]
+same = [add, add]
+number = 7
+
+@dataclass(frozen=True)
+class Strict:
+    rooms: int
+    def __post_init__(self):
+        if self.rooms < 1:
+            raise ValueError("no rooms")
+    def __call__(self, task): ...
+'''
+
+
+@pytest.fixture
+def mine(users_folder: Path) -> Path:
+    (users_folder / "mine.py").write_text(MINE)
+    (users_folder / "wrong.py").write_text("import nowhere_at_all\n")
+    (users_folder / "torn.py").write_text("class World(:\n")
+    (users_folder / "bad.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
+    (users_folder / "empty").mkdir()
+    (users_folder / "not.db").write_text("no database")
+    return users_folder
+
+
+def reward_of(factory: EnvFactory) -> float | None:
+    again: EnvFactory = pickle.loads(cloudpickle.dumps(factory))  # as it travels to the service
+    return asyncio.run(again(TASK).step("x")).reward
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("mine.py:World", 1.0),
+        ("mine.py:World,rooms=5", 5.0),
+        ("mine.py:Worlds", 2.0),
+        ("mine.py:Worlds,rooms=6", 6.0),
+        ("mine.py:world", 3.0),
+        ("mine.py:world,rooms=7", 7.0),
+        ("mine.py:four", 4.0),
+        ("mine:World", 1.0),
+        ("./mine.py:World", 1.0),
+    ],
+)
+def test_a_flag_names_a_users_class_function_or_factory(text: str, reward: float, mine: Path):
+    assert reward_of(build_environment(text)) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "turns"),
+    [
+        ("mine.py:Shop", ["buy"], 8),
+        ("mine.py:Shop,max_turns=3", ["buy"], 3),
+        ("mine.py:functions,max_turns=4", ["add"], 4),
+        ("mine.py:tools", ["add"], 2),
+        ("tools:max_turns=5", ["calculator"], 5),
+        ('tools:instruction="Be brief, please."', ["calculator"], 8),
+    ],
+)
+def test_a_flag_names_tools(text: str, names: list[str], turns: int, mine: Path):
+    world = pickle.loads(cloudpickle.dumps(build_environment(text)))
+    assert isinstance(world, ToolEnv)
+    shown = asyncio.run(world(TASK).reset())
+    assert ([tool["function"]["name"] for tool in shown.tools], world.max_turns) == (names, turns)  # type: ignore[index]
+    if "brief" in text:
+        assert shown.messages[0]["content"] == "Be brief, please."
+
+
+def test_without_a_flag_the_model_answers_once():
+    assert build_environment("") is SingleTurn
+    assert build_environment(" ") is SingleTurn
+
+
+def test_a_game_comes_with_its_options_and_its_tasks():
+    game = build_environment("game:highest=9,max_turns=4")
+    assert game == GuessNumber(highest=9, max_turns=4)
+    assert build_environment("game:guess,highest=9") == GuessNumber(highest=9)
+    assert list(sources_of(game, seed=0)) == ["game"]
+
+
+def test_adapters_get_the_first_plain_word_and_the_options(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(config, "ENVIRONMENTS", {"adapter": f"{__name__}:adapter"})
+    made = build_environment("adapter:http://localhost:1/a?b=c,sessions=4,deep=true,names=[1,2],text=a b")
+    expected = ("http://localhost:1/a?b=c", {"sessions": 4, "deep": True, "names": [1, 2], "text": "a b"})
+    assert made(TASK) == expected
+
+
+def adapter(argument: str, **options: object) -> object:
+    return lambda task: (argument, options)
+
+
+BROKEN = [
+    ("nope", "there is no environment 'nope'"),
+    ("nowhere:World", "--env nowhere: there is no module nowhere"),
+    ("gone.py:World", "--env gone.py: No such file or directory"),
+    ("mine.py:Wrld", r"--env mine.py:Wrld: mine.py has no Wrld\n.*it defines World"),
+    ("wrong.py:World", r"wrong.py cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all' \(.*:1\)"),
+    ("torn.py:World", r"torn.py cannot be imported: SyntaxError: .*torn.py:1\)"),
+    ("mine.py:NoStep", "--env mine.py:NoStep is a class without step"),
+    ("mine.py:NoReset", "--env mine.py:NoReset is a class without reset"),
+    ("mine.py:PlainStep", "--env mine.py:PlainStep is a class whose step is not async"),
+    ("mine.py:NoTask", "--env mine.py:NoTask cannot be called with a task: too many positional arguments"),
+    ("mine.py:Nothing", "there are no tools"),
+    ("mine.py:number", "--env mine.py:number is int 7, which makes no environment"),
+    ("mine.py:add", "--env mine.py:add cannot be called with a task: missing a required argument: 'b'"),
+    ("mine.py:hintless", "the parameter a of the tool untyped has no type hint"),
+    ("mine.py:same", "two tools have the name 'add'"),
+    ("mine.py:World,room=1", "--env mine.py:World cannot be called with a task: got an unexpected keyword argument"),
+    ("mine.py:World,rooms", "cannot read 'rooms' in --env mine.py:World,rooms"),
+    ("tools:max_turns=2,turns", "'turns' in --env tools:max_turns=2,turns is no option"),
+    ("mine.py:Strict,rooms=0", "--env mine.py:Strict cannot be made: ValueError: no rooms"),
+    (
+        "mine.py:Strict",
+        r"--env mine.py:Strict cannot be made: missing a required argument: 'rooms'\n.*options are: rooms",
+    ),
+    ("tools:corp=notes", r"--env tools cannot be made: .* 'corp'\n.*its options are: corpus, results"),
+    ("tools:max_turns=2,max_turns=3", "'max_turns=3' in --env .* is given twice"),
+    ("tools:max_turns=0", "max-turns is 0"),
+    ("tools:max_turns=many", r"--env tools: max_turns is 'many'\n.*give it as int"),
+    ("tools:corpus=gone.jsonl", "there is no corpus gone.jsonl"),
+    ("tools:corpus=bad.jsonl,cache=cache", "bad.jsonl:2 has no text: KeyError: 'text'"),
+    ("tools:corpus=empty,cache=cache", "the corpus empty has no texts"),
+    ("tools:corpus=not.db", "not.db cannot be searched: file is not a database"),
+    ("game:chess", "--env game has no game 'chess'"),
+    ("game:highest=1", "--env game has the highest number 1 and 6 turns"),
+    ("user:turns=3", "--env user cannot be made: missing a required argument: 'model'|got an unexpected"),
+    ("user:model=m,api_key_env=NO_SUCH_KEY_HERE", "the environment variable NO_SUCH_KEY_HERE is not set"),
+    ("user:model=m,api_key_env=sk-123", "--env user: api_key_env is no name of an environment variable"),
+    ("textarena:", "--env textarena names no game"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN, ids=[text for text, _ in BROKEN])
+def test_an_environment_that_cannot_be_made_says_so_in_one_message(text: str, message: str, mine: Path):
+    with pytest.raises(ConfigError) as caught:
+        build_environment(text)
+    assert caught.match(message)
+    assert caught.value.hint
+    assert "sk-123" not in str(caught.value)
+
+
+class Odd:
+    """Does what its task says."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    async def reset(self) -> Observation:
+        if self.task.truth["fault"] == "reset":
+            return None  # type: ignore[return-value]
+        return Observation(messages=self.task.messages)
+
+    async def step(self, completion: str) -> Step:
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("factory", "fault", "message"),
+    [
+        (lambda task: None, "", "the environment's factory returned None, which has no reset and step"),
+        (Odd, "reset", "Odd.reset returned None, no Observation"),
+        (Odd, "step", "Odd.step returned None, no Step"),
+        (GuessNumber(), "", "the task '1' has no number to guess"),
+        (BySource({"math": SingleTurn}), "", "the source 'toy' has no environment"),
+    ],
+)
+def test_a_world_that_breaks_the_protocol_is_named(factory: EnvFactory, fault: str, message: str):
+    task = Task(id="1", source="toy", messages=TASK.messages, truth={"fault": fault})
+
+    async def main() -> None:
+        session, _ = await Environment(Environment.Config(), None, factory).open(task)
+        await session.step("x")
+
+    with pytest.raises(ForgeError, match=message) as caught:
+        asyncio.run(main())
+    assert caught.value.hint
+
+
+def test_tasks_are_those_of_an_environment_that_brings_some():
+    class Empty:
+        def sources(self, seed: int) -> dict[str, object]:
+            return {}
+
+    for factory, message in ((SingleTurn, "the environment brings none"), (Empty(), "returned {}")):
+        with pytest.raises(ConfigError, match=message):
+            sources_of(factory, 0)  # type: ignore[arg-type]
+
+
+def test_each_source_may_have_an_environment_of_its_own():
+    both = BySource({"toy": SingleTurn, "game": GuessNumber()})
+    assert isinstance(both(TASK), SingleTurn)
+    assert not both.in_process
+    assert BySource({"toy": SingleTurn}).in_process
+
+
+def test_an_edited_world_is_another_run(mine: Path):
+    def digests() -> list[dict[str, str]]:
+        return [
+            code_digests(build_environment(f"mine.py:{name}")) for name in ("World,rooms=5", "four", "Shop", "tools")
+        ]
+
+    before = digests()
+    assert all(list(each) == ["mine.py"] for each in before)
+    assert code_digests(BySource({"a": build_environment("mine.py:tools")})) == before[0]
+    (mine / "mine.py").write_text(MINE.replace("return a + b", "return a - b"))
+    after = digests()
+    assert all(old != new for old, new in zip(before, after, strict=True))

@@ -1,0 +1,203 @@
+"""Environments of the verifiers package: a worker's faults, staged; and the real package."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forge_rl.envs.config import build_environment
+from forge_rl.envs.interpreter import interpreter
+from forge_rl.envs.verifiers import PACKAGE, VerifiersEnv
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.gateway import GatewayConfig, Session, serving_agents
+from forge_rl.types import Episode, Outcome, Score, Task
+from tests.commands import Command, metrics, tiny_run
+from tests.fake_backend import FakeBackend, tokenizer
+from tests.test_agent_openai import PolicyClient, ask
+
+LETTERS = Path(__file__).parent / "peers" / "forge_rl_letters"
+POLICY = SimpleNamespace(base_url="http://policy/v1", key="secret")
+
+PEER = """#!{python}
+import json, os, sys, time
+command, config = sys.argv[3:5]
+if command == "list":
+    if json.loads(config)["taskset"]["id"] == "lost":
+        sys.exit("no module named lost")
+    for number in range(20):
+        prompt = [{{"role": "user", "content": f"What is {{number}} + 1?"}}]
+        print(json.dumps({{"id": str(number), "key": f"k{{number}}", "messages": prompt, "data": {{"idx": number}}}}))
+    sys.exit()
+def say(line): print(json.dumps(line), flush=True)
+say({{"id": 0}})
+for line in sys.stdin:
+    call = json.loads(line)
+    if "ping" in call:
+        say({{"id": call["id"], "result": None}})
+    elif "task" in call and call["task"]["idx"] == -1:
+        say({{"id": call["id"], "error": "TaskError: no truth"}})
+    elif "task" in call and call["task"]["idx"] >= 0:
+        parts = {{"pid": os.getpid(), "key": float(call["key"] == "secret")}}
+        say({{"id": call["id"], "result": {{"reward": 0.5, "parts": parts, "answer": "5"}}}})
+    elif call.get("task", {{}}).get("idx") == -3:
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> str:
+    """An interpreter that speaks as one with verifiers does, and fails on demand."""
+    path = tmp_path / "python"
+    path.write_text(PEER.format(python=sys.executable))
+    path.chmod(0o700)
+    return str(path)
+
+
+def task_of(environment: VerifiersEnv, index: int | None = None) -> Task:
+    (source,) = environment.sources(0).values()
+    task = source.draw()
+    return task if index is None else replace(task, truth={**task.truth, "data": {"idx": index}})
+
+
+def test_its_tasks_are_a_source_and_its_scores_have_parts(peer: str, tmp_path: Path, nothing_left: None):
+    environment = build_environment(f"verifiers:sums,python={peer},workers=2,held_out_share=0.3")
+    assert isinstance(environment, VerifiersEnv)
+    (source,) = environment.sources(0).values()
+    held_out = {task.id for task in source.held_out(99)}
+    assert 0 < len(held_out) < 15
+    assert not held_out & {source.draw().id for _ in range(50)}
+    assert pickle.loads(pickle.dumps(environment.reward))(None, None) == Score(total=0.0)
+
+    async def check() -> None:
+        async with environment.serving(tmp_path):
+            scores = [await environment.agent(source.draw(), POLICY) for _ in range(4)]
+            assert [(score.total, score.answer, score.parts["key"]) for score in scores] == [(0.5, "5", 1.0)] * 4
+            assert len({score.parts["pid"] for score in scores}) == 2
+            with pytest.raises(ForgeError, match="TaskError: no truth"):
+                await environment.agent(task_of(environment, -1), POLICY)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_are_played_again(
+    peer: str, tmp_path: Path, nothing_left: None, hangs: bool, monkeypatch: pytest.MonkeyPatch
+):
+    environment = VerifiersEnv("sums", python=peer, hang_s=0.5 if hangs else 300.0)
+
+    async def check() -> None:
+        async with environment.serving(tmp_path):
+            first = int((await environment.agent(task_of(environment), POLICY)).parts["pid"])
+            lost = asyncio.ensure_future(environment.agent(task_of(environment, -3 if hangs else -2), POLICY))
+            await asyncio.sleep(0.1)
+            if not hangs:
+                os.kill(first, signal.SIGKILL)
+            with pytest.raises(ReplicaError, match="signal 9"):
+                await lost
+
+            async def again() -> bool:
+                try:
+                    return int((await environment.agent(task_of(environment), POLICY)).parts["pid"]) != first
+                except ReplicaError:
+                    return False
+
+            async with asyncio.timeout(30):
+                while not await again():  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+
+    monkeypatch.setattr("forge_rl.envs.verifiers._PING_S", 0.2)
+    asyncio.run(check())
+
+
+def test_an_environment_that_cannot_be_loaded_says_why(peer: str):
+    with pytest.raises(ConfigError, match=r"cannot load 'lost' under .*\nno module named lost") as caught:
+        VerifiersEnv("lost", python=peer).sources(0)
+    assert "package=PACKAGE" in caught.value.hint
+    with pytest.raises(ConfigError, match="workers is 0"):
+        VerifiersEnv("sums", python=peer, workers=0)
+
+
+async def episodes(environment: VerifiersEnv, logs: Path, answers: Sequence[str], count: int) -> list[Episode]:
+    """Play with scripted answers at a real gateway."""
+    (source,) = environment.sources(0).values()
+    judge = SimpleNamespace(form="episode")
+    async with (
+        environment.serving(logs),
+        serving_agents(environment.agent, GatewayConfig(), FakeBackend(), tokenizer(), judge) as run,  # type: ignore[arg-type]
+    ):
+        clients = [PolicyClient(FakeBackend(answers)) for _ in range(count)]
+        return list(await asyncio.gather(*(run(source.draw(), client) for client in clients)))
+
+
+def test_its_score_is_the_episodes_and_a_dead_worker_is_an_infrastructure_error(peer: str, tmp_path: Path):
+    async def check() -> None:
+        async def agent(task: Task, session: Session) -> Score:
+            await ask(session)
+            if task.id == "dead":
+                raise ReplicaError("its process was killed", service="verifiers:sums")
+            return Score(total=0.25, parts={"a": 1.0}, turns=(0.5,), answer="4")
+
+        judge = SimpleNamespace(form="group")
+        client = PolicyClient(FakeBackend())
+        async with serving_agents(agent, GatewayConfig(), FakeBackend(), tokenizer(), judge) as run:  # type: ignore[arg-type]
+            good, bad = [
+                await run(Task(id=name, source="s", messages=({"role": "user", "content": "?"},)), client)
+                for name in ("good", "dead")
+            ]
+        assert (good.outcome, good.reward, good.parts, good.answer) == (Outcome.COMPLETED, 0.25, {"a": 1.0}, "4")
+        assert (good.text, good.turn_values) == ("Hello there.", (0.5,))
+        assert (bad.outcome, bad.problem) == (Outcome.INFRASTRUCTURE_ERROR, "verifiers:sums: its process was killed")
+
+    asyncio.run(check())
+
+
+@pytest.fixture(scope="session")
+def verifiers_python() -> str:
+    """An interpreter with the package and the tests' environment: $FORGE_RL_VERIFIERS_PYTHON, or one that uv makes."""
+    if python := os.environ.get("FORGE_RL_VERIFIERS_PYTHON"):
+        return python
+    try:
+        return str(interpreter([PACKAGE, "uv", str(LETTERS)]))
+    except ConfigError as error:
+        pytest.skip(f"no interpreter with verifiers can be made: {error.message.splitlines()[-1]}")
+
+
+@pytest.mark.long
+def test_the_real_package_plays_episodes_at_the_gateway(verifiers_python: str, tmp_path: Path, nothing_left: None):
+    environment = VerifiersEnv("forge_rl_letters", python=verifiers_python, words=30)
+    played = asyncio.run(episodes(environment, tmp_path, ["aaxx"], 12))
+    assert [(each.outcome, each.reward, dict(each.parts)) for each in played] == [
+        (Outcome.COMPLETED, 1.0, {"vowels": 1.0, "letters": 4.0})
+    ] * 12
+    assert all(each.turns[0].text == "aaxx" for each in played)
+    with pytest.raises(ConfigError, match=r"(?s)cannot load 'forge_rl_letters'.*nonsense"):
+        VerifiersEnv("forge_rl_letters", python=verifiers_python, nonsense=1).sources(0)
+
+
+@pytest.mark.long
+def test_an_environment_of_the_real_package_trains(
+    verifiers_python: str, commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None
+):
+    env = f"verifiers:forge_rl_letters,python={verifiers_python},workers=2"
+    command = tiny_run(
+        commands,
+        tiny_model,
+        tmp_path,
+        *("--tasks", "--env", env, "--steps", "2", "--evaluation.tasks", "2", "--checkpoint-every", "0"),
+    )
+    assert command.end(600) == 0, command.output
+    rows = metrics(tmp_path)
+    assert (
+        sum(row["outcomes/completed"] + row["outcomes/truncated"] for row in rows if "outcomes/completed" in row) >= 16
+    )
+    assert all(row["grad_norm"] > 0 for row in rows if "grad_norm" in row)
+    assert (tmp_path / "logs" / "verifiers-1.log").exists()

@@ -1,0 +1,129 @@
+"""Episodes of many turns: rewards by turn, tool calls, and histories that are compacted."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.rollout.episode_runner import EpisodeRunner, Parse
+from forge_rl.types import Episode, Outcome, Task, TokenIds, ToolCall, Turn
+from tests.staged_rollouts import Letters, StagedEnvironment, StagedReward
+
+TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "go"},))
+ADD = {"type": "function", "function": {"name": "add"}}
+
+
+def run(kind: type, answers: Sequence[str], *, parse: Parse | None = None, task: Task = TASK) -> Episode:
+    """Run an episode whose model writes these answers, in an environment of this kind."""
+    left = list(answers)
+
+    async def decode(prompt_ids: TokenIds) -> Turn:
+        text = left.pop(0)
+        zeros = [0] * len(text)
+        return Turn(prompt_ids=prompt_ids, token_ids=list(map(ord, text)), logprobs=zeros, versions=zeros, text=text)
+
+    reward = StagedReward(lambda task, text: float(len(text)))
+    runner = EpisodeRunner(Letters(), StagedEnvironment(kind), reward, parse)  # type: ignore[arg-type]
+    return asyncio.run(runner(task, decode))
+
+
+class World:
+    """Shows the task, and ends when the model says "end"."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.seen: list[object] = []
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self.task.messages)
+
+    async def step(self, completion: str) -> Step:
+        done = completion == "end"
+        return Step(done=done, messages=() if done else ({"role": "user", "content": "?"},))
+
+
+class Paid(World):
+    """Gives each turn its length, and nothing for the end."""
+
+    async def step(self, completion: str) -> Step:
+        step = await super().step(completion)
+        reward = None if step.done else float(len(completion))
+        return Step(done=step.done, messages=step.messages, reward=reward, parts={"turns": 1.0})
+
+
+class PaidAtTheEnd(World):
+    async def step(self, completion: str) -> Step:
+        step = await super().step(completion)
+        return Step(done=step.done, messages=step.messages, reward=5.0 if step.done else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reward", "values", "parts"),
+    [
+        (World, 3.0, (), {}),  # the verifier's, of "end"
+        (Paid, 3.0, (1.0, 2.0, 0.0), {"turns": 3.0}),
+        (PaidAtTheEnd, 5.0, (), {}),
+    ],
+)
+def test_an_environments_rewards_add_up_and_are_those_of_their_turns(kind, reward, values, parts):
+    episode = run(kind, ["a", "bb", "end"])
+    assert (episode.outcome, episode.reward) == (Outcome.COMPLETED, reward)
+    assert (episode.turn_values, episode.parts) == (values, parts)
+
+
+class Calculator(World):
+    """Answers calls, and remembers what it was given."""
+
+    given: list[tuple[str, tuple[ToolCall, ...]]]
+
+    async def reset(self) -> Observation:
+        type(self).given = []
+        return Observation(messages=self.task.messages, tools=(ADD,))
+
+    async def step(self, completion: str, *, calls: tuple[ToolCall, ...] = ()) -> Step:
+        self.given.append((completion, calls))
+        outputs = tuple({"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls)
+        return Step(done=not calls, messages=outputs)
+
+
+async def parse(turn: Turn, tools: Sequence[object]) -> tuple[str, tuple[ToolCall, ...]]:
+    assert tools == (ADD,)
+    content, star, name = turn.text.partition("*")
+    return content, (ToolCall(id="c1", name=name, arguments="{}"),) if star else ()
+
+
+def test_an_environment_that_takes_calls_is_given_those_that_the_parser_found():
+    episode = run(Calculator, ["so *add", "three"], parse=parse)
+    assert Calculator.given == [("so ", (ToolCall(id="c1", name="add", arguments="{}"),)), ("three", ())]
+    assert [turn.text for turn in episode.turns] == ["so *add", "three"]
+    assert len(episode.segments) == 1
+
+
+def test_one_that_takes_none_is_given_the_completion_as_it_is():
+    assert run(World, ["so *add", "end"], parse=parse, task=Task(**{**vars(TASK), "tools": (ADD,)})).reward == 3.0
+
+
+class Forgetful(World):
+    async def step(self, completion: str) -> Step:
+        if completion == "end":
+            return Step(done=True)
+        return Step(done=False, history=({"role": "user", "content": f"you said {completion}"},))
+
+
+def test_a_new_history_is_all_that_the_model_is_shown_and_begins_a_segment():
+    episode = run(Forgetful, ["a", "b", "end"])
+    shown = ["".join(map(chr, turn.prompt_ids)) for turn in episode.turns]
+    assert shown == ["go", "you said a", "you said b"]
+    assert [segment.turns.max() for segment in episode.segments] == [0, 1, 2]
+
+
+class Broken(World):
+    async def step(self, completion: str) -> Step:
+        return Step(done=False)
+
+
+def test_a_step_that_shows_nothing_and_does_not_end_is_the_environments_error():
+    episode = run(Broken, ["a"])
+    assert (episode.outcome, len(episode.turns)) == (Outcome.ENVIRONMENT_ERROR, 1)
+    assert "must show the model something" in episode.problem

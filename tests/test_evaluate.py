@@ -1,0 +1,188 @@
+"""The app that evaluates and compares models: what names a model, what is kept of a run that was cut short, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.evaluate import Config, Results, _key, build_sets, compare, find_model, main, score, short_names
+from forge_rl.errors import ConfigError, ForgeError, ModelError
+from forge_rl.services.generator import Generator
+from forge_rl.types import Episode, Outcome, Task
+from tests.fake_engine import FOLDER, FakeEngine
+
+
+def odd_length(task: Task, text: str) -> float:
+    """A reward that depends on the task alone, as fake engines say nothing."""
+    return float(len(task.prompt) % 2)
+
+
+SETS = {
+    "a": [Task(id=str(number), source="a", messages=()) for number in range(3)],
+    "b": [Task(id="0", source="b", messages=())],
+}
+
+
+def episode_of(task: Task, reward: float, outcome: Outcome = Outcome.COMPLETED) -> Episode:
+    return Episode(task=task, turns=(), reward=reward, outcome=outcome, answer="5", problem="p")
+
+
+def filled(path: Path, rewards: list[float], *, failed: bool = False) -> Results:
+    """Results of both sets; the first task of `a` may have failed."""
+    found = Results(path, SETS)
+    for task, reward in zip(SETS["a"], rewards, strict=True):
+        outcome = Outcome.JUDGE_ERROR if failed and task.id == "0" else Outcome.COMPLETED
+        found.add("a", [episode_of(task, reward, outcome), episode_of(task, reward)])
+    found.add("b", [episode_of(SETS["b"][0], 1.0)] * 2)
+    return found
+
+
+def test_what_is_finished_is_kept_and_what_failed_or_was_torn_is_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.jsonl"
+    filled(path, [0.0, 0.5, 1.0], failed=True)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"set": "a", "source": "a", "tas')
+    again = Results(path, SETS)
+    assert path.read_bytes() == whole
+    assert {name: [task.id for task in tasks] for name, tasks in again.missing(SETS).items()} == {"a": ["0"], "b": []}
+    again.add("a", [episode_of(SETS["a"][0], 1.0)] * 2)
+    third = Results(path, SETS)
+    assert not any(third.missing(SETS).values())
+    assert [[episode.reward for episode in each] for each in third.of_set("a", SETS["a"])] == [
+        [1, 1],
+        [0.5, 0.5],
+        [1, 1],
+    ]
+    fewer = {"b": SETS["b"]}
+    assert not any(Results(path, fewer).missing(fewer).values()), "what is asked for no more is in nobody's way"
+
+
+def test_two_models_are_compared_on_the_tasks_that_both_have_scores_of(tmp_path: Path) -> None:
+    first = filled(tmp_path / "first.jsonl", [0.0, 0.0, 1.0])
+    second = filled(tmp_path / "second.jsonl", [1.0, 1.0, 0.0])
+    found = compare(SETS, first, second, seed=0)
+    assert (found["a"].difference, found["a"].won, found["a"].lost, found["a"].tasks) == (pytest.approx(1 / 3), 2, 1, 3)
+    assert (found["b"].difference, found["b"].tasks) == (0.0, 1)
+    second.episodes[_key("a", SETS["a"][0])] = [episode_of(SETS["a"][0], 0.0, Outcome.JUDGE_ERROR)]
+    assert compare(SETS, first, second, seed=0)["a"].tasks == 2
+    config = Config(models=("x",), episodes=2, temperature=1.0)
+    assert score(config, SETS, first)["a"]["avg@2"] == pytest.approx(1 / 3)
+
+
+def test_names_in_tables_are_as_short_as_can_be_told_apart() -> None:
+    names = ["smollm2-135m", "runs/a/checkpoints/best", "runs/b/checkpoints/best"]
+    assert list(short_names(names).values()) == ["smollm2-135m", "a/checkpoints/best", "b/checkpoints/best"]
+    assert short_names(["runs/a", "org/b"]) == {"runs/a": "a", "org/b": "b"}
+
+
+def test_each_data_set_is_a_set_of_its_held_out_tasks() -> None:
+    config = Config(models=("x",), tasks=("chain_sum:max_terms=2", "leg_counting"), tasks_per_set=3)
+    sets = build_sets(config)
+    assert {name: len(tasks) for name, tasks in sets.items()} == {"chain_sum": 3, "leg_counting": 3}
+    assert sets["leg_counting"] == build_sets(config)["leg_counting"]
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("tiny", "tiny"),
+        ("run", "run/checkpoints/step-000010/model"),
+        ("run/checkpoints", "run/checkpoints/step-000010/model"),
+        ("run/checkpoints/step-000002", "run/checkpoints/step-000002/model"),
+        ("run/checkpoints/step-000002/model", "run/checkpoints/step-000002/model"),
+        ("run/checkpoints/best", "run/checkpoints/step-000002/model"),
+    ],
+)
+def test_a_model_is_a_folder_a_run_or_a_checkpoint(named: str, found: str, tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "tiny")
+    for step in (2, 10):
+        shutil.copytree(tiny_model, tmp_path / f"run/checkpoints/step-{step:06d}/model")
+    (tmp_path / "run/checkpoints/best").symlink_to("step-000002")
+    assert find_model(str(tmp_path / named), tmp_path) == (tmp_path / found).resolve()
+
+
+def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "young").mkdir()
+    for file in ("config.json", "metrics.jsonl"):
+        (tmp_path / "young" / file).write_text("{}")
+    for name, said in (
+        (str(tmp_path / "run"), "holds no checkpoint"),
+        (str(tmp_path / "young"), "is a run without a checkpoint"),
+        (str(tmp_path / "nothing"), "no such folder"),
+        ("smollm3", "no model named"),
+    ):
+        with pytest.raises(ModelError, match=said) as caught:
+            find_model(name, tmp_path)
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"models": ()}, "no model is named"),
+        ({"models": ("x", "x")}, "x is named twice"),
+        ({"episodes": 4}, "4 greedy episodes of a task are equal"),
+        ({"episodes": 0}, "--episodes"),
+        ({"tasks_per_set": 0}, "--tasks-per-set"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"json": Path("/nowhere/out.json")}, "no folder /nowhere"),
+        ({"tasks": ("chain_summ",)}, "chain_sum"),
+        ({"tasks": ("chain_sum", "chain_sum")}, "named twice"),
+        ({"tasks": ()}, "no tasks are named"),
+    ],
+)
+def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(ForgeError) as caught:
+        build_sets(Config(**{"models": ("x",)} | flags))
+    assert said in str(caught.value)
+    assert "hint" in str(caught.value)
+
+
+def test_models_are_evaluated_once_and_compared_and_the_folder_is_of_one_kind_of_settings(
+    tiny_model: Path,
+    tmp_path: Path,
+    nothing_left: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(Generator, "start", partial(Generator.start, actor=FakeEngine))
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    config = Config(
+        models=(str(tiny_model), str(other)),
+        tasks=("chain_sum:min_terms=2,max_terms=2", "leg_counting"),
+        tasks_per_set=3,
+        rewards=("tests.test_evaluate:odd_length",),
+        out=tmp_path / "out",
+        json=tmp_path / "scores.json",
+    )
+    asyncio.run(main(config))
+    written = json.loads((tmp_path / "scores.json").read_text())
+    assert list(written["models"]) == [str(tiny_model), str(other)]
+    scores = written["models"][str(other)]["sets"]
+    tasks = build_sets(config)["chain_sum"]
+    expected = sum(len(task.messages[-1]["content"]) % 2 for task in tasks) / len(tasks)
+    assert scores["chain_sum"]["avg@1"] == pytest.approx(expected)
+    assert {each["set"]: (each["difference"], each["tasks"]) for each in written["comparisons"]} == {
+        "chain_sum": (0.0, 3),
+        "leg_counting": (0.0, 3),
+    }
+    kept = [path.read_text().splitlines() for path in (tmp_path / "out").glob("*.jsonl")]
+    assert [len(lines) for lines in kept] == [6, 6]
+    assert json.loads(kept[0][0])["messages"][-1]["role"] == "user"
+    assert "± " in capsys.readouterr().out
+
+    began = (tmp_path / "scores.json").read_text()
+    asyncio.run(main(config))
+    assert "finished before" in capsys.readouterr().out
+    again = json.loads((tmp_path / "scores.json").read_text())
+    assert again["models"] == json.loads(began)["models"]
+    with pytest.raises(ConfigError, match="holds results with other settings"):
+        asyncio.run(main(Config(models=("smollm2-135m",), out=tmp_path / "out", seed=3)))

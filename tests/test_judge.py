@@ -1,0 +1,203 @@
+"""The LLM judge, against a local endpoint that misbehaves in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_rl.errors import ConfigError, ForgeError, JudgeError, SpendingError
+from forge_rl.rewards import judge as judge_module
+from forge_rl.rewards.judge import Judge
+from forge_rl.types import Episode, Score, Task
+from tests.judge_server import drip, hang_up, judge_server, raw, reply
+
+TASK = Task(id="t", source="s", messages=({"role": "user", "content": "2+3?"},), truth={"answer": "5"})
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_module, "_FIRST_WAIT_S", 0.01)
+
+
+def judge_of(url: str, **settings: Any) -> Judge:
+    return Judge(**{"model": "m", "base_url": url, "api_key_env": "", "timeout_s": 60.0, **settings})
+
+
+def grade(judge: Judge, *answers: str, folder: Path | None = None) -> list[Score]:
+    """Grade answers side by side, in a process's place."""
+
+    async def main() -> Sequence[Score]:
+        copy: Judge = pickle.loads(pickle.dumps(judge))
+        copy.load(folder)
+        episodes = [Episode(task=TASK, turns=(), reward=0.0, output=answer) for answer in answers]
+        return await asyncio.gather(*(copy(TASK, episode) for episode in episodes))
+
+    return list(asyncio.run(main()))
+
+
+@pytest.mark.parametrize(
+    ("text", "total"),
+    [
+        ("It is right.\nScore: 8", 0.8),
+        ("**Score: 7.5**", 0.75),
+        ("Score: 8/10", 0.8),
+        ("I give it 8 / 10.", 0.8),
+        ("Score: 3? No.\nScore: 4", 0.4),
+        ("The sum has 11 letters. 9", 0.9),
+        ("10", 1.0),
+        ("score = 0", 0.0),
+    ],
+)
+def test_the_grade_is_read_from_how_models_write_it(text: str, total: float):
+    with judge_server(reply(text)) as server:
+        [score] = grade(judge_of(server.url), "5")
+    assert score.total == pytest.approx(total)
+
+
+def test_a_structured_reply_is_asked_for_and_read():
+    with judge_server(reply("no JSON: 7"), reply('{"score": true}'), reply('{"reason": "so", "score": 3}')) as server:
+        [score] = grade(judge_of(server.url, structured=True, low=1, high=5), "5")
+        assert score.total == 0.5
+        assert len(server.requests) == 3
+        assert server.requests[0]["response_format"]["json_schema"]["strict"] is True
+
+
+def test_the_judge_sees_question_truth_and_answer_and_the_key_of_the_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", "sesame")
+    with judge_server(reply("1")) as server:
+        grade(judge_of(server.url, api_key_env="MY_KEY"), "it is 5")
+        [message] = server.requests[0]["messages"]
+        assert server.keys == ["Bearer sesame"]
+    for text in ("<question>\n2+3?\n", "<truth>\n5\n", "<answer>\nit is 5\n", "from 0 (worst) to 10 (best)"):
+        assert text in message["content"]
+    assert "sesame" not in repr(judge_of(server.url, api_key_env="MY_KEY"))
+
+
+def test_a_rubric_of_its_own_is_filled_in(tmp_path: Path):
+    rubric = tmp_path / "rubric.md"
+    rubric.write_text("Q: {{ question }} A: {{ answer }} T: {{ truth.answer }}\n{{ transcript }}")
+    with judge_server(reply("1")) as server:
+        judge = judge_of(server.url, rubric=str(rubric))
+        rubric.unlink()  # it travels with the judge
+        grade(judge, "five {{ truth }}")
+        assert server.requests[0]["messages"][0]["content"].startswith("Q: 2+3? A: five {{ truth }} T: 5\n")
+        assert judge.files == (rubric,)
+        with pytest.raises(ForgeError, match=r"cannot be filled in for task 't', whose truth has answer"):
+            grade(judge_of(server.url, rubric="{{ truth.solution }}"), "5")
+
+
+MISBEHAVIOUR = {
+    "rate limit": raw(429, '{"error": {"message": "slow down"}}', Retry_After="0"),
+    "broken server": raw(503, "<html>oops</html>"),
+    "hangs up": hang_up,
+    "drips for ever": drip,
+    "no JSON": raw(200, "{"),
+    "no completion": raw(200, '{"choices": null}'),
+    "no choices": raw(200, '{"choices": []}'),
+    "no object": raw(200, "[1]"),
+    "no content": reply(""),
+    "no grade": reply("I cannot say."),
+    "a grade out of range": reply("Score: 11"),
+}
+
+
+@pytest.mark.parametrize("name", MISBEHAVIOUR)
+def test_after_each_kind_of_misbehaviour_it_is_asked_again(name: str):
+    with judge_server(MISBEHAVIOUR[name], reply("Score: 6")) as server:
+        [score] = grade(judge_of(server.url, timeout_s=1.0 if name == "drips for ever" else 60.0), "5")
+        assert score.total == 0.6
+        assert len(server.requests) == 2 or name == "drips for ever"
+
+
+@pytest.mark.parametrize("name", MISBEHAVIOUR)
+def test_what_goes_on_misbehaving_is_a_judge_error_that_says_how(name: str):
+    with judge_server(MISBEHAVIOUR[name]) as server:
+        with pytest.raises(JudgeError, match=r"the judge m at http://127.*gave no grade: .*asked 2 times") as caught:
+            grade(judge_of(server.url, timeout_s=1.0 if name == "drips for ever" else 60.0, retries=1), "5")
+        assert len(server.requests) == 2
+    assert not isinstance(caught.value, SpendingError)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (raw(401, '{"error": {"message": "bad key"}}'), "status 401: .*bad key"),
+        (raw(404, '{"error": {"message": "no such model"}}'), "status 404"),
+        (raw(429, '{"error": {"message": "pay", "code": "insufficient_quota"}}'), "status 429: .*pay"),
+    ],
+)
+def test_what_asking_again_cannot_mend_fails_at_once(answer: Any, text: str):
+    with judge_server(answer) as server:
+        with pytest.raises(JudgeError, match=text):
+            grade(judge_of(server.url), "5")
+        assert len(server.requests) == 1
+
+
+def test_an_endpoint_that_is_not_there_is_a_judge_error():
+    with judge_server(reply("1")) as server:
+        pass
+    with pytest.raises(JudgeError, match="APIConnectionError"):
+        grade(judge_of(server.url, retries=1), "5")
+
+
+def test_equal_questions_are_asked_once_also_by_the_next_process(tmp_path: Path):
+    with judge_server(reply("Score: 5"), delay_s=0.1) as server:
+        judge = judge_of(server.url)
+        scores = grade(judge, "5", "5", "6", folder=tmp_path / "reward")
+        assert [score.parts["cached"] for score in scores] == [0.0, 1.0, 0.0]
+        assert grade(judge, "5", folder=tmp_path / "reward")[0].parts["cached"] == 1.0
+        assert len(server.requests) == 2
+        # Everything that may change the grade makes another question.
+        for other in ({"model": "n"}, {"temperature": 0.5}, {"high": 5.0}, {"rubric": "Be kind."}, {"max_tokens": 9}):
+            [score] = grade(replace(judge, **other), "5", folder=tmp_path / "reward")
+            assert score.parts["cached"] == 0.0, other
+        assert len(server.requests) == 7
+    assert (tmp_path / "reward").stat().st_mode & 0o077 == 0
+
+
+def test_replies_can_be_shared_by_runs(tmp_path: Path):
+    with judge_server(reply("Score: 5")) as server:
+        judge = judge_of(server.url, cache=tmp_path / "shared", max_calls=1)
+        for run in ("one", "two"):
+            grade(judge, "5", folder=tmp_path / run)
+        assert len(server.requests) == 1
+        grade(judge, "6", folder=tmp_path / "two")  # the limit is each run's own
+
+
+def test_requests_are_bounded_in_number_at_a_time():
+    with judge_server(reply("Score: 5"), delay_s=0.05) as server:
+        grade(judge_of(server.url, concurrent=2), *map(str, range(8)))
+        assert (len(server.requests), server.most_at_once) == (8, 2)
+
+
+@pytest.mark.parametrize(("limit", "calls"), [({"max_calls": 3}, 3), ({"max_spent_tokens": 50}, 2)])
+def test_past_its_spending_limit_it_raises_also_after_a_restart(limit: dict[str, int], calls: int, tmp_path: Path):
+    with judge_server(reply("Score: 5", tokens=30)) as server:
+        judge = judge_of(server.url, concurrent=1, **limit)
+        for number in range(calls):
+            grade(judge, str(number), folder=tmp_path / "reward")
+        for _ in range(2):
+            with pytest.raises(SpendingError, match=rf"has had {calls} calls and {30 * calls} tokens in this run"):
+                grade(judge, "more", folder=tmp_path / "reward")
+        assert len(server.requests) == calls
+        assert grade(judge, "0", folder=tmp_path / "reward")[0].total == 0.5  # kept replies are free
+        grade(replace(judge, max_calls=10, max_spent_tokens=0), "more", folder=tmp_path / "reward")
+
+
+def test_requests_that_fail_count_too(tmp_path: Path):
+    with judge_server(raw(503, "{}")) as server:
+        with pytest.raises(SpendingError, match="has had 2 calls"):
+            grade(judge_of(server.url, max_calls=2), "5")
+        assert len(server.requests) == 2
+
+
+def test_a_key_is_never_shown():
+    with pytest.raises(ConfigError) as caught:
+        judge_of("http://x/v1", api_key_env="sk-12345")
+    assert "12345" not in str(caught.value)

@@ -1,0 +1,256 @@
+"""Live settings: what may change, how it is told, and how a continued run takes it up. No process is started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from forge_rl.data.adaptive import Adapting
+from forge_rl.data.mixture import Mixture
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError
+from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run.live import LiveSettings, changes_by, is_live_state
+from tests.staged_rollouts import rollouts, run_until_idle
+from tests.test_mixture import Counting
+
+
+@dataclass(frozen=True)
+class Flagged:
+    """A reward that flags name."""
+
+    scale: float = 1.0
+
+    def __call__(self, task: object, text: str) -> float:
+        return self.scale
+
+
+FLAGS, OFF = Flagged(), Adapting()
+
+
+class FakeReward:
+    """Stands for the service."""
+
+    def __init__(self, function: object) -> None:
+        self.function = function
+        self.replaced: list[Any] = []
+
+    async def replace(self, function: object) -> None:
+        if function == "broken":
+            raise ForgeError("it cannot be pickled")
+        self.function = function
+        for listener in self.replaced:
+            listener()
+
+
+class Live:
+    """A process of a run: its live settings, with what they belong to."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        reward: object = FLAGS,
+        adapting: Adapting = OFF,
+        step: int = 0,
+        weights: dict[str, float] | None = None,
+        **schedule: Any,
+    ) -> None:
+        self.mixture = Mixture({name: Counting(name) for name in "ab"}, weights)
+        self.rollouts = rollouts(mixture=self.mixture, schedule=ScheduleConfig(**schedule))
+        self.reward = FakeReward(reward)
+        self.events: list[str] = []
+        self.step = step
+        self.settings = LiveSettings(
+            folder / "live.json",
+            step=lambda: self.step,
+            mixture=self.mixture,
+            adapting=adapting,
+            reward=cast(Any, self.reward),
+            rollouts=self.rollouts,
+            build_reward=lambda texts: cast(Any, texts[0] if texts[0] == "broken" else Flagged(float(texts[0]))),
+            tell=self.events.append,
+        )
+        self.schedule = self.settings.schedule
+
+    def continued(self, before: Live | None, **flags: Any) -> Live:
+        """Continues in another process, from a checkpoint that `before` wrote as it is now, or from the start."""
+        again = Live(self.settings._path.parent, step=before.step if before else 0, **flags)
+        saved = json.loads(json.dumps([before.settings.state(), before.mixture.state()])) if before else [None, {}]
+        state, mixture = again.settings.unsaved(again.step) or (saved[0], {})
+        again.mixture.restore(again.mixture.state() | saved[1] | mixture)
+        asyncio.run(again.settings.resume(state))
+        return again
+
+
+def change_all(live: Live) -> None:
+    live.mixture["a"] = 3
+    live.schedule.max_lag = 2
+    live.schedule.over_sampling = 1.5
+    live.schedule.max_episodes = 64
+    asyncio.run(live.settings.replace_reward(["7"]))
+
+
+def seen(live: Live) -> tuple[object, ...]:
+    config = live.rollouts.config
+    return (live.mixture["a"], config.max_lag, config.over_sampling, config.max_episodes, live.reward.function)
+
+
+CHANGED = (3, 2, 1.5, 64, Flagged(7.0))
+
+
+def test_each_change_is_told_with_what_was_before_and_who_made_it(tmp_path: Path):
+    live = Live(tmp_path)
+    live.mixture["a"] = 3
+    with changes_by("attached"):
+        live.schedule.max_lag = 2
+        asyncio.run(live.settings.replace_reward(["7"]))
+    asyncio.run(live.reward.replace(len))
+    assert live.events == [
+        "mixture a 1 -> 3",
+        "schedule max_lag 1 -> 2, from the next batch on (attached)",
+        "reward Flagged -> 7 (attached)",
+        "reward 7 -> builtins:len",
+    ]
+
+
+@pytest.mark.parametrize("saved_after", [True, False])
+def test_what_was_changed_live_holds_in_a_continued_run_whether_a_checkpoint_came_after_it_or_not(
+    saved_after: bool, tmp_path: Path
+):
+    live = Live(tmp_path)
+    live.step = 4
+    checkpoint = None
+    if not saved_after:
+        checkpoint = Live(tmp_path)  # as it was
+        checkpoint.step = 4
+    change_all(live)
+    live.step += saved_after
+    again = live.continued(checkpoint or live)
+    assert seen(again) == CHANGED
+    assert again.settings.reward == "7"
+    assert all("as it was changed live" in event for event in again.events)
+    assert [event.split(" ")[0] for event in again.events] == ["schedule", "mixture", "reward"]
+    assert seen(again.continued(again)) == CHANGED, "and once more"
+    assert seen(live.continued(None)) == CHANGED, "also from the start, where there is no checkpoint"
+
+
+def test_a_change_that_a_later_checkpoint_took_back_does_not_come_again(tmp_path: Path):
+    live = Live(tmp_path)
+    live.schedule.max_lag = 3
+    later = Live(tmp_path)  # another process, after the checkpoint, has nothing of it
+    later.step = 2
+    assert live.continued(later).rollouts.config.max_lag == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "said"),
+    [
+        ({"max_lag": 4}, (3, 4, 1.5, 64, Flagged(7.0)), "schedule max_lag is 4 by the flags of now, and not 2"),
+        ({"reward": Flagged(2.0)}, (3, 2, 1.5, 64, Flagged(2.0)), "the reward is Flagged by the flags of now"),
+        ({"weights": {"a": 0, "b": 9}}, (0, 2, 1.5, 64, Flagged(7.0)), "mixture a 3 -> 0 (by the flags of now)"),
+        ({"over_sampling": 1.5}, CHANGED, ""),
+    ],
+)
+def test_a_flag_that_the_continuing_command_changes_wins_over_what_was_changed_live(
+    flags: dict[str, Any], expected: tuple[object, ...], said: str, tmp_path: Path
+):
+    live = Live(tmp_path)
+    change_all(live)
+    again = live.continued(live, **flags)
+    assert seen(again) == expected
+    assert said in "\n".join(again.events)
+
+
+def test_adapting_that_was_set_live_holds_and_flags_that_change_win(tmp_path: Path):
+    live = Live(tmp_path)
+    live.mixture.adapt(Adapting(adapt="success", most=0.8))
+    live.mixture["a"] = 0.3
+    again = live.continued(live)
+    assert again.mixture.adapting.most == 0.8
+    assert again.mixture["a"] == 0.3
+    other = live.continued(live, adapting=Adapting(adapt="success", most=0.7))
+    assert other.mixture.adapting.most == 0.7
+    assert other.mixture["a"] == 0.5, "set by hand no more"
+
+
+def test_a_reward_that_was_typed_at_a_prompt_cannot_come_again_and_that_is_said(tmp_path: Path):
+    live = Live(tmp_path)
+    asyncio.run(live.reward.replace(lambda task, text: 1.0))
+    again = live.continued(live)
+    assert again.reward.function == Flagged()
+    assert "set it anew" in again.events[-1]
+
+
+def test_a_reward_that_is_refused_leaves_the_one_before(tmp_path: Path):
+    live = Live(tmp_path)
+    with pytest.raises(ForgeError, match="pickled"):
+        asyncio.run(live.settings.replace_reward(["broken"]))
+    assert live.settings.reward == "Flagged"
+    assert live.events == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "value", "said"),
+    [
+        ({}, "max_lag", -1, "max-lag is -1"),
+        ({}, "max_lag", 1.5, "max_lag is set to 1.5"),
+        ({}, "max_lag", True, "set to True"),
+        ({}, "max_lag", "2", "set to '2'"),
+        ({}, "max_episodes", 0, "max-episodes is 0"),
+        ({}, "over_sampling", 9, "over-sampling is 9"),
+        ({"max_lag": 0}, "over_sampling", 2, "no later batch may take the surplus"),
+        ({"over_sampling": 2}, "max_lag", 0, "no later batch may take the surplus"),
+        ({"kind": "asynchronous"}, "max_lag", 0, "choose --schedule.kind synchronous"),
+        ({"kind": "one_step"}, "max_lag", 3, "has a lag of its own"),
+        ({}, "kind", "asynchronous", "'kind' cannot change in a live run"),
+        ({}, "retries", 3, "what can: max_lag, over_sampling, max_episodes"),
+        ({}, "max_lagg", 3, "'max_lagg' cannot change"),
+    ],
+)
+def test_a_bound_that_cannot_be_is_refused_and_nothing_changes(
+    schedule: dict[str, Any], name: str, value: object, said: str, tmp_path: Path
+):
+    live = Live(tmp_path, **schedule)
+    before = live.rollouts.config
+    with pytest.raises(ConfigError) as caught:
+        setattr(live.schedule, name, value)
+    assert said in str(caught.value)
+    assert live.rollouts.config == before
+    assert live.events == []
+    assert not (tmp_path / "live.json").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b'{"step": 9, "live": {}, "mixture": {}}', b'{"step": 9, "live": null, "mixture": 1}', b"\xff"],
+)
+def test_a_broken_file_of_changes_is_refused(content: bytes, tmp_path: Path):
+    (tmp_path / "live.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"what was changed live cannot be read.*live\.json") as caught:
+        Live(tmp_path).settings.unsaved(0)
+    assert "delete" in caught.value.hint
+
+
+def test_a_bound_holds_from_the_next_batch_on_not_in_the_one_that_is_waited_for():
+    async def check() -> None:
+        executor = rollouts(schedule=ScheduleConfig(max_lag=1))
+        await executor.next_batch()
+        executor.config = replace(executor.config, max_lag=3)
+        assert executor._scheduler._config.max_lag == 1
+        await executor.next_batch()
+        await run_until_idle()
+        assert executor._scheduler._config.max_lag == 3
+        await executor.close()
+
+    asyncio.run(check())
+
+
+def test_the_state_of_live_settings_is_known_as_such(tmp_path: Path):
+    live = Live(tmp_path)
+    change_all(live)
+    assert is_live_state(json.loads(json.dumps(live.settings.state())))

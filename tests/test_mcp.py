@@ -1,0 +1,182 @@
+"""Tools of MCP servers that are made with the mcp package: over stdio and HTTP, shared and of one episode, lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forge_rl.envs.config import build_environment
+from forge_rl.envs.mcp import McpEnv, McpSession
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.types import Task, ToolCall
+
+pytest.importorskip("mcp", reason="the mcp package is not installed")
+
+TASK = Task(id="1", source="s", messages=({"role": "user", "content": "Hi"},))
+SERVER = """
+import asyncio, os, sys
+from mcp.server.mcpserver import MCPServer
+server, counted = MCPServer("tests", log_level="CRITICAL"), []
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+@server.tool()
+def count() -> str:
+    counted.append(1)
+    return f"{len(counted)} {os.getpid()} {os.environ.get('EXTRA')} {os.environ.get('FORGE_RL_TESTS')}"
+
+@server.tool()
+async def wait() -> str:
+    await asyncio.sleep(1000)
+    return ""
+
+@server.tool()
+def die() -> str:
+    os._exit(3)
+
+server.run("streamable-http", port=int(sys.argv[1])) if sys.argv[1:] else server.run("stdio")
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("mcp") / "server.py"
+    path.write_text(SERVER)
+    return f"{sys.executable} {path}"
+
+
+async def call(session: McpSession, name: str, **arguments: object) -> str:
+    called = ToolCall(id="c", name=name, arguments=json.dumps(arguments))
+    step = await session.step("", truncated=False, calls=[called])
+    return str(step.messages[0]["content"])
+
+
+async def opened(env: McpEnv) -> McpSession:
+    session = env(TASK)
+    await session.reset()
+    return session
+
+
+def test_a_command_serves_all_episodes_until_it_dies_and_another_one_after(server: str):
+    made = build_environment(f'mcp:{server},timeout_s=60,tools=["add","count","die"],env={{"EXTRA": "x"}}')
+    env = pickle.loads(pickle.dumps(made))
+
+    async def check() -> None:
+        session = env(TASK)
+        shown = await session.reset()
+        add = shown.tools[0]["function"]
+        assert (add["name"], add["description"]) == ("add", "Add two numbers.")
+        assert add["parameters"]["required"] == ["a", "b"]
+        assert [tool["function"]["name"] for tool in shown.tools] == ["add", "count", "die"]
+        assert await call(session, "add", a=2, b=3) == "5"
+        assert (await call(session, "add", a="x")).lower().startswith("error")
+        assert "there is no tool 'wait'" in await call(session, "wait")
+        first = (await call(session, "count")).split()
+        second = await opened(env)
+        assert (await call(second, "count")).split() == ["2", *first[1:]]
+        assert first[2:] == ["x", "None"], "it gets no other variables"
+        with pytest.raises(ReplicaError, match="ended in a call of die"):
+            await call(second, "die")
+        third = await opened(env)
+        again = (await call(third, "count")).split()
+        assert (again[0], again[1] != first[1]) == ("1", True)
+        assert (await third.step("It is 5.", truncated=False, calls=())).done
+        await third.close()  # the server is for the next episode
+        assert psutil.pid_exists(int(again[1]))
+
+    asyncio.run(check())
+
+
+def test_an_episode_may_have_a_server_of_its_own_and_late_calls_are_told(server: str):
+    env = McpEnv(server, per="session", timeout_s=1.0)
+
+    async def check() -> None:
+        one, two = await asyncio.gather(opened(env), opened(env))
+        assert await call(one, "wait") == "error: wait took longer than 1 s"
+        pids = []
+        for session in (one, two):
+            env_of = McpEnv(server, per="session")  # the time of a first call varies
+            assert env_of.per == "session"
+            pid = int((await session._connection.call("count", {}, 60.0)).split()[1])  # type: ignore[union-attr]
+            pids.append(pid)
+            await session.close()
+            assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        assert pids[0] != pids[1]
+
+    asyncio.run(check())
+
+
+def test_a_server_over_http_is_waited_for_and_may_come_back(server: str):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = McpEnv(f"http://127.0.0.1:{port}/mcp", timeout_s=60)
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*server.split(), str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    async def check() -> None:
+        process = start()
+        try:
+            session = await opened(env)
+            assert await call(session, "add", a=2, b=3) == "5"
+            process.kill()
+            process.wait()
+            with pytest.raises(ReplicaError):
+                await call(session, "add", a=2, b=3)
+            process = start()
+            assert await call(await opened(env), "add", a=2, b=3) == "5"
+        finally:
+            process.kill()
+            process.wait()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mcp:/nowhere/server", "does not start: "),
+        ("mcp:http://127.0.0.1:1/mcp,start_s=1", "not ready in 1 s"),
+        ('mcp:SERVER,tools=["nope"]', "has no tool nope"),
+    ],
+)
+def test_a_server_that_does_not_start_says_so(server: str, text: str, message: str):
+    env = build_environment(text.replace("SERVER", server))
+    with pytest.raises(ForgeError, match=message):
+        asyncio.run(opened(env))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["mcp", "mcp:,max_turns=3", "mcp:x,per=run", "mcp:x,max_turns=0", "mcp:x,nonsense=1"])
+def test_a_wrong_flag_is_refused(text: str):
+    with pytest.raises(ConfigError):
+        build_environment(text)
+
+
+def test_a_server_dies_with_the_process_that_started_it(server: str, tmp_path: Path):
+    code = f"""
+import asyncio, os, signal
+from forge_rl.envs.mcp import McpEnv
+from forge_rl.types import Task
+async def main():
+    session = McpEnv({server!r})(Task(id="1", source="s", messages=({{"role": "user", "content": "Hi"}},)))
+    await session.reset()
+    print((await session._connection.call("count", {{}}, 60.0)).split()[1], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    pid = int(done.stdout)
+    with pytest.raises(psutil.NoSuchProcess):  # noqa: PT012
+        psutil.Process(pid).wait(30)
+        psutil.Process(pid)

@@ -1,0 +1,271 @@
+"""Worlds behind OpenEnv's protocol: faults staged by a peer, ours on both sides, and the real package on one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+import websockets
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.datastructures import Headers
+from websockets.http11 import Request, Response
+
+from apps.openenv_serve import Config, World, app_of
+from forge_rl.envs.config import build_environment
+from forge_rl.envs.interpreter import interpreter
+from forge_rl.envs.openenv import OpenEnvFactory
+from forge_rl.envs.protocol import Step
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.types import Task, ToolCall
+
+PEERS = Path(__file__).parent / "peers"
+TASK = Task(id="1", source="s", messages=({"role": "user", "content": "Echo it."},), truth={"seed": 7})
+TEXT = {"properties": {"metadata": {"type": "object"}, "code": {"type": "string"}}, "required": ["code"]}
+MOVE = {"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]}
+TOOLS = {"properties": {"type": {}, "tool_name": {"type": "string"}, "arguments": {}}, "required": ["tool_name"]}
+
+
+@dataclass
+class Peer:
+    """A server whose answers are given: by message type, or for its first connections that it is full."""
+
+    action: dict[str, Any]
+    answers: list[dict[str, Any]]
+    full: int = 0
+    """Number of connections that it refuses at first."""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    async def talk(self, connection: ServerConnection) -> None:
+        if self.full:
+            self.full -= 1
+            await connection.send(
+                json.dumps({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}})
+            )
+            return
+        async for text in connection:
+            self.asked.append(json.loads(text))
+            answer = self.answers.pop(0)
+            if answer.get("type") == "gone":
+                return
+            await connection.send(json.dumps({"type": "observation", **answer}))
+
+    def schema(self, connection: ServerConnection, request: Request) -> Response | None:
+        if request.path != "/schema":
+            return None
+        return Response(200, "OK", Headers(), json.dumps({"action": self.action}).encode())
+
+
+@asynccontextmanager
+async def running(peer: Peer) -> AsyncIterator[Peer]:
+    async with serve(peer.talk, "127.0.0.1", 0, process_request=peer.schema) as server:
+        peer.url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield peer
+
+
+def seen(done: bool = False, reward: float | None = None, **observation: object) -> dict[str, Any]:
+    return {"data": {"observation": observation, "reward": reward, "done": done}}
+
+
+def called(name: str, arguments: str) -> list[ToolCall]:
+    return [ToolCall(id="c", name=name, arguments=arguments)]
+
+
+def test_a_completion_is_the_one_text_of_an_action_and_rewards_are_those_of_each_turn():
+    async def check() -> None:
+        answers = [seen(text="Begin."), seen(text="more", reward=0.5), seen(done=True, reward=1, text="end")]
+        async with running(Peer(TEXT, answers, full=2)) as peer:
+            session = OpenEnvFactory(peer.url, connect_s=30)(TASK)
+            shown = await session.reset()
+            assert [message["content"] for message in shown.messages] == ["Echo it.\n\nBegin."]
+            step = await session.step("print(1)", truncated=False, calls=())
+            assert (step.done, step.reward, step.messages[0]["content"]) == (False, 0.5, "more")
+            last = await session.step("print(2)", truncated=False, calls=())
+            assert (last.done, last.reward, last.messages) == (True, 1.0, ())
+            await session.close()
+        assert peer.asked == [
+            {"type": "reset", "data": {"seed": 7}},
+            {"type": "step", "data": {"code": "print(1)"}},
+            {"type": "step", "data": {"code": "print(2)"}},
+        ]
+
+    asyncio.run(check())
+
+
+def test_an_action_of_several_fields_is_json_and_what_does_not_fit_is_told():
+    refused = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "Invalid", "errors": ["y is missing"]}}
+
+    async def check() -> None:
+        async with running(Peer(MOVE, [seen(board="...", turn=1), refused, seen(board="x..", turn=2)])) as peer:
+            session = OpenEnvFactory(peer.url, max_turns=4)(Task(id="1", source="s", messages=()))
+            shown = await session.reset()
+            assert shown.messages[-1]["content"] == '{"board": "...", "turn": 1}'
+            told: list[Step] = []
+            for text in ("left", '{"x": 1}', 'I go {"x": 1, "y": 2}.', "{x}"):
+                told.append(await session.step(text, truncated=False, calls=()))
+            assert [str(step.messages[0]["content"]) if step.messages else "" for step in told] == [
+                "error: write the action as a JSON object",
+                "error: Invalid: ['y is missing']",
+                '{"board": "x..", "turn": 2}',
+                "",
+            ]
+            assert [step.done for step in told] == [False, False, False, True]
+            await session.close()
+
+    asyncio.run(check())
+
+
+def test_tools_of_the_server_are_the_models_and_a_completion_without_a_call_ends_the_episode():
+    listed = seen(tools=[{"name": "echo", "description": "Echo.", "input_schema": {"type": "object"}}])
+    result = {"content": [{"type": "text", "text": "Hi"}], "data": "Hi"}
+    error = seen(tool_name="nope", error={"error_type": "tool_not_found", "message": "Unknown tool"})
+
+    async def check() -> None:
+        async with running(Peer(TOOLS, [seen(), listed, seen(tool_name="echo", result=result), error])) as peer:
+            session = OpenEnvFactory(peer.url)(TASK)
+            shown = await session.reset()
+            assert [tool["function"]["name"] for tool in shown.tools] == ["echo"]
+            texts = [
+                (await session.step("", truncated=False, calls=called(*one))).messages[0]["content"]
+                for one in (("echo", '{"message": "Hi"}'), ("nope", "{}"), ("echo", "{"), ("echo", "[]"))
+            ]
+            assert texts[:2] == ["Hi", "error: Unknown tool"]
+            assert all(str(text).startswith("error: ") for text in texts[2:])
+            assert (await session.step("Hi", truncated=False, calls=())).done
+            await session.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_server_that_goes_away_in_an_episode_is_infrastructure(late: bool):
+    async def check() -> None:
+        async with running(Peer(TEXT, [seen(text="Begin."), {"type": "gone"}])) as peer:
+            session = OpenEnvFactory(peer.url, deadline_s=0.2 if late else 60)(TASK)
+            await session.reset()
+            if late:
+                peer.answers[:] = []
+                session._socket.recv = asyncio.Event().wait
+            with pytest.raises(ReplicaError, match="no answer" if late else "connection ended in `step`"):
+                await session.step("x", truncated=False, calls=())
+            await session.close()
+
+    asyncio.run(check())
+
+
+def test_a_server_that_is_full_not_there_or_no_such_server_is_told():
+    async def check() -> None:
+        async with running(Peer(TEXT, [], full=99)) as peer:
+            with pytest.raises(ForgeError, match="full"):
+                await OpenEnvFactory(peer.url, connect_s=0.5)(TASK).reset()
+        with pytest.raises(ForgeError, match="tells no schema of actions: ConnectError"):
+            await OpenEnvFactory("ws://127.0.0.1:1", connect_s=0.1)(TASK).reset()
+
+    asyncio.run(check())
+    for text in ("openenv:localhost", "openenv", "openenv:ws://x,max_turns=0"):
+        with pytest.raises(ConfigError):
+            build_environment(text)
+
+
+@asynccontextmanager
+async def serving(**config: Any) -> AsyncIterator[str]:
+    world = World(Config(**config))
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app_of(world), log_level="warning", lifespan="off"))
+    running = asyncio.ensure_future(server.serve(sockets=[listening]))
+    try:
+        yield f"ws://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await running
+
+
+def test_a_world_of_ours_is_played_over_the_protocol_many_sessions_at_a_time():
+    async def play(url: str, seed: int) -> tuple[str, float | None, bool]:
+        session = OpenEnvFactory(url, connect_s=30)(Task(id="1", source="s", messages=(), truth={"seed": seed}))
+        shown = await session.reset()
+        step = await session.step("5", truncated=False, calls=())
+        await session.close()
+        return str(shown.messages[-1]["content"]), step.reward, step.done
+
+    async def check() -> None:
+        tasks = ("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1",)
+        async with serving(env="tools", tasks=tasks, max_sessions=2) as url:
+            played = await asyncio.gather(*(play(url, seed) for seed in (1, 2, 3, 1)))
+            assert played[0] == played[3]
+            assert len({text for text, _, _ in played}) > 1
+            assert all(done and reward is not None for _, reward, done in played)
+            with pytest.raises(websockets.InvalidStatus):  # a web page of the user's browser
+                await websockets.connect(f"{url}/ws", origin="https://evil.example", proxy=None)  # type: ignore[arg-type]
+
+    asyncio.run(check())
+
+
+@pytest.fixture(scope="session")
+def openenv_python() -> str:
+    """An interpreter with the package: $FORGE_RL_OPENENV_PYTHON, or one that uv makes."""
+    if python := os.environ.get("FORGE_RL_OPENENV_PYTHON"):
+        return python
+    try:
+        return str(interpreter(["openenv>=0.10,<0.11"]))
+    except ConfigError as error:
+        pytest.skip(f"no interpreter with openenv can be made: {error.message.splitlines()[-1]}")
+
+
+@contextmanager
+def process(*command: str) -> Iterator[str]:
+    """Run a server on a free port, PORT in its command."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    started = subprocess.Popen([word.replace("PORT", port) for word in command], cwd=PEERS.parent.parent)
+    try:
+        yield f"ws://127.0.0.1:{port}"
+    finally:
+        started.kill()
+        started.wait()
+
+
+@pytest.mark.long
+def test_an_echo_world_of_the_real_package_is_played(openenv_python: str, nothing_left: None):
+    async def play(url: str, number: int) -> object:
+        session = OpenEnvFactory(url, connect_s=120)(TASK)
+        await session.reset()
+        step = await session.step("", truncated=False, calls=called("echo_message", f'{{"message": "{number}"}}'))
+        await session.close()
+        return step.messages[0]["content"]
+
+    async def check(url: str) -> None:
+        assert await asyncio.gather(*(play(url, number) for number in range(12))) == [str(each) for each in range(12)]
+
+    with process(openenv_python, "-E", str(PEERS / "openenv_echo.py"), "PORT") as url:
+        asyncio.run(check(url))
+
+
+@pytest.mark.long
+def test_the_real_packages_client_plays_a_world_of_ours(openenv_python: str, nothing_left: None):
+    serve_tools = (sys.executable, "-m", "apps.openenv_serve", "tools", "--tasks", "chain_sum", "--port", "PORT")
+    with process(*serve_tools) as url:
+        asyncio.run(OpenEnvFactory(url, connect_s=120)(TASK).reset())  # it has started
+        command = [openenv_python, "-E", str(PEERS / "openenv_client.py"), url]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout)
+    assert told.pop("question").endswith("Answer with a number.")
+    assert "the episode is over" in told.pop("refused")
+    assert told == {
+        "same": True,
+        "tools": ["calculator"],
+        "called": ["42", False],
+        "last": [0.0, True],
+        "steps": 2,
+    }

@@ -1,0 +1,59 @@
+"""Training in a user's own world: one flag, a file of a few lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command, metrics, tiny_run
+
+WORLD = """
+from forge_rl.envs.protocol import Observation, Step
+
+class World:
+    def __init__(self, task, turns=2):
+        self.task, self.turns = task, turns
+
+    async def reset(self):
+        return Observation(messages=self.task.messages)
+
+    async def step(self, completion, *, truncated):
+        self.turns -= 1
+        vowels = sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
+        if not self.turns:
+            return Step(done=True, reward=vowels, parts={"cut": truncated})
+        return Step(done=False, reward=vowels, messages=({"role": "user", "content": "More vowels."},))
+"""
+
+
+@pytest.mark.long
+def test_a_run_in_a_users_world_trains_its_turns_and_an_edited_world_is_another_run(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    path, out = tmp_path / "mine.py", tmp_path / "run"
+    path.write_text(WORLD)
+    flags = ("--env", f"{path}:World,turns=3", "--steps", "2", "--evaluation.every", "2", "--checkpoint-every", "1")
+    command = tiny_run(commands, tiny_model, out, *flags)
+    assert command.end(400) == 0, command.output
+    episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    assert {episode["turns"] for episode in episodes if episode["step"]} == {3}
+    rows = metrics(out)
+    assert all(0 < row["reward"] < 3 for row in rows if "reward" in row)
+    assert any("cut" in name for row in rows for name in row), rows[-1]
+
+    path.write_text(WORLD.replace("aeiou", "aeiouy"))
+    again = tiny_run(commands, tiny_model, out, *flags, "--steps", "3")
+    assert again.end(400) == 1
+    assert "mine.py was edited" in again.output
+
+
+@pytest.mark.long
+def test_a_run_of_a_game_needs_no_tasks(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ("--env", "game:highest=9,max_turns=2", "--steps", "1", "--checkpoint-every", "0")
+    command = tiny_run(commands, tiny_model, out, *flags, "--evaluation.every", "1")
+    assert command.end(400) == 0, command.output
+    episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    assert {episode["source"] for episode in episodes} == {"game"}

@@ -1,0 +1,202 @@
+"""Reward models: a tiny random classifier, alone and in replicas of its own beside other rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ModelError
+from forge_rl.rewards.composition import WeightedSum
+from forge_rl.rewards.protocol import RewardFunction
+from forge_rl.rewards.reward_model import RewardModel
+from forge_rl.services.reward import Reward
+from forge_rl.types import Episode, Task
+from tests.fake_actors import cluster
+from tests.fake_envs import length, negative, task_of
+
+TASK = Task(id="t", source="s", messages=({"role": "user", "content": "What is 2 + 3?"},))
+ANSWERS = ("5", "I think that it is five, but I am not sure at all.", "no", "It is 5.")
+
+
+def make_classifier(folder: Path, tokenizer_from: Path, *, labels: int = 1) -> Path:
+    """A random Llama of 3 M parameters that classifies."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=2,
+        num_labels=labels,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer_from / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_classifier(tmp_path_factory.mktemp("classifier") / "model", tiny_model)
+
+
+def episode_of(text: str, task: Task = TASK) -> Episode:
+    return Episode(task=task, turns=(), reward=0.0, output=text)
+
+
+def scores_of(model: RewardModel, *answers: str) -> list[float]:
+    async def main() -> list[float]:
+        return [score.total for score in await asyncio.gather(*(model(TASK, episode_of(each)) for each in answers))]
+
+    return asyncio.run(main())
+
+
+def expected(folder: Path, text: str) -> list[float]:
+    """The logits that transformers gives by itself."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [*TASK.messages, {"role": "assistant", "content": text}]
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        return AutoModelForSequenceClassification.from_pretrained(folder)(ids).logits[0].tolist()
+
+
+def test_scores_are_the_models_logits_however_they_are_batched(classifier: Path):
+    truth = [expected(classifier, each)[0] for each in ANSWERS]
+    assert len(set(truth)) == len(ANSWERS)
+    for batch in (1, 3, 16):
+        assert scores_of(RewardModel(path=classifier, batch=batch), *ANSWERS) == pytest.approx(truth, abs=1e-5)
+    squeezed = scores_of(RewardModel(path=classifier, sigmoid=True, dtype="bfloat16"), "5")
+    assert squeezed == pytest.approx([1 / (1 + 2.718281828 ** -truth[0])], abs=1e-2)
+
+
+def test_without_a_padding_token_scores_are_the_same(classifier: Path, tmp_path: Path):
+    folder = shutil.copytree(classifier, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    truth = [expected(classifier, each)[0] for each in ANSWERS]
+    assert scores_of(RewardModel(path=folder), *ANSWERS) == pytest.approx(truth, abs=1e-5)
+
+
+def test_of_several_labels_the_last_ones_probability_counts(tiny_model: Path, tmp_path: Path):
+    import torch
+
+    folder = make_classifier(tmp_path / "model", tiny_model, labels=3)
+    truth = torch.tensor(expected(folder, "5")).softmax(-1)[-1].item()
+    assert scores_of(RewardModel(path=folder), "5") == pytest.approx([truth], abs=1e-5)
+
+
+def test_a_folder_that_cannot_score_is_refused_with_its_reason(classifier: Path, tiny_model: Path, tmp_path: Path):
+    causal = shutil.copytree(tiny_model, tmp_path / "causal")
+    config = json.loads((causal / "config.json").read_text())
+    (causal / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    bare = shutil.copytree(classifier, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    empty = shutil.copytree(classifier, tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    for folder, text in (
+        (causal, "lacks weights: score.weight"),
+        (bare, "no chat template"),
+        (empty, "cannot be loaded"),
+    ):
+        with pytest.raises(ModelError, match=text):
+            RewardModel(path=folder).load()
+
+
+def pid(task: Task, episode: Episode) -> float:
+    return float(os.getpid())
+
+
+class Apart:
+    """A reward with replicas of its own, that says in which process it is and how often it was loaded there."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.loads = 0
+
+    def load(self, folder: Path | None) -> None:
+        self.loads += 1
+
+    def __call__(self, task: Task, episode: Episode) -> float:
+        return float(os.getpid()) + self.loads / 10
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Apart) and other.replicas == self.replicas
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_part_with_replicas_of_its_own_is_scored_there_and_the_others_beside_it(classifier: Path, tmp_path: Path):
+    episodes = [episode_of(text, task_of()) for text in ("four", "a longer answer")]
+
+    async def main() -> None:
+        model = RewardModel(path=classifier)
+        parts: dict[str, tuple[RewardFunction, float]] = {
+            "apart": (Apart(1), 0.0), "length": (length, 1.0), "pid": (pid, 0.0), "model": (model, 0.0)
+        }  # fmt: skip
+        async with cluster(tmp_path) as (made, faults):
+            start = Reward.start(Reward.Config(), made, faults, function=WeightedSum(parts), deadline_s=120.0)
+            service = await start
+            try:
+                assert service.form == "episode"
+                first, second = await service.score(episodes)
+                assert (first.total, second.total) == (4.0, 15.0)
+                assert list(first.parts) == list(parts)
+                assert first.parts["model"] != second.parts["model"]
+                process, loads = divmod(first.parts["apart"], 1)
+                assert loads == pytest.approx(0.1)
+                assert process != first.parts["pid"]
+                # It comes back, loaded.
+                os.kill(int(process), signal.SIGKILL)
+                [again] = await service.score(episodes[:1])
+                assert again.parts["apart"] % 1 == pytest.approx(0.1)
+                assert int(again.parts["apart"]) not in (int(process), int(again.parts["pid"]))
+                # A new sum that has it too keeps its process, and ends those of what it has not.
+                await service.replace(WeightedSum({"apart": (Apart(1), 1.0), "length": (negative, 0.0)}))
+                [kept] = await service.score(episodes[:1])
+                assert kept.parts == {"apart": again.parts["apart"], "length": -1.0}
+                await service.replace(length)
+                assert [score.total for score in await service.score(episodes)] == [4.0, 15.0]
+                assert [fault.service for fault in faults.seen] == ["reward-apart"]
+            finally:
+                faults.closing = True
+                await service.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_what_is_scored_while_the_reward_is_replaced_has_the_old_score_or_the_new_one(tmp_path: Path):
+    async def main() -> None:
+        old = WeightedSum({"length": (length, 1.0), "again": (length, 0.0)})
+        async with cluster(tmp_path) as (made, faults):
+            config = Reward.Config(replicas=2)
+            service = await Reward.start(config, made, faults, function=old, deadline_s=120.0)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    scored = [group.create_task(service.score([episode_of("four", task_of())])) for _ in range(20)]
+                    replacing = group.create_task(service.replace(negative))
+                    while not replacing.done():
+                        [score] = await service.score([episode_of("four", task_of())])
+                        assert score.total in (4.0, -1.0)
+                assert {each.result()[0].total for each in scored} == {4.0}
+                assert (await service.score([episode_of("four", task_of())]))[0].total == -1.0
+            finally:
+                faults.closing = True
+                await service.stop()
+
+    asyncio.run(main())

@@ -1,0 +1,60 @@
+"""Code of a user's own: found by a flag's text, run anew when it changes, sent with its code, refused in one line."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.user_code import load, names_code
+
+
+def test_a_files_function_is_found_with_what_it_imports_and_found_anew_when_it_changes(tmp_path: Path):
+    (tmp_path / "beside_it.py").write_text("WORTH = 2.0")
+    file = tmp_path / "mine.py"
+    file.write_text("from beside_it import WORTH\n\nclass A:\n    def score(task, text): return WORTH\n")
+    score = load(f"{file}:A.score", "--reward")
+    assert score(None, "") == 2.0  # type: ignore[operator]
+    assert load(f"{file}:A.score", "--reward") is score
+    file.write_text("class A:\n    def score(task, text): return 5.0\n")
+    assert load(f"{file}:A.score", "--reward")(None, "") == 5.0  # type: ignore[operator]
+    assert load("math:sqrt", "--reward")(9.0) == 3.0  # type: ignore[operator]
+
+
+def test_a_files_function_reaches_a_process_that_does_not_know_the_file(tmp_path: Path):
+    import cloudpickle
+
+    file = tmp_path / "mine.py"
+    file.write_text("WORTH = 2.0\n\ndef score(task, text): return WORTH * len(text)\n")
+    sent = cloudpickle.dumps(load(f"{file}:score", "--reward"))
+    file.unlink()
+    command = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())(None, 'abc'))"
+    done = subprocess.run([sys.executable, "-c", command], input=sent, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == "6.0"
+    assert pickle.loads(sent)(None, "a") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "message"),
+    [
+        ("", "absent.py:score", "--reward absent.py: No such file"),
+        ("", "mine.py", "--reward mine.py: no name"),
+        ("def scored(): ...", "mine.py:score", "mine.py has no score\n  hint: it defines scored"),
+        ("def score(:", "mine.py:score", r"mine.py cannot be imported: SyntaxError: .* \(.*mine.py:1\)"),
+        ("x = 1\n1 / 0", "mine.py:score", r"ZeroDivisionError: division by zero \(.*mine.py:2\)"),
+        ("import absent_module", "mine.py:score", "No module named 'absent_module'"),
+        ("", "absent_module:score", "there is no module absent_module"),
+        ("", "json.absent:score", "there is no module json.absent"),
+    ],
+)
+def test_what_cannot_be_found_is_said_in_one_line(source: str, text: str, message: str, users_folder: Path):
+    (users_folder / "mine.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        load(text, "--reward")
+
+
+def test_texts_that_name_code_are_told_from_other_names():
+    assert all(map(names_code, ("mine.py:score", "a.b:C", "/x/y.py:A.score")))
+    assert not any(map(names_code, ("math", "regex:pattern=a:b", "judge:", ":x")))
