@@ -169,7 +169,7 @@ def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def run_ranks(function: Callable[..., object], ranks: int, *args: object) -> list[Any]:
+def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadline_s: float = 120) -> list[Any]:
     """Run `function(rank, *args)` in so many processes that share a process group; what each returns, by rank."""
     # The server imports once what takes ten seconds in each process, and no thread of torch has run there.
     context = multiprocessing.get_context("forkserver")
@@ -184,7 +184,7 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object) -> lis
     try:
         for process in processes:
             process.start()
-        found = dict(results.get(timeout=120) for _ in processes)
+        found = dict(results.get(timeout=deadline_s) for _ in processes)
         for rank in range(ranks):
             if isinstance(found[rank], str):
                 raise AssertionError(f"rank {rank} failed:\n{found[rank]}")

@@ -44,7 +44,7 @@ def engine_of(folder: Path, **settings: Any) -> TitanEngine:
 
 
 def step(engine: TitanEngine, seed: int, ranks: int = 1) -> dict[str, Value]:
-    laid = packed(random_batch(seed, vocab=43, groups=3), ranks=ranks, row_tokens=32)
+    laid = packed(random_batch(seed, vocab=43, groups=3), shares=ranks, row_tokens=32)
     return train_batch(engine, laid, LOSS, total_updates=4)
 
 

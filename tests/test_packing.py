@@ -193,7 +193,7 @@ def test_a_group_is_uniform_by_its_advantages_not_by_its_rewards():
 def test_minibatches_are_of_whole_groups_and_count_those_left_out():
     groups = [simple([[20 + p] * (p + 1), [30]], [10, 11, p]) for p in range(5)]
     groups[2] = [(1.0, turns) for _, turns in groups[2]]
-    result = packed(batch_of(*groups), Layout(minibatches=3, ranks=2), drop_uniform=True)
+    result = packed(batch_of(*groups), Layout(minibatches=3, shares=2), drop_uniform=True)
     assert [minibatch.tokens for minibatch in result.minibatches] == [2 + 5, 3 + 6, 4]
     assert [minibatch.sequences for minibatch in result.minibatches] == [4, 4, 2]
     found = [{e // 2 for row in part.rows for e in row.episodes[row.mask].tolist()} for part in result.minibatches]
@@ -217,7 +217,7 @@ def test_the_length_of_an_episode_counts_all_its_segments_and_turns_keep_their_i
 
 def test_nothing_to_learn_gives_no_rows():
     uniform = [(1.0, [turn([10, 11], [20])])] * 2
-    result = packed(batch_of(uniform, version=9), Layout(ranks=4), drop_uniform=True)
+    result = packed(batch_of(uniform, version=9), Layout(shares=4), drop_uniform=True)
     assert (result.rows, result.trained_tokens, result.sequence_tokens, result.version) == ((), 0, 0, 9)
     assert unpack(result, []) == {}
 
@@ -254,6 +254,18 @@ def test_a_segment_longer_than_a_row_is_refused_with_the_flag_and_what_is_needed
     assert "10 tokens" in error.value.message
     assert "row_tokens is 8" in error.value.message
     assert "--trainer.row-tokens to at least 12" in error.value.hint
+    assert "--trainer.context-parallel to at least 2" in error.value.hint
+
+
+def test_a_row_that_devices_split_holds_what_is_longer_than_the_part_of_one():
+    batch = batch_of(simple([[20] * 8, [30]], [10, 11, 12]))
+    result = packed(batch, Layout(row_tokens=8, context_parallel=2, pad_multiple=4))
+    assert [len(row) for row in result.rows] == [16], "each part is padded to a multiple of 4"
+    with pytest.raises(ConfigError) as error:
+        packed(batch, Layout(row_tokens=4, context_parallel=2, pad_multiple=4))
+    assert "row_tokens is 4 on each of 2 devices" in error.value.message
+    assert "--trainer.row-tokens to at least 8" in error.value.hint
+    assert "--trainer.context-parallel to at least 3" in error.value.hint
 
 
 def test_a_segment_that_just_fits_is_packed():
@@ -262,12 +274,12 @@ def test_a_segment_that_just_fits_is_packed():
 
 
 def test_rows_are_shared_out_evenly_by_splitting_trees():
-    result = packed(batch_of(simple([[20] * 10] * 8, [10, 11])), Layout(ranks=4))
+    result = packed(batch_of(simple([[20] * 10] * 8, [10, 11])), Layout(shares=4))
     assert [len(row) for row in result.rows] == [21] * 4
 
 
 def test_ranks_without_work_get_a_row_of_padding():
-    result = packed(batch_of(simple([[20] * 3, [30] * 3], [10, 11])), Layout(ranks=4, pad_multiple=2))
+    result = packed(batch_of(simple([[20] * 3, [30] * 3], [10, 11])), Layout(shares=4, pad_multiple=2))
     assert sorted(len(row) for row in result.rows) == [2, 2, 4, 4]
     empty = [row for row in result.rows if not row.mask.any()]
     assert len(empty) == 2
@@ -277,14 +289,14 @@ def test_ranks_without_work_get_a_row_of_padding():
 
 def test_ranks_run_rows_of_about_equal_length_side_by_side():
     groups = [simple([[20] * (5 + 7 * p), [30] * (9 + 5 * p)], [10] * 9) for p in range(12)]
-    result = packed(batch_of(*groups), Layout(ranks=2, row_tokens=180))
+    result = packed(batch_of(*groups), Layout(shares=2, row_tokens=180))
     loads = [sum(len(row) for row in result.rows[rank::2]) for rank in range(2)]
     assert max(loads) <= 1.1 * min(loads)
 
 
 def test_packing_twice_gives_the_same_rows():
     batch = batch_of(*[simple([[20] * (1 + (p * g) % 5) for g in range(4)], [10, 11, p]) for p in range(5)])
-    first, second = (packed(batch, Layout(ranks=2, row_tokens=32)) for _ in range(2))
+    first, second = (packed(batch, Layout(shares=2, row_tokens=32)) for _ in range(2))
     assert len(first.rows) == len(second.rows)
     for a, b in zip(first.rows, second.rows, strict=True):
         assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in Row.__dataclass_fields__)
@@ -294,7 +306,7 @@ def test_unpack_returns_each_episode_in_token_order():
     prompt = [10, 11, 12]
     turns = [turn(prompt, [20, 21]), turn([10, 13, 13, 13, 13], [22, 23, 24])]
     batch = batch_of([(0.0, turns), (1.0, [turn(prompt, [30])])], simple([[40, 41], [50]], prompt))
-    result = packed(batch, Layout(ranks=3, row_tokens=16))
+    result = packed(batch, Layout(shares=3, row_tokens=16))
     back = unpack(result, [row.targets for row in result.rows])
     assert {e: values.tolist() for e, values in back.items()} == {
         0: [20, 21, 22, 23, 24],
@@ -309,9 +321,11 @@ def test_advantages_of_another_batch_are_refused():
         pack(batch_of(simple([[20], [30]], [10, 11])), torch.zeros(2, 3), Layout())
 
 
-@pytest.mark.parametrize("field", ["ranks", "row_tokens", "pad_multiple"])
-def test_a_layout_of_nothing_is_refused_with_its_flag(field):
-    with pytest.raises(ConfigError, match="--trainer." + field.replace("_", "-")):
+@pytest.mark.parametrize(
+    ("field", "flag"), [("shares", "ranks"), *((n, n) for n in ("row_tokens", "context_parallel", "pad_multiple"))]
+)
+def test_a_layout_of_nothing_is_refused_with_its_flag(field: str, flag: str):
+    with pytest.raises(ConfigError, match="--trainer." + flag.replace("_", "-")):
         Layout(**{field: 0})
 
 
@@ -346,8 +360,9 @@ _BLANK = {"behaviour": 0, "advantages": 0, "versions": -1, "episodes": -1, "segm
 
 layouts = st.builds(
     Layout,
-    ranks=st.integers(1, 4),
+    shares=st.integers(1, 4),
     row_tokens=st.sampled_from([48, 64, 256]),
+    context_parallel=st.integers(1, 3),
     pad_multiple=st.sampled_from([1, 4, 16]),
     share_prefixes=st.booleans(),
 )
@@ -381,7 +396,7 @@ def test_each_trained_token_is_a_target_once_and_sees_exactly_what_came_before_i
             found[(row.episodes[t].item(), row.segments[t].item(), context, *about)] += 1
     assert found == expected
     assert result.trained_tokens == found.total()
-    assert len(result.rows) % layout.ranks == 0
+    assert len(result.rows) % layout.shares == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -389,8 +404,8 @@ def test_each_trained_token_is_a_target_once_and_sees_exactly_what_came_before_i
 def test_rows_keep_to_their_layout_and_padding_is_inert(batch, layout):
     result = pack(batch, centered(batch), layout, drop_uniform=False)
     lengths = [len(row) for row in result.rows]
-    assert max(lengths) <= layout.row_tokens
-    assert all(length % layout.pad_multiple == 0 for length in lengths)
+    assert max(lengths) <= layout.row_tokens * layout.context_parallel
+    assert all(length % (layout.pad_multiple * layout.context_parallel) == 0 for length in lengths)
     for row in result.rows:
         visible, padding = dense_mask(row), row.trees == -1
         assert visible.diagonal().all()
@@ -471,7 +486,7 @@ def lone_logprobs(model: TinyModel, episode: Episode) -> torch.Tensor:
 def test_a_model_scores_packed_episodes_as_it_scores_each_alone(share_prefixes):
     torch.manual_seed(5)
     model, batch = TinyModel(), two_turn_batch()
-    layout = Layout(ranks=2, row_tokens=64, pad_multiple=8, share_prefixes=share_prefixes)
+    layout = Layout(shares=2, row_tokens=64, pad_multiple=8, share_prefixes=share_prefixes)
     result = packed(batch, layout)
     found = packed_logprobs(model, result, [dense_mask(row) for row in result.rows])
     alone = [lone_logprobs(model, episode) for episode in batch.episodes]

@@ -107,7 +107,7 @@ def test_attention_by_tree_is_attention_under_the_whole_mask(pad_multiple: int):
     (row,) = laid.rows
     masks = attention_mask(row)
     trees = row.trees.tolist()
-    assert [len(mask) for mask in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
+    assert [len(tree.mask) for tree in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
     assert len(masks) >= 3
     generator = torch.Generator().manual_seed(0)
     found, expected = (

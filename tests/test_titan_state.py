@@ -43,7 +43,7 @@ def engine_of(folder: Path, **settings: Any) -> TitanEngine:
 
 def train(engine: TitanEngine, seeds: range, *, ranks: int = 1) -> None:
     for seed in seeds:
-        train_batch(engine, packed(random_batch(seed, vocab=43), ranks=ranks))
+        train_batch(engine, packed(random_batch(seed, vocab=43), shares=ranks))
 
 
 def save(engine: TitanEngine, folder: Path, model: Path) -> None:

@@ -426,7 +426,7 @@ def train_as_rank(
         engine = engine_of(folder, recompute=name == "llama tied", frozen=FROZEN_OF.get(name, ()))
         metrics = []
         for batch, loss, epochs, minibatches in zip(batches(), (LOSS, SEQUENCES), (1, 2), (1, 2), strict=False):
-            laid = packed(batch, ranks=2, row_tokens=32, minibatches=minibatches)
+            laid = packed(batch, shares=2, row_tokens=32, minibatches=minibatches)
             assert len(laid.rows) > 2
             metrics.append(step(engine, laid, loss=loss, epochs=epochs))
         (laid,) = packed(batches()[2], row_tokens=256).minibatches

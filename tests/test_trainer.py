@@ -83,7 +83,7 @@ def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):
             }
             assert all(torch.equal(weights[name], start[name].bfloat16()) for name in start)
             batch = random_batch(0, vocab=43)
-            await trainer.step(packed(batch, ranks=RANKS, row_tokens=256), ClippedSurrogate())
+            await trainer.step(packed(batch, shares=RANKS, row_tokens=256), ClippedSurrogate())
             assert await trainer.publish(store, dtype="bfloat16") == trainer.version == 1
             second, weights = await read(store)
             assert {name for name in start if torch.equal(weights[name], start[name].bfloat16())} == frozen

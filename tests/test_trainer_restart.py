@@ -104,7 +104,7 @@ async def open_trainer(folder: Path, *, ranks: int = 2, **config: int) -> AsyncI
 
 
 async def step(trainer: Trainer, seed: int, loss: Loss | None = None) -> float:
-    batch = packed(random_batch(seed, vocab=43), ranks=trainer.config.ranks)
+    batch = packed(random_batch(seed, vocab=43), shares=trainer.config.ranks)
     return (await trainer.step(batch, loss or ClippedSurrogate()))["loss"]
 
 

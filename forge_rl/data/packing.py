@@ -22,27 +22,35 @@ from forge_rl.types import Advantages, Batch, Episode, Segment
 class Layout:
     """Shape of the rows that the trainer needs."""
 
-    ranks: int = 1
-    """Number of data-parallel ranks; the number of rows is a multiple of it."""
+    shares: int = 1
+    """Number of data-parallel shares, each trained by a rank or by some that split its rows or the model; the number of
+    rows is a multiple of it."""
     row_tokens: int = 2048
-    """Maximum tokens of a row, padding included."""
+    """Maximum tokens of a row that one device holds, padding included."""
+    context_parallel: int = 1
+    """Number of devices that split a row, whose maximum length is so many times row_tokens."""
     pad_multiple: int = 1
-    """A row's length is rounded up to a multiple of this: 128 where FlexAttention's blocks need it."""
+    """A device's part of a row is rounded up to a multiple of this: 128 where FlexAttention's blocks need it."""
     minibatches: int = 1
     """Number of parts that a batch is cut into, each for an update of its own. A group is in one part."""
     share_prefixes: bool = True
     """Store and compute a common prefix once. Off, each segment is a tree of its own with one branch."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "row_tokens", "pad_multiple", "minibatches"):
+        for name in ("shares", "row_tokens", "context_parallel", "pad_multiple", "minibatches"):
             if getattr(self, name) < 1:
-                flag = "--trainer." + name.replace("_", "-")
+                flag = "--trainer." + name.replace("_", "-").replace("shares", "ranks")
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
         if self.row_tokens % self.pad_multiple:
             raise ConfigError(
                 f"row_tokens is {self.row_tokens}, not a multiple of {self.pad_multiple}, to which rows are padded",
                 hint=f"set --trainer.row-tokens to {round_up(self.row_tokens, self.pad_multiple)}",
             )
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a row, over the devices that split it."""
+        return self.row_tokens * self.context_parallel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +93,7 @@ class Minibatch:
     """Rows that one update is taken on. It has none where all advantages are 0; there is no update then."""
 
     rows: tuple[Row, ...]
-    """A multiple of Layout.ranks. Rank r trains rows[r::ranks]; rows that run side by side are about equally long."""
+    """A multiple of Layout.shares. Share s trains rows[s::shares]; rows side by side are about equally long."""
     tokens: int
     """Number of trained tokens, those of groups that were left out included."""
     sequences: int
@@ -99,7 +107,7 @@ class Packed:
     minibatches: tuple[Minibatch, ...]
     """Parts for an update each, as many as the layout says."""
     trained_tokens: int
-    """Number of targets with mask True, over all rows and ranks."""
+    """Number of targets with mask True, over all rows."""
     sequence_tokens: int
     """Input tokens of all packed segments, before sharing and padding."""
     unscored_tokens: int
@@ -141,7 +149,7 @@ def dense_mask(row: Row, first: int = 0, end: int | None = None) -> torch.Tensor
 
 
 def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: bool = True) -> Packed:
-    """Lay the segments of a batch into rows with shared prefixes, balanced over ranks. The result is deterministic.
+    """Lay the segments of a batch into rows with shared prefixes, balanced over data-parallel shares; deterministic.
 
         packed = pack(batch, batch_advantages(batch), run.trainer.layout)
 
@@ -187,11 +195,13 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
 
     packed = [branch for part in parts for tree in part.trees for branch in tree.branches]
     needed = max((branch.inputs for branch in packed), default=0)
-    if needed > layout.row_tokens:
+    if needed > layout.longest:
+        on_one = round_up(-(-needed // layout.context_parallel), layout.pad_multiple)
         raise ConfigError(
-            f"an episode needs a row of {needed} tokens and row_tokens is {layout.row_tokens}",
-            hint=f"set --trainer.row-tokens to at least {round_up(needed, layout.pad_multiple)}, "
-            "or let episodes be shorter",
+            f"an episode needs a row of {needed} tokens and row_tokens is {layout.row_tokens}"
+            + (f" on each of {layout.context_parallel} devices" if layout.context_parallel > 1 else ""),
+            hint=f"set --trainer.row-tokens to at least {on_one}, or --trainer.context-parallel to at least "
+            f"{-(-needed // layout.row_tokens)}, which splits each row over so many; or let episodes be shorter",
         )
     return Packed(
         minibatches=tuple(part.minibatch(layout) for part in parts),
@@ -241,9 +251,10 @@ class _Part:
     """Number of trained tokens of each episode, those of groups that are left out included."""
 
     def minibatch(self, layout: Layout) -> Minibatch:
-        rows = assign_rows(self.trees, row_tokens=layout.row_tokens, ranks=layout.ranks)
+        rows = assign_rows(self.trees, row_tokens=layout.longest, shares=layout.shares)
+        multiple = layout.pad_multiple * layout.context_parallel
         return Minibatch(
-            rows=tuple(_row(row, layout.pad_multiple, self.lengths) for row in rows),
+            rows=tuple(_row(row, multiple, self.lengths) for row in rows),
             tokens=sum(self.lengths.values()),
             sequences=len(self.lengths),
         )

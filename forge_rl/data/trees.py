@@ -128,17 +128,17 @@ def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
     return int(differs.argmax()) if differs.any() else size
 
 
-def assign_rows(trees: list[Tree], *, row_tokens: int, ranks: int) -> list[list[Tree]]:
-    """Assign trees to rows: as few as first-fit decreasing finds, rounded up to a multiple of ranks, then balanced.
+def assign_rows(trees: list[Tree], *, row_tokens: int, shares: int) -> list[list[Tree]]:
+    """Assign trees to rows: as few as first-fit decreasing finds, rounded up to a multiple of shares, then balanced.
 
-    Ranks run their rows in lockstep, so a plan costs the sum, over rows side by side, of the longest. Splitting trees
+    Shares run their rows in lockstep, so a plan costs the sum, over rows side by side, of the longest. Splitting trees
     more finely evens the rows out and copies prefixes; of several grains the cheapest plan wins.
     """
     if not trees:
         return []
     pieces = [piece for tree in trees for piece in tree.fit(row_tokens)]
     first = _first_fit(pieces, row_tokens)
-    count = round_up(len(first), ranks)
+    count = round_up(len(first), shares)
     plans: list[list[list[Tree]]] = [first + [[] for _ in range(count - len(first))]]
     fair = max(1.0, sum(tree.size for tree in trees) / count)
     for grain in (0, 1, 2, 4):
@@ -150,12 +150,12 @@ def assign_rows(trees: list[Tree], *, row_tokens: int, ranks: int) -> list[list[
 
     def cost(plan: list[list[Tree]]) -> tuple[int, int]:
         sizes = sorted((row_size(row) for row in plan), reverse=True)
-        return sum(sizes[::ranks]), sum(sizes)
+        return sum(sizes[::shares]), sum(sizes)
 
     best = min(plans, key=cost)
     rows = sorted(best, key=row_size, reverse=True)
-    sides = [rows[i : i + ranks] for i in range(0, count, ranks)]
-    # Every other step runs back to front, so that no rank gets the longer row each time.
+    sides = [rows[i : i + shares] for i in range(0, count, shares)]
+    # Every other step runs back to front, so that no share gets the longer row each time.
     return [row for i, side in enumerate(sides) for row in (side[::-1] if i % 2 else side)]
 
 

@@ -102,13 +102,34 @@ class TrainSettings:
     """Format of forward and backward; weights and optimizer state are float32. auto is bfloat16 on CUDA, float32 on
     CPU."""
     row_tokens: int = 1024
-    """Most tokens of a packed row, which is one microbatch; also the longest sequence that can be trained."""
+    """Most tokens of a packed row that one device holds; a row is one microbatch, and no episode is longer."""
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, a third more work."""
     frozen: tuple[str, ...] = ()
     """Weights that are not trained: patterns of Hugging Face names, such as "model.embed_tokens.*"
     "model.layers.[0-9].*". What is frozen is published once."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    tensor_parallel: int = 1
+    """Ranks that split each matrix: its heads, hidden units and vocabulary; must divide the model's heads and key
+    heads."""
+    context_parallel: int = 1
+    """Ranks that split each row, which then has up to row_tokens times as many tokens: for episodes that are longer
+    than what one device holds."""
+    expert_parallel: int = 1
+    """Ranks that split the experts of a mixture-of-experts model. They are no ranks of their own: those that share
+    weights, rows and matrices also split the experts."""
+    replicate: int = 1
+    """Copies of the policy, each sharded over its own part of the ranks (HSDP), where 1 shards it over all."""
+
+    @property
+    def peers(self) -> int:
+        """Number of ranks that train the same rows together, each its part of the model or of the row."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def longest_row(self) -> int:
+        """Most tokens of a row, over the ranks that split it."""
+        return self.row_tokens * self.context_parallel
 
 
 class TrainEngine(Protocol):
@@ -142,22 +163,25 @@ class TrainEngine(Protocol):
         """Take an update on each minibatch, as often as there are epochs: forward, backward, clip, optimizer step.
 
         Args:
-            minibatches: with this rank's rows, each one microbatch; as many on every rank, and at least one.
+            minibatches: with the rows of this rank's data-parallel share, which are the same on all its peers, each
+                one microbatch; as many in every share, and at least one.
             loss: sums per-token losses.
             temperature: the one that the episodes were sampled at.
             total_updates: updates of the whole run, for the course of the learning rate.
             version: published version that these weights are; None where they were updated since.
 
         Returns:
-            Mergeable metrics of this rank for each update, in order. None for one whose gradient was not finite: it
-            left weights and optimizer as they were, on all ranks, and does not count in `updates`.
+            Mergeable metrics of this share for each update, in order, the same on its peers. None for one whose
+            gradient was not finite: it left weights and optimizer as they were, on all ranks, and does not count in
+            `updates`.
         """
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
-        """Score every masked target under the current weights.
+        """Score every masked target of this share's rows under the current weights.
 
         Returns:
-            A tensor for each row, `[L] float32`: position t scores `row.targets[t]`; 0 where the mask is False.
+            A tensor for each row, the same on its peers, `[L] float32`: position t scores `row.targets[t]`; 0 where the
+            mask is False.
         """
 
     def offload(self) -> int:

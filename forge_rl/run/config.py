@@ -105,9 +105,11 @@ class RunConfig:
                 f"{self.groups_per_batch} groups cannot be cut into {self.trainer.minibatches} minibatches",
                 hint="lower --trainer.minibatches, or raise --groups-per-batch",
             )
-        if self.generator.max_model_tokens > self.trainer.row_tokens:
+        if self.generator.max_model_tokens > self.trainer.longest_row:
+            needed = -(-self.generator.max_model_tokens // self.trainer.row_tokens)
             raise ConfigError(
                 f"episodes can have {self.generator.max_model_tokens} tokens, but a row of the trainer only "
-                f"{self.trainer.row_tokens}",
-                hint="raise --trainer.row-tokens or lower --generator.max-model-tokens",
+                f"{self.trainer.longest_row}",
+                hint=f"raise --trainer.row-tokens, set --trainer.context-parallel to {needed} or more, which splits "
+                "each row over so many ranks, or lower --generator.max-model-tokens",
             )

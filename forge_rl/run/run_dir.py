@@ -33,6 +33,7 @@ _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
     *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
     *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens", "trainer.recompute"),
+    *("trainer.tensor_parallel", "trainer.context_parallel", "trainer.expert_parallel", "trainer.replicate"),
     "trainer.max_skipped_updates",
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
     *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),

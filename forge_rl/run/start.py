@@ -18,6 +18,7 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import check_tasks
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import check_model
 from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
@@ -173,7 +174,8 @@ class Starting(Generic[C]):
                 if not callable(self.environment):
                     await stack.enter_async_context(self.environment.serving(folder / "logs"))
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
-                read_architecture(model)  # a family that cannot be trained is refused before anything starts
+                # A family that cannot be trained, or not in this layout, is refused before anything starts.
+                check_model(config.trainer, config.trainer.ranks, read_architecture(model))
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:
                         self.mixture.restore_sources(saved)  # refuses files that have changed

@@ -1,4 +1,4 @@
-"""Trainer service: one replica whose ranks share the policy (FSDP2), step it, publish it, and checkpoint it."""
+"""Trainer service: one replica whose ranks share the policy, step it, publish it, and checkpoint it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Minibatch, Packed
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import check_model, check_ranks, least_ranks
 from forge_rl.engines.factory import thread_environment
-from forge_rl.engines.platform import device_type, gpus
+from forge_rl.engines.platform import device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
 from forge_rl.metrics import merge_all, reduce
@@ -46,7 +48,8 @@ class Trainer:
         """Settings of the trainer: its processes, its rows, its optimizer."""
 
         ranks: int = 1
-        """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU."""
+        """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU. 1 is raised to what the
+        parallel flags need; beyond that, more ranks shard the policy further and train more rows at a time."""
         minibatches: int = 1
         """Parts that a batch is cut into, each for an update of its own."""
         epochs: int = 1
@@ -67,6 +70,7 @@ class Trainer:
                 self,
                 "--trainer.",
                 least={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
+                | {"tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1, "replicate": 1}
                 | {"port": 0, "max_restarts": 0, "row_tokens": 1},
                 above={"deadline_s": 0},
                 below={"port": 65536},
@@ -76,6 +80,14 @@ class Trainer:
                     f"a row of {self.row_tokens} tokens cannot be packed",
                     hint=f"set --trainer.row-tokens to a multiple of {multiple}",
                 )
+            if self.ranks == 1:
+                object.__setattr__(self, "ranks", least_ranks(self))
+            check_ranks(self, self.ranks)
+
+        @property
+        def shares(self) -> int:
+            """Number of data-parallel shares of a batch: runs of `peers` neighbouring ranks train one each."""
+            return self.ranks // self.peers
 
         @property
         def updates_per_batch(self) -> int:
@@ -143,13 +155,9 @@ class Trainer:
             deadline_s: longest time for the whole start.
 
         Raises:
-            ConfigError: there are fewer GPUs than ranks.
+            ConfigError: the layout does not fit the model, or there are fewer GPUs than ranks.
         """
-        if 0 < gpus() < config.ranks:
-            raise ConfigError(
-                f"{config.ranks} ranks need a GPU each, and this machine has {gpus()}",
-                hint=f"set --trainer.ranks to {gpus()} or less",
-            )
+        check_model(config, config.ranks, read_architecture(model))
         service = Service("trainer", cluster, faults)
         env = thread_environment(config.ranks)
 
@@ -224,8 +232,9 @@ class Trainer:
     def layout(self) -> Layout:
         """Layout that `pack` must give a batch for this trainer."""
         return Layout(
-            ranks=self.config.ranks,
+            shares=self.config.shares,
             row_tokens=self.config.row_tokens,
+            context_parallel=self.config.context_parallel,
             pad_multiple=_pad_multiple(),
             minibatches=self.config.minibatches,
         )
@@ -255,7 +264,9 @@ class Trainer:
             temperature,
             self._total_updates,
             version,
-            parcel=lambda rank: [replace(each, rows=each.rows[rank :: config.ranks]) for each in minibatches],
+            parcel=lambda rank: [
+                replace(each, rows=each.rows[rank // config.peers :: config.shares]) for each in minibatches
+            ],
             work=packed.packed_tokens * config.epochs,
         )
         self.busy_s += max(seconds for _, seconds in parts)
@@ -274,7 +285,8 @@ class Trainer:
                 hint=f"look at what was in the last one, torch.load('{skipped[-1]}'); lower --trainer.optimizer.lr, or "
                 "raise --trainer.max-skipped-updates",
             )
-        merged = reduce(merge_all(metrics for found, _ in parts for metrics in found if metrics is not None))
+        shares = parts[:: config.peers]  # peers have the same metrics
+        merged = reduce(merge_all(metrics for found, _ in shares for metrics in found if metrics is not None))
         return merged | {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
 
     def _save_skipped(self, minibatch: Minibatch, temperature: float) -> Path:
@@ -293,11 +305,11 @@ class Trainer:
         Returns:
             A tensor for each row of `packed`, `[L] float32`. `unpack` sorts them by episode.
         """
-        ranks = self.config.ranks
+        shares, peers = self.config.shares, self.config.peers
         parts = await self._all(
-            "logprobs", temperature, parcel=lambda rank: packed.rows[rank::ranks], work=packed.packed_tokens
+            "logprobs", temperature, parcel=lambda rank: packed.rows[rank // peers :: shares], work=packed.packed_tokens
         )
-        return [parts[index % ranks][index // ranks] for index in range(len(packed.rows))]
+        return [parts[index % shares * peers][index // shares] for index in range(len(packed.rows))]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
         """Write the current weights to the store as a new version.

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
@@ -17,13 +18,15 @@ from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_conf
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
-from torchtitan.protocols.module import Module
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 from forge_rl.algorithms import token_logprobs
-from forge_rl.data.packing import Row, attends, dense_mask
+from forge_rl.data.packing import Row, attends
 from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.platform import device_type
+from forge_rl.engines.titan.vocabulary import split_token_logprobs
 
 _LOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"weight": skip_param_init}
 """No initialisation: every weight is read from the folder."""
@@ -87,50 +90,77 @@ def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
         lm_head=FloatHead.Config(in_features=a.dim, out_features=a.vocab, param_init=_LOADED),
         layers=layers,
     )
+    # What each axis of a mesh does to a module; axes that a layout has not are left out.
+    if a.family == "llama":
+        set_llama3_sharding_config(config, enable_sp=True)
+    else:
+        set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)
     return cast(Decoder, config.build())
 
 
-def attention_mask(row: Row) -> tuple[torch.Tensor, ...] | BlockMask:
-    """Return a packed row's mask as the model's attention takes it: [n, n] bool for each tree on CPU, else blocks."""
+@dataclass(frozen=True)
+class TreeMask:
+    """Dense mask of the queries of one tree."""
+
+    mask: torch.Tensor
+    """[n, m] bool: True where a query (first dim) sees a key (second dim)."""
+    first: int
+    """Index of the first of the m keys in the row."""
+
+
+def attention_mask(row: Row, queries: slice | None = None) -> tuple[TreeMask, ...] | BlockMask:
+    """Return a packed row's mask as the model's attention takes it: a dense one for each tree on CPU, else blocks.
+
+    With `queries`, the mask of these tokens only, whose keys are those of the whole row.
+    """
+    first, end = (queries.start, queries.stop) if queries is not None else (0, len(row))
     if row.trees.device.type == "cpu":
         ends = torch.unique_consecutive(row.trees, return_counts=True)[1].cumsum(0).tolist()
-        return tuple(dense_mask(row, first, end) for first, end in zip([0, *ends], ends, strict=False))
+        spans = [(k, max(k, first), min(stop, end)) for k, stop in zip([0, *ends], ends, strict=False)]
+        return tuple(
+            TreeMask(attends(row.trees, row.branches, torch.arange(q, stop)[:, None], torch.arange(k, stop)), k)
+            for k, q, stop in spans
+            if q < stop
+        )
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return attends(row.trees, row.branches, q, k)
+        return attends(row.trees, row.branches, q + first, k)
 
-    return create_attention_mask(mask_mod, 1, None, len(row), len(row), device=str(row.trees.device))
+    return create_attention_mask(mask_mod, 1, None, end - first, len(row), device=str(row.trees.device))
 
 
-class TreeAttention(Module):
-    """Attention by SDPA, tree by tree, with dense masks: FlexAttention has no backward on CPU."""
+class TreeAttention(FlexAttention):
+    """Attention by SDPA, tree by tree, with dense masks: FlexAttention has no backward on CPU.
+
+    It is a FlexAttention to torchtitan's context parallelism, which gathers the keys of a row before.
+    """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
+    class Config(FlexAttention.Config):
         pass
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
         *,
-        attention_masks: tuple[torch.Tensor, ...],
+        attention_masks: tuple[TreeMask, ...],
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """q, k, v and the result are [1, L, heads, head_dim]; attention_masks are [n, n] bool, of L tokens in all."""
+        """q, k, v and the result are [1, L, heads, head_dim]; there may be fewer queries than keys."""
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         if enable_gqa:
             # The fused CPU kernel wants as many key heads as query heads; enable_gqa falls back to a slow one.
-            repeats = q.shape[2] // k.shape[2]
-            k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-        sizes = [len(mask) for mask in attention_masks]
-        of_trees = zip(*(x.transpose(1, 2).split(sizes, dim=2) for x in (q, k, v)), attention_masks, strict=True)
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         attend = nn.functional.scaled_dot_product_attention
-        out = [attend(q, k, v, attn_mask=mask, scale=scale) for q, k, v, mask in of_trees]
+        queries = q.split([len(tree.mask) for tree in attention_masks], dim=2)
+        out = []
+        for own, tree in zip(queries, attention_masks, strict=True):
+            keys = slice(tree.first, tree.first + tree.mask.shape[1])
+            out.append(attend(own, k[:, :, keys], v[:, :, keys], attn_mask=tree.mask, scale=scale))
         return torch.cat(out, dim=2).transpose(1, 2)
 
 
@@ -154,7 +184,10 @@ class FloatHead(Linear):
             return self._logits(hidden)
 
         def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return token_logprobs(self._logits(hidden), targets, temperature)
+            logits = self._logits(hidden)
+            if isinstance(self.weight, DTensor):
+                return split_token_logprobs(logits, targets, temperature, self.weight.device_mesh, self.out_features)
+            return token_logprobs(logits, targets, temperature)
 
         if len(targets) <= _HEAD_CHUNK_TOKENS:
             return score(hidden, targets)
@@ -164,11 +197,12 @@ class FloatHead(Linear):
         return logprobs, entropy
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         if hidden.is_cuda and hidden.dtype != torch.float32:
             flat = hidden.reshape(-1, hidden.shape[-1])
-            logits: torch.Tensor = _FloatProduct.apply(flat, self.weight)
+            logits: torch.Tensor = _FloatProduct.apply(flat, weight)
             return logits.view(*hidden.shape[:-1], -1)
-        return nn.functional.linear(hidden.float(), self.weight.float())
+        return nn.functional.linear(hidden.float(), weight.float())
 
 
 class _FloatProduct(torch.autograd.Function):

@@ -11,21 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.llama3.parallelize import parallelize_llama
-from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
 from forge_rl.algorithms import Loss, LossInputs, logprob_gap
 from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.architecture import read_architecture
-from forge_rl.engines.platform import device_type, local_device, resolve_dtype
+from forge_rl.engines.platform import local_device, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.model import attention_mask, build_model
 from forge_rl.engines.titan.offload import OffloadedState
+from forge_rl.engines.titan.parallel import Parallelism, whole_hidden
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
 from forge_rl.errors import ConfigError
@@ -35,7 +32,7 @@ from forge_rl.weights.transports.protocol import LocalShard
 
 
 class TitanEngine:
-    """A `TrainEngine` on torchtitan: one rank's shard (FSDP2) of the policy and its optimizer."""
+    """A `TrainEngine` on torchtitan: one rank's part of the policy and its optimizer, in any layout."""
 
     def __init__(self, folder: Path, settings: TrainSettings, *, reference: bool = False) -> None:
         self.rank = dist.get_rank()
@@ -44,12 +41,13 @@ class TitanEngine:
         self.device = local_device(self.rank)
         self._folder = folder
         self._settings = settings
+        self._parallelism = Parallelism(settings)
         self.model = self._build()
         freeze(self.model, settings.frozen)
         self._reference = self._build().requires_grad_(False) if reference else None
         optimizer = settings.optimizer
         self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            [{"params": parameters} for parameters in _by_mesh(self.model)],
             lr=optimizer.lr,
             betas=(optimizer.beta1, optimizer.beta2),
             weight_decay=optimizer.weight_decay,
@@ -90,8 +88,8 @@ class TitanEngine:
                         tokens=minibatch.tokens, sequences=minibatch.sequences
                     )
                     row_loss.backward()
-                    # A sum over the rows of all ranks: the mean is over updates.
-                    share = 1 / (len(minibatch.rows) * dist.get_world_size())
+                    # A sum over the rows of all shares: the mean is over updates.
+                    share = 1 / (len(minibatch.rows) * self._parallelism.shares)
                     parts.append(metrics | {"loss": Mean(float(row_loss.detach()), share)})
                 updated = self._update(total_updates)
                 found.append(None if updated is None else merge_all([*parts, updated]))
@@ -99,9 +97,11 @@ class TitanEngine:
 
     def _update(self, total_updates: int) -> dict[str, Value] | None:
         """Take an optimizer step on the gradient; None if it is not finite, and then nothing has changed."""
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.optimizer.max_grad_norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()  # the same on all ranks
+        norm = clip_grad_norm_(
+            self.model.parameters(),
+            self._settings.optimizer.max_grad_norm,
+            ep_enabled=self._settings.expert_parallel > 1,
+        )
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()
             return None
@@ -169,7 +169,7 @@ class TitanEngine:
             if model is not None:
                 _reshard(model)
                 yield from map(values_of, model.parameters())
-                yield from model.buffers()
+                yield from map(values_of, model.buffers())
         for state in self.optimizer.state.values():
             yield from (values_of(value) for value in state.values() if value.dim())
 
@@ -222,22 +222,26 @@ class TitanEngine:
 
         The output projection, a fifth of a small model's work, runs on masked positions only.
         """
-        wanted = row.mask.nonzero().squeeze(1)
-        # A row without targets (padding for a rank) must still run every layer, for the collectives.
+        own = self._parallelism.chunk(len(row))
+        token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
+        wanted = row.mask[own].nonzero().squeeze(1)
+        # A chunk without targets (or a row that pads a share) must still run every layer, for the collectives.
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
         handle = model.lm_head.register_forward_pre_hook(
-            lambda _, inputs: (inputs[0][0, chosen], row.targets[chosen], temperature)
+            lambda _, inputs: (whole_hidden(inputs[0])[0, chosen], targets[chosen], temperature)
         )
         try:
             picked, entropy = model(
-                row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row)
+                token_ids[None], positions=positions[None], attention_masks=attention_mask(row, own)
             )
         finally:
             handle.remove()
-        scatter = torch.zeros(len(row), device=self.device)
-        if not len(wanted):
-            return scatter + 0.0 * picked.sum(), scatter
-        return scatter.index_put((wanted,), picked), scatter.index_put((wanted,), entropy)
+        scatter = torch.zeros(len(targets), device=self.device)
+        if len(wanted):
+            found = scatter.index_put((wanted,), picked), scatter.index_put((wanted,), entropy)
+        else:
+            found = scatter + 0.0 * picked.sum(), scatter
+        return self._parallelism.gather(found[0]), self._parallelism.gather(found[1])
 
     def _to_device(self, row: Row) -> Row:
         return replace(
@@ -254,9 +258,9 @@ class TitanEngine:
         dtype = resolve_dtype(self._settings.dtype)
         shard = world > 1 or dtype != torch.float32
         with torch.device("meta" if shard else self.device):
-            model = build_model(self.architecture, max_positions=self._settings.row_tokens)
+            model = build_model(self.architecture, max_positions=self._settings.longest_row)
         if shard:
-            self._parallelize(model, world, dtype)
+            self._parallelism.apply(model, dtype=dtype, recompute=self._settings.recompute)
             model.to_empty(device=self.device)
         elif self._settings.recompute:
             FullAC.Config().build(dump_folder="").apply(model)
@@ -265,30 +269,15 @@ class TitanEngine:
         load_weights(model, self._folder, tied=self.architecture.tied)
         return model.to(self.device)
 
-    def _parallelize(self, model: Decoder, world: int, dtype: torch.dtype) -> None:
-        # A single rank gathers nothing: it only casts, and once is enough for forward and backward.
-        resharding = "default" if world > 1 else "never"
-        parallelism = ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward=resharding)
-        parallelize = parallelize_llama if self.architecture.family == "llama" else parallelize_qwen3
-        parallelize(
-            model,
-            parallel_dims=ParallelDims.from_config(parallelism, world),
-            training=TrainingConfig(
-                seq_len=self._settings.row_tokens,
-                mixed_precision_param=str(dtype).removeprefix("torch."),
-                mixed_precision_reduce="float32",
-            ),
-            parallelism=parallelism,
-            compile_config=CompileConfig(enable=False),
-            ac_config=FullAC.Config() if self._settings.recompute else None,
-            dump_folder="",
-        )
-        # The loss is a sum over a global token count: gradients of ranks add up, they are not averaged.
-        disable_fsdp_gradient_division(model)
-        if device_type() == "cpu":
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+
+def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Group the parameters that are trained by their meshes: AdamW works on one at a time, and experts have another."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())
 
 
 def _reshard(model: nn.Module) -> None:

@@ -1,0 +1,410 @@
+"""Layouts of the trainer against one process: how far loss, gradient norm and weights are off after a few updates.
+
+python -m benchmarks.layouts --json out.json
+
+Small random models of each family train on the same batches of packed rows with shared prefixes, in each layout and in
+one process, in float32. Some episodes are longer than what one device holds where a row is split. The deviation of a
+layout is the largest of three:
+
+    loss, grad_norm  |found - expected| / |expected|, the worst update
+    weights          ||found - expected|| / ||expected||, over all weights of the model, after the last update
+
+The learning rate is so high that the weights move by several percent, and that a single one of them that misses its
+updates is off by more than 1e-4. Beside it stands the same over the way that the weights have gone, ||found - expected||
+/ ||expected - start||, which is no more than rounding either: AdamW divides each gradient by its own size, so that where
+one is but rounding, the step is too. Weights are put together from what the ranks would publish, each element of which
+must come from one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import pickle
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.queues import Queue
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.algorithms import ClippedSurrogate, Loss
+from forge_rl.data.packing import Layout, Packed, pack
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.metrics import Value, merge_all, reduce
+from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.weights.slices import TensorSlice, tiling_error
+
+_DEADLINE_S = 600.0
+"""Longest time for all layouts of so many ranks."""
+_ROW_TOKENS = 72
+"""Most tokens of a row, over the devices that split it; the longest episodes have more than half as many."""
+_VOCAB = 96
+_OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.1, warmup_updates=2)
+_LOSS = ClippedSurrogate()
+_SMALL: dict[str, object] = {
+    "vocab_size": _VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False},
+}
+"""Families of transformers, by model_type, and what sets their small models apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Compare the trainer's layouts with one process."""
+
+    families: tuple[str, ...] = tuple(FAMILIES)
+    """Families of models."""
+    updates: int = 3
+    """Updates that are taken in each layout."""
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.families) - FAMILIES.keys():
+            raise BenchmarkError(f"there is no family {min(unknown)!r}", hint=f"known: {', '.join(FAMILIES)}")
+        if not self.families or self.updates < 1:
+            raise BenchmarkError("there is nothing to compare", hint="give --families and --updates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A family in a layout."""
+
+    family: str
+    name: str
+    """Layout, for people."""
+    ranks: int
+    degrees: tuple[tuple[str, int], ...] = ()
+    """Parallel settings of the trainer, by field."""
+
+    @property
+    def settings(self) -> TrainSettings:
+        """Settings of the engine: the longest row has the same number of tokens in all layouts."""
+        degrees: dict[str, Any] = dict(self.degrees)
+        degrees["row_tokens"] = _ROW_TOKENS // degrees.get("context_parallel", 1)
+        return TrainSettings(dtype="float32", optimizer=_OPTIMIZER, **degrees)
+
+
+LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
+    ("FSDP", 2, {}),
+    ("TP", 2, {"tensor_parallel": 2}),
+    ("CP", 2, {"context_parallel": 2}),
+    ("DDP", 2, {"replicate": 2}),
+    ("HSDP", 4, {"replicate": 2}),
+    ("FSDP x TP", 4, {"tensor_parallel": 2}),
+    ("FSDP x CP", 4, {"context_parallel": 2}),
+    ("TP x CP", 4, {"tensor_parallel": 2, "context_parallel": 2}),
+    ("HSDP x TP", 8, {"replicate": 2, "tensor_parallel": 2}),
+    ("HSDP x CP", 8, {"replicate": 2, "context_parallel": 2}),
+    ("TP x FSDP x CP", 8, {"tensor_parallel": 2, "context_parallel": 2}),
+)
+"""Name, ranks and degrees of each layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Result of the updates in one layout."""
+
+    metrics: list[dict[str, float]]
+    """Of each update, merged over the data-parallel shares."""
+    start: dict[str, torch.Tensor]
+    """Whole weights before the first update, by name, as they would be published."""
+    weights: dict[str, torch.Tensor]
+    """The same after the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """Distance of a layout from one process; see the module."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+    of_way: float
+    """Difference of all weights over the way that they have gone."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.grad_norm, self.weights)
+
+
+def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
+    """List the layouts of some families on up to so many ranks."""
+    return [
+        Case(family=family, name=name, ranks=ranks, degrees=tuple(degrees.items()))
+        for family, (name, ranks, degrees) in itertools.product(families, LAYOUTS)
+        if ranks <= most_ranks
+    ]
+
+
+def make_models(folder: Path, families: Sequence[str]) -> None:
+    """Save a small random model of each family to a folder of its name, with weights that make logits differ."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family in families:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **{**_SMALL, **FAMILIES[family]})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+        model.save_pretrained(folder / family)
+
+
+def batches(count: int) -> list[Batch]:
+    """Make batches of groups with a shared prompt, of episodes with two turns and rewards that differ."""
+    task = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
+    drawn = np.random.default_rng(0)
+
+    def ids(least: int, most: int) -> list[int]:
+        found: list[int] = drawn.integers(0, _VOCAB, drawn.integers(least, most)).tolist()
+        return found
+
+    def episode(prompt: list[int], reward: float, longest: int) -> Episode:
+        history, turns = list(prompt), []
+        for _ in range(2):
+            answer = ids(longest // 2, longest)
+            logprobs = (-drawn.gamma(4.0, 1.0, len(answer))).astype(np.float32)
+            versions = np.zeros(len(answer), np.int32)
+            turns.append(
+                Turn(prompt_ids=tuple(history), token_ids=tuple(answer), logprobs=logprobs, versions=versions, text="")
+            )
+            history += [*answer, *ids(1, 4)]
+        return Episode(task=task, turns=tuple(turns), reward=reward)
+
+    return [
+        Batch(
+            groups=tuple(
+                Group(task=task, episodes=tuple(episode(prompt, float(at), longest) for at in range(3)))
+                for prompt, longest in ((ids(4, 10), longest) for longest in (8, 8, 8, 24))
+            ),
+            version=0,
+        )
+        for _ in range(count)
+    ]
+
+
+def packed(case: Case, batch: Batch) -> Packed:
+    """Pack a batch as the Trainer service has it packed for a layout, with centered rewards as advantages."""
+    settings = case.settings
+    layout = Layout(
+        shares=case.ranks // settings.peers,
+        row_tokens=settings.row_tokens,
+        context_parallel=settings.context_parallel,
+    )
+    return pack(batch, batch.rewards - batch.rewards.mean(dim=1, keepdim=True), layout)
+
+
+def train(folder: Path, every: Sequence[Case], updates: int, loss: Loss = _LOSS) -> list[Trained]:
+    """Train in each of some layouts of the same number of ranks, in so many processes that are started once.
+
+    Args:
+        folder: where make_models put the models.
+
+    Raises:
+        BenchmarkError: a rank failed, or an element of the weights is not published by one rank.
+    """
+    (ranks,) = {case.ranks for case in every}
+    by_rank = _on_ranks(ranks, _train, folder, every, updates, loss)
+    found = []
+    for index, case in enumerate(every):
+        parts = [results[index] for results in by_rank]
+        shares = parts[:: case.settings.peers]
+        metrics = [reduce(merge_all(metrics[update] for metrics, _, _ in shares)) for update in range(updates)]
+        start, weights = (_assemble(case, [part[at] for part in parts]) for at in (1, 2))
+        found.append(Trained(metrics=metrics, start=start, weights=weights))
+    return found
+
+
+def compare(found: Trained, expected: Trained) -> Deviation:
+    """Compare a layout with one process.
+
+    Raises:
+        BenchmarkError: they trained other tokens, or started from other weights.
+    """
+    for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
+        if mine.keys() != theirs.keys() or mine["tokens/trained"] != theirs["tokens/trained"]:
+            raise BenchmarkError(f"a layout has the metrics {mine}, and one process {theirs}")
+    if any(not torch.equal(start, expected.start[name]) for name, start in found.start.items()):
+        raise BenchmarkError("a layout published other weights at its start than one process")
+
+    def relative(name: str) -> float:
+        pairs = [(mine[name], theirs[name]) for mine, theirs in zip(found.metrics, expected.metrics, strict=True)]
+        return max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+
+    end, start, other = (
+        torch.cat([weights[name].flatten().double() for name in sorted(weights)])
+        for weights in (expected.weights, expected.start, found.weights)
+    )
+    return Deviation(
+        loss=relative("loss"),
+        grad_norm=relative("grad_norm"),
+        weights=float((other - end).norm() / end.norm()),
+        of_way=float((other - end).norm() / (end - start).norm()),
+    )
+
+
+def alone(family: str) -> Case:
+    """Return one process, which every layout of a family is compared with."""
+    return Case(family=family, name="one process", ranks=1)
+
+
+_Shards = list[tuple[str, TensorSlice, torch.Tensor]]
+
+
+def _train(
+    rank: int, folder: Path, every: Sequence[Case], updates: int, loss: Loss
+) -> list[tuple[list[dict[str, Value]], _Shards, _Shards]]:
+    """Train in each layout, as one of its ranks; returns metrics, and shards before and after."""
+    from forge_rl.engines.titan.train import TitanEngine
+
+    results = []
+    for case in every:
+        settings = case.settings
+        engine = TitanEngine(folder / case.family, settings)
+        start, metrics = _shards(engine), []
+        for batch in batches(updates):
+            laid = packed(case, batch)
+            own = slice(rank // settings.peers, None, case.ranks // settings.peers)
+            (found,) = engine.train_batch(
+                [replace(minibatch, rows=minibatch.rows[own]) for minibatch in laid.minibatches],
+                loss,
+                epochs=1,
+                temperature=0.9,
+                total_updates=updates,
+                version=0,
+            )
+            assert found is not None, "the gradient is not finite"
+            metrics.append(found)
+        results.append((metrics, start, _shards(engine)))
+    return results
+
+
+def _shards(engine: Any) -> _Shards:
+    return [(shard.name, shard.tensor_slice, shard.values.clone()) for shard in engine.local_shards()]
+
+
+def _assemble(case: Case, by_rank: Sequence[_Shards]) -> dict[str, torch.Tensor]:
+    """Put whole weights together from the shards that all ranks would publish."""
+    by_name: dict[str, list[tuple[TensorSlice, torch.Tensor]]] = {}
+    for name, tensor_slice, values in itertools.chain.from_iterable(by_rank):
+        by_name.setdefault(name, []).append((tensor_slice, values))
+    whole = {}
+    for name, shards in by_name.items():
+        spans = [[start + size for start, size in zip(s.start, s.size, strict=True)] for s, _ in shards]
+        whole[name] = torch.empty([max(ends) for ends in zip(*spans, strict=True)])
+        if error := tiling_error(whole[name].shape, [tensor_slice for tensor_slice, _ in shards]):
+            raise BenchmarkError(f"{case.family} in {case.name}: the shards of {name} do not tile it: {error}")
+        for (tensor_slice, values), ends in zip(shards, spans, strict=True):
+            whole[name][tuple(map(slice, tensor_slice.start, ends))] = values
+    return whole
+
+
+def _on_ranks(ranks: int, function: Callable[..., object], *args: object) -> list[Any]:
+    """Run `function(rank, *args)` in so many processes that share a process group; returns what each returns, by rank.
+
+    Raises:
+        BenchmarkError: one failed, or they took too long.
+    """
+    # The server imports once what takes ten seconds in each process, and no thread of torch has run there.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forge_rl.engines.titan.train", "benchmarks.layouts"])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    results: Queue[tuple[int, bytes]] = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(function, rank, ranks, port, results, args)) for rank in range(ranks)
+    ]
+    found: dict[int, Any] = {}
+    try:
+        for process in processes:
+            process.start()
+        for _ in processes:
+            rank, result = results.get(timeout=_DEADLINE_S)
+            found[rank] = pickle.loads(result)
+            if isinstance(found[rank], str):
+                raise BenchmarkError(f"rank {rank} of {ranks} failed:\n{found[rank]}")
+        return [found[rank] for rank in range(ranks)]
+    except Empty as error:
+        raise BenchmarkError(
+            f"{ranks - len(found)} of {ranks} ranks had not ended after {_DEADLINE_S:.0f} s"
+        ) from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(
+    function: Callable[..., object],
+    rank: int,
+    ranks: int,
+    port: int,
+    results: Queue[tuple[int, bytes]],
+    args: Sequence[object],
+) -> None:
+    from forge_rl.engines.platform import init_distributed
+
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that two gathers could be one
+    try:
+        init_distributed(rank, ranks, "127.0.0.1", port)
+        # Tensors are pickled whole: a queue would share their memory, which ends with this process.
+        results.put((rank, pickle.dumps(function(rank, *args))))
+    except BaseException:
+        results.put((rank, pickle.dumps(traceback.format_exc())))
+        raise
+
+
+def measure(config: Config, report: Report) -> None:
+    """Train every layout of every family, compare, and print a table."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_models(folder, config.families)
+        every = [*map(alone, config.families), *cases(config.families)]
+        trained: dict[Case, Trained] = {}
+        for ranks in sorted({case.ranks for case in every}):
+            together = [case for case in every if case.ranks == ranks]
+            trained |= zip(together, train(folder, together, config.updates), strict=True)
+    found = {case: compare(result, trained[alone(case.family)]) for case, result in trained.items() if case.ranks > 1}
+    for case, deviation in found.items():
+        report.rows.append(
+            {"family": case.family, "layout": case.name, "ranks": case.ranks, **dict(case.degrees), **vars(deviation)}
+        )
+    report.results["worst_deviation"] = max(deviation.worst for deviation in found.values())
+    report.results["layouts_shown"] = float(len(found))
+    Console(highlight=False).print(_table(found))
+
+
+def _table(found: Mapping[Case, Deviation]) -> Table:
+    table = Table(title="deviation from one process", title_justify="left")
+    for column in ("family", "layout", "ranks", "loss", "grad norm", "weights", "(of their way)"):
+        table.add_column(column, justify="left" if column in ("family", "layout") else "right")
+    for case, each in found.items():
+        values = (f"{value:.1e}" for value in (each.loss, each.grad_norm, each.weights, each.of_way))
+        table.add_row(case.family, case.name, str(case.ranks), *values)
+    return table
+
+
+if __name__ == "__main__":
+    run_benchmark("layouts", Config, measure)

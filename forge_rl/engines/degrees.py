@@ -1,0 +1,71 @@
+"""Checks the parallel degrees of a trainer against its ranks and its model, before anything starts."""
+
+from __future__ import annotations
+
+import math
+
+from forge_rl.engines.architecture import Architecture
+from forge_rl.engines.platform import gpus
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.errors import ConfigError
+
+
+def least_ranks(settings: TrainSettings) -> int:
+    """Return the least number of ranks that the parallel flags need; its multiples work too."""
+    return settings.replicate * math.lcm(settings.peers, settings.expert_parallel)
+
+
+def check_ranks(settings: TrainSettings, ranks: int) -> None:
+    """Check that so many ranks can be laid out as the parallel flags say.
+
+    Raises:
+        ConfigError: they cannot; names the flags and the numbers that work.
+    """
+    least = least_ranks(settings)
+    if ranks % least:
+        names = "tensor_parallel", "context_parallel", "expert_parallel", "replicate"
+        flags = [f"{_flag(name)} {getattr(settings, name)}" for name in names if getattr(settings, name) > 1]
+        raise ConfigError(
+            f"{ranks} ranks cannot be laid out by {' '.join(flags)}",
+            hint=f"set --trainer.ranks to {least} or a multiple of it, or leave it out",
+        )
+
+
+def check_model(settings: TrainSettings, ranks: int, architecture: Architecture) -> None:
+    """Check that the parallel flags fit the model, and that this machine has enough GPUs, where it has some.
+
+    Raises:
+        ConfigError: they do not; names the flags and the numbers that work.
+    """
+    a = architecture
+    _divides(
+        "tensor_parallel", settings.tensor_parallel, {"heads": a.heads, "key heads": a.kv_heads, "hidden": a.hidden_dim}
+    )
+    experts: int = getattr(a, "experts", 0)
+    if settings.expert_parallel > 1 and not experts:
+        raise ConfigError(
+            f"--trainer.expert-parallel is {settings.expert_parallel}, and the model has no experts",
+            hint="leave --trainer.expert-parallel out",
+        )
+    _divides("expert_parallel", settings.expert_parallel, {"experts": experts})
+    if 0 < gpus() < ranks:
+        raise ConfigError(
+            f"{ranks} ranks need a GPU each, and this machine has {gpus()}",
+            hint=f"set --trainer.ranks to {gpus()} or less, with parallel flags that need no more",
+        )
+
+
+def _divides(field: str, degree: int, counts: dict[str, int]) -> None:
+    """Raise ConfigError if a degree does not divide all of the model's counts."""
+    if any(count % degree for count in counts.values()):
+        common = math.gcd(*counts.values())
+        works = [str(n) for n in range(1, common + 1) if common % n == 0]
+        raise ConfigError(
+            f"{_flag(field)} is {degree}, and the model has "
+            + " and ".join(f"{count} {name}" for name, count in counts.items()),
+            hint=f"set {_flag(field)} to {' or '.join([', '.join(works[:-1]), works[-1]] if works[1:] else works)}",
+        )
+
+
+def _flag(field: str) -> str:
+    return "--trainer." + field.replace("_", "-")

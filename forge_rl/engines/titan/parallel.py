@@ -1,0 +1,127 @@
+"""Meshes of the trainer's ranks: applies FSDP, HSDP, tensor, context and expert parallelism to a model and its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.context_parallel import apply_cp_to_forward
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.decoder import Decoder
+
+from forge_rl.engines.platform import device_type
+from forge_rl.engines.protocol import TrainSettings
+
+_BACKEND = "partial_dtensor"
+"""torchtitan's way to annotate tensors: its default needs DTensors on the mesh of all axes."""
+
+
+class Parallelism:
+    """Place of this rank among the others, by the parallel flags of its settings.
+
+        parallelism = Parallelism(settings)  # once the process group is initialised
+        parallelism.apply(model, dtype=torch.float32, recompute=False)  # a model on the meta device
+
+    Ranks are numbered as in torchtitan, from the outermost axis: copies (HSDP), shards (FSDP), parts of a row (context
+    parallel), parts of a matrix (tensor parallel). So a data-parallel share, which trains rows of its own, is a run of
+    `peers` neighbouring ranks.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        set_spmd_backend(_BACKEND)
+        world = dist.get_world_size()
+        self.shares = world // settings.peers
+        """Number of data-parallel shares."""
+        self._dims = ParallelDims(
+            dp_replicate=settings.replicate,
+            dp_shard=-1,
+            cp=settings.context_parallel,
+            tp=settings.tensor_parallel,
+            pp=1,
+            ep=settings.expert_parallel,
+            world_size=world,
+            spmd_backend=_BACKEND,
+        )
+        self._cp = self._dims.get_optional_mesh("cp") if world > 1 else None
+
+    def apply(self, model: Decoder, *, dtype: torch.dtype, recompute: bool) -> None:
+        """Shard a model, in place, with torchtitan's parts in the order of its own `parallelize_*` functions."""
+        dims = self._dims
+        if self._cp is not None:
+            attentions: list[Any] = [layer.attention for layer in model.layers.values()]
+            apply_cp_to_forward([attention.inner_attention for attention in attentions], self._cp)
+        if dims.tp_enabled or dims.ep_enabled:
+            model.parallelize(dims)
+            if model.enable_weight_tying:
+                # Each of the two modules has made a parameter of its own, and FSDP must find one.
+                model.tok_embeddings.weight = model.lm_head.weight
+        if recompute:
+            FullAC.Config().build(dump_folder="").apply(model)
+        copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
+        # A single rank gathers nothing: it only casts, and once is enough for forward and backward.
+        gathers = dims.fsdp_enabled or dims.ep_enabled
+        apply_fsdp_to_decoder(
+            model,
+            dims.get_mesh([*copies, "fsdp"]),
+            param_dtype=dtype,
+            reduce_dtype=torch.float32,
+            pp_enabled=False,
+            reshard_after_forward_policy="default" if gathers else "never",
+            ep_degree=dims.ep,
+            edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
+        )
+        # The loss is a sum over a global token count: gradients of ranks add up, and torchtitan has seen to it that
+        # they are not averaged.
+        if device_type() == "cpu":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+
+    def chunk(self, length: int) -> slice:
+        """Return this rank's part of a row of that length: all of it without context parallelism."""
+        if self._cp is None:
+            return slice(0, length)
+        size, rest = divmod(length, self._cp.size())
+        assert not rest, f"a row of {length} tokens is not padded for {self._cp.size()} ranks"
+        first = size * self._cp.get_local_rank()
+        return slice(first, first + size)
+
+    def gather(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Put a row together from the chunks of its peers, `[L]`, with gradient.
+
+        Every peer then computes the same loss of the whole row, and only the gradient of its own chunk goes back: the
+        sum over peers, which FSDP takes, is the gradient of one loss.
+        """
+        if self._cp is None:
+            return chunk
+        row: torch.Tensor = _Gather.apply(chunk, self._cp)
+        return row
+
+
+def whole_hidden(hidden: torch.Tensor) -> torch.Tensor:
+    """Return hidden states as the local tensor that every tensor-parallel rank has.
+
+    Each rank's gradient is that of its part of the output projection only; going back they add up.
+    """
+    return hidden.to_local(grad_placements=[Partial()]) if isinstance(hidden, DTensor) else hidden
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunk: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.place, ctx.ranks = mesh.get_local_rank(), mesh.size()
+        row = chunk.new_empty(ctx.ranks * len(chunk))
+        dist.all_gather_single(row, chunk.contiguous(), group=mesh.get_group())
+        return row
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.chunk(ctx.ranks)[ctx.place].contiguous(), None

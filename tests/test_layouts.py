@@ -1,0 +1,179 @@
+"""Layouts of the trainer: each trains as one process does; one that cannot work is refused before anything starts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks import layouts
+from forge_rl.algorithms import ClippedSurrogate, Loss, LossInputs, token_logprobs
+from forge_rl.data.packing import dense_mask
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.errors import ConfigError
+from forge_rl.run.config import RunConfig
+from forge_rl.services.trainer import Trainer
+from tests.fakes import make_model, packed, random_batch, run_ranks
+
+FAMILIES = tuple(layouts.FAMILIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRatios(ClippedSurrogate):
+    """A loss that is no sum over tokens: the ratio of a segment, as in GSPO, multiplies all of its tokens' losses."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, sums = super().__call__(inputs)
+        keys = torch.where(inputs.mask, inputs.episodes * 10 + inputs.segments, -1)
+        for key in keys.unique():
+            if key >= 0:
+                own = keys == key
+                ratio = (inputs.logprobs[own] - inputs.behaviour[own]).mean().exp()
+                loss = loss - ratio.clamp(max=3) * (inputs.weights * inputs.advantages)[own].sum()
+        return loss, sums
+
+
+def check(folder: Path, cases: list[layouts.Case], loss: Loss | None = None) -> None:
+    """Train in each layout, and in one process."""
+    families = sorted({case.family for case in cases})
+    layouts.make_models(folder, families)
+    given = {} if loss is None else {"loss": loss}
+    alone = [layouts.alone(family) for family in families]
+    expected = dict(zip(families, layouts.train(folder, alone, 3, **given), strict=True))
+    for ranks in sorted({case.ranks for case in cases}):
+        together = [case for case in cases if case.ranks == ranks]
+        for case, found in zip(together, layouts.train(folder, together, 3, **given), strict=True):
+            deviation = layouts.compare(found, expected[case.family])
+            assert deviation.worst < 1e-5, (case, deviation)
+            assert deviation.of_way < 1e-4, (case, deviation)
+            way = {name: found.weights[name] - start for name, start in found.start.items()}
+            assert all(way[name].norm() > 1e-3 * start.norm() for name, start in found.start.items()), "all are trained"
+
+
+def test_layouts_of_two_ranks_train_as_one_process(tmp_path: Path):
+    check(tmp_path, layouts.cases(FAMILIES, most_ranks=2))
+
+
+@pytest.mark.long
+def test_products_of_layouts_train_as_one_process(tmp_path: Path):
+    check(tmp_path, [case for case in layouts.cases(FAMILIES) if case.ranks > 2])
+
+
+@pytest.mark.long
+def test_a_loss_over_whole_sequences_has_one_gradient_where_rows_are_split(tmp_path: Path):
+    cases = [case for case in layouts.cases(["llama"], most_ranks=4) if dict(case.degrees).get("context_parallel")]
+    assert len(cases) > 1
+    check(tmp_path, cases, SequenceRatios())
+
+
+def split_logprobs(rank: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprobs, entropy and gradient of the logits of two ranks' parts of a vocabulary, put together."""
+    from forge_rl.engines.titan.vocabulary import split_token_logprobs
+
+    logits, targets = logits_of(vocab)
+    first = -(-vocab // 2)
+    own = logits[:, :first] if rank == 0 else logits[:, first:]
+    own = own.clone().requires_grad_()
+    logprobs, entropy = split_token_logprobs(own, targets, 0.7, init_device_mesh("cpu", (2,)), vocab)
+    (gradient,) = torch.autograd.grad((logprobs * torch.arange(len(targets))).sum(), own)
+    return logprobs.detach(), entropy, gradient
+
+
+def logits_of(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 20 * torch.randn(100, vocab, generator=generator)
+    logits[3] *= 100  # the others have a probability of 0
+    logits[7, :5] = -torch.inf
+    return logits, torch.randint(5, vocab, (100,), generator=generator)
+
+
+def test_logprobs_of_a_split_vocabulary_are_those_of_the_whole():
+    vocab = 43  # no even number: the second part is shorter
+    logits, targets = logits_of(vocab)
+    logits.requires_grad_()
+    logprobs, entropy = token_logprobs(logits, targets, 0.7)
+    (gradient,) = torch.autograd.grad((logprobs * torch.arange(len(targets))).sum(), logits)
+    ranks = run_ranks(split_logprobs, 2, vocab)
+    for found in ranks:
+        torch.testing.assert_close(found[0], logprobs.detach())
+        torch.testing.assert_close(found[1], entropy)
+    torch.testing.assert_close(torch.cat([found[2] for found in ranks], dim=1), gradient)
+
+
+def test_a_part_of_a_row_has_its_part_of_the_mask():
+    from forge_rl.engines.titan.model import attention_mask
+
+    (row,) = packed(random_batch(0, vocab=43, groups=3), row_tokens=256, context_parallel=4).rows
+    size = len(row) // 4
+    found = torch.zeros(len(row), len(row), dtype=torch.bool)
+    for part in range(4):
+        first = part * size
+        for tree in attention_mask(row, slice(first, first + size)):
+            queries = slice(first, first + len(tree.mask))
+            found[queries, tree.first : tree.first + tree.mask.shape[1]] = tree.mask
+            first = queries.stop
+        assert first == (part + 1) * size, "each query is in one mask"
+    assert torch.equal(found, dense_mask(row))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "shares"),
+    [
+        ({}, 1, 1),
+        ({"ranks": 4}, 4, 4),
+        ({"tensor_parallel": 3}, 3, 1),
+        ({"tensor_parallel": 2, "context_parallel": 2}, 4, 1),
+        ({"ranks": 8, "tensor_parallel": 2, "context_parallel": 2}, 8, 2),
+        ({"replicate": 2}, 2, 2),
+        ({"replicate": 2, "context_parallel": 3, "ranks": 12}, 12, 4),
+        ({"expert_parallel": 2}, 2, 2),
+        ({"expert_parallel": 4, "context_parallel": 2}, 4, 2),
+        ({"expert_parallel": 2, "tensor_parallel": 2, "replicate": 2}, 4, 2),
+    ],
+)
+def test_parallel_flags_alone_raise_the_ranks_to_what_they_need(degrees: Mapping[str, int], ranks: int, shares: int):
+    config = Trainer.Config(**degrees)
+    assert (config.ranks, config.shares) == (ranks, shares)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "said", "works"),
+    [
+        ({"ranks": 3, "tensor_parallel": 2}, "3 ranks", "to 2 or a multiple"),
+        ({"ranks": 4, "replicate": 2, "context_parallel": 4}, "--trainer.context-parallel 4", "to 8 or a multiple"),
+        ({"ranks": 6, "expert_parallel": 4}, "--trainer.expert-parallel 4", "to 4 or a multiple"),
+        ({"tensor_parallel": 0}, "--trainer.tensor-parallel is 0", "1 or more"),
+    ],
+)
+def test_ranks_that_cannot_be_laid_out_are_refused(degrees: Mapping[str, int], said: str, works: str):
+    with pytest.raises(ConfigError) as error:
+        Trainer.Config(**degrees)
+    assert said in error.value.message
+    assert works in error.value.hint
+
+
+def test_a_model_that_cannot_be_split_so_is_refused_with_the_numbers_that_work(tmp_path: Path):
+    make_model(tmp_path, hidden_size=72, intermediate_size=96, num_attention_heads=9, num_key_value_heads=3)
+    architecture = read_architecture(tmp_path)
+    check_model(TrainSettings(tensor_parallel=3, context_parallel=2), 6, architecture)
+    for settings, said, works in (
+        (TrainSettings(tensor_parallel=2), "9 heads and 3 key heads", "--trainer.tensor-parallel to 1 or 3"),
+        (TrainSettings(tensor_parallel=9), "9 heads and 3 key heads", "--trainer.tensor-parallel to 1 or 3"),
+        (TrainSettings(expert_parallel=2), "the model has no experts", "leave --trainer.expert-parallel out"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_model(settings, 2, architecture)
+        assert said in error.value.message
+        assert works in error.value.hint
+
+
+def test_episodes_longer_than_what_the_trainers_devices_hold_are_refused_with_both_flags():
+    with pytest.raises(ConfigError) as error:
+        RunConfig(trainer=Trainer.Config(row_tokens=512))
+    assert "--trainer.row-tokens" in error.value.hint
+    assert "--trainer.context-parallel to 2 or more" in error.value.hint
+    assert RunConfig(trainer=Trainer.Config(row_tokens=512, context_parallel=2)).trainer.ranks == 2
