@@ -10,10 +10,10 @@ layout is the largest of three:
     weights          ||found - expected|| / ||expected||, over all weights of the model, after the last update
 
 The learning rate is so high that the weights move by several percent, and that a single one of them that misses its
-updates is off by more than 1e-4. Beside it stands the same over the way that the weights have gone, ||found - expected||
-/ ||expected - start||, which is no more than rounding either: AdamW divides each gradient by its own size, so that where
-one is but rounding, the step is too. Weights are put together from what the ranks would publish, each element of which
-must come from one rank.
+updates is off by more than 1e-4. Beside it stands the same over the way that the weights have gone, ||found -
+expected|| / ||expected - start||, which is no more than rounding either: AdamW divides each gradient by its own size,
+so that where one is but rounding, the step is too. Weights are put together from what the ranks would publish, each
+element of which must come from one rank.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_logprobs_of_a_split_vocabulary_are_those_of_the_whole():
     for found in ranks:
         torch.testing.assert_close(found[0], logprobs.detach())
         torch.testing.assert_close(found[1], entropy)
-    torch.testing.assert_close(torch.cat([found[2] for found in ranks], dim=1), gradient)
+    torch.testing.assert_close(torch.cat([found[2] for found in ranks], dim=1), gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_a_part_of_a_row_has_its_part_of_the_mask():

@@ -60,7 +60,7 @@ class _SplitTokenLogprobs(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         total, weighted, target = sums
         log_total = total.log()
-        ctx.save_for_backward(logits, places, own, largest + log_total)
+        ctx.save_for_backward(logits, places, own, largest, log_total)
         ctx.temperature = temperature
         entropy = log_total - weighted / total
         ctx.mark_non_differentiable(entropy)
@@ -71,11 +71,12 @@ class _SplitTokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None]:
-        logits, places, own, log_total = ctx.saved_tensors
+        logits, places, own, largest, log_total = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for start in range(0, len(logits), _CHUNK_TOKENS):
             rows = slice(start, start + _CHUNK_TOKENS)
             slope = grad_logprobs[rows, None] / ctx.temperature
-            grad = (logits[rows].float() / ctx.temperature - log_total[rows, None]).exp_().mul_(-slope)
+            shifted = logits[rows].float() / ctx.temperature - largest[rows, None]
+            grad = shifted.sub_(log_total[rows, None]).exp_().mul_(-slope)
             grad_logits[rows] = grad.scatter_add_(1, places[rows, None], torch.where(own[rows, None], slope, 0.0))
         return grad_logits, None, None, None
