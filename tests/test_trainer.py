@@ -222,10 +222,11 @@ def test_a_step_without_room_says_which_flags_help() -> None:
     assert "--trainer.row-tokens" in caught.value.hint
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_rl.services.trainer.gpus", lambda: 2)
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_rl.engines.degrees.gpus", lambda: 2)
+    make_model(tmp_path)
     config = Trainer.Config(ranks=3)
-    given: Any = {"model": Path(), "resume": None, "reference": False, "total_steps": 1}
+    given: Any = {"model": tmp_path, "resume": None, "reference": False, "total_steps": 1}
     given |= {"skipped": Path(), "deadline_s": 1}
     nothing: Any = None
     with pytest.raises(ConfigError, match="3 ranks need a GPU each, and this machine has 2"):
