@@ -66,6 +66,13 @@ _SMALL: dict[str, object] = {
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
 }
 """Families of transformers, by model_type, and what sets their small models apart."""
 
@@ -117,6 +124,11 @@ LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
     ("HSDP x TP", 8, {"replicate": 2, "tensor_parallel": 2}),
     ("HSDP x CP", 8, {"replicate": 2, "context_parallel": 2}),
     ("TP x FSDP x CP", 8, {"tensor_parallel": 2, "context_parallel": 2}),
+    ("EP", 2, {"expert_parallel": 2}),
+    ("FSDP x EP", 4, {"expert_parallel": 2}),
+    ("FSDP x EP x CP", 4, {"expert_parallel": 2, "context_parallel": 2}),
+    ("FSDP x EP x TP", 4, {"expert_parallel": 2, "tensor_parallel": 2}),
+    ("HSDP x EP", 4, {"expert_parallel": 2, "replicate": 2}),
 )
 """Name, ranks and degrees of each layout."""
 
@@ -153,7 +165,7 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
     return [
         Case(family=family, name=name, ranks=ranks, degrees=tuple(degrees.items()))
         for family, (name, ranks, degrees) in itertools.product(families, LAYOUTS)
-        if ranks <= most_ranks
+        if ranks <= most_ranks and ("expert_parallel" not in degrees or "num_experts" in FAMILIES[family])
     ]
 
 

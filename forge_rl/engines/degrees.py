@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from forge_rl.engines.architecture import Architecture
+from forge_rl.engines.families.config import Architecture
 from forge_rl.engines.platform import gpus
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
@@ -38,16 +38,14 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
         ConfigError: they do not; names the flags and the numbers that work.
     """
     a = architecture
-    _divides(
-        "tensor_parallel", settings.tensor_parallel, {"heads": a.heads, "key heads": a.kv_heads, "hidden": a.hidden_dim}
-    )
-    experts: int = getattr(a, "experts", 0)
-    if settings.expert_parallel > 1 and not experts:
+    _divides("tensor_parallel", settings.tensor_parallel, {"heads": a.heads, "key heads": a.kv_heads})
+    if settings.expert_parallel > 1 and a.experts is None:
         raise ConfigError(
             f"--trainer.expert-parallel is {settings.expert_parallel}, and the model has no experts",
             hint="leave --trainer.expert-parallel out",
         )
-    _divides("expert_parallel", settings.expert_parallel, {"experts": experts})
+    if a.experts is not None:
+        _divides("expert_parallel", settings.expert_parallel, {"experts in a layer": a.experts.count})
     if 0 < gpus() < ranks:
         raise ConfigError(
             f"{ranks} ranks need a GPU each, and this machine has {gpus()}",

@@ -258,7 +258,12 @@ class TitanEngine:
         dtype = resolve_dtype(self._settings.dtype)
         shard = world > 1 or dtype != torch.float32
         with torch.device("meta" if shard else self.device):
-            model = build_model(self.architecture, max_positions=self._settings.longest_row)
+            model = build_model(
+                self.architecture,
+                max_positions=self._settings.longest_row,
+                sequence_parallel=self._settings.tensor_parallel > 1,
+                expert_parallel=self._settings.expert_parallel > 1,
+            )
         if shard:
             self._parallelism.apply(model, dtype=dtype, recompute=self._settings.recompute)
             model.to_empty(device=self.device)
