@@ -223,6 +223,7 @@ def packed(case: Case, batch: Batch) -> Packed:
         shares=case.ranks // settings.peers,
         row_tokens=settings.row_tokens,
         context_parallel=settings.context_parallel,
+        tensor_parallel=settings.tensor_parallel,
     )
     return pack(batch, batch.rewards - batch.rewards.mean(dim=1, keepdim=True), layout)
 

@@ -1,5 +1,6 @@
 """Layouts of the trainer: each trains as one process does; one that cannot work is refused before anything starts."""
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import layouts
 from forge_rl.algorithms import ClippedSurrogate, Loss, LossInputs, token_logprobs
+from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.packing import dense_mask
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
@@ -17,7 +19,9 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.run.config import RunConfig
 from forge_rl.services.trainer import Trainer
+from tests.commands import Command, actor_of, metrics, tiny_run
 from tests.fakes import make_model, packed, random_batch, run_ranks
+from tests.tiny import make_tiny_model
 
 FAMILIES = tuple(layouts.FAMILIES)
 
@@ -118,6 +122,40 @@ def test_a_part_of_a_row_has_its_part_of_the_mask():
             first = queries.stop
         assert first == (part + 1) * size, "each query is in one mask"
     assert torch.equal(found, dense_mask(row))
+
+
+RUNS = {
+    "tensor": ("llama", {"num_key_value_heads": 2}, "--trainer.tensor-parallel", "2"),
+    "context": ("llama", {}, "--trainer.context-parallel", "2", "--trainer.row-tokens", "160"),
+    "expert": (
+        "qwen3_moe",
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        *("--trainer.expert-parallel", "2"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
+    name: str, commands: list[Command], tmp_path: Path
+) -> None:
+    family, config, *flags = RUNS[name]
+    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), family=family, **config)
+    out = tmp_path / "run"
+    tasks = ("--groups-per-batch", "4", "--evaluation.every", "0", "--checkpoint-every", "4")
+    command = tiny_run(commands, model, out, "--steps", "100000", *tasks, *flags)
+    command.wait_for("step +6/")
+    actor_of(command, "trainer").kill()
+    command.wait_for("trainer/0 failed.*SIGKILL")
+    command.wait_for("trainer/0 has recovered")
+    back = int(command.wait_for("the run goes on from step [0-9]+$").rpartition(" ")[2])
+    command.wait_for(f"the run goes on from step(.|\n)*step +{back + 3}/", whole=True)
+    command.process.send_signal(signal.SIGINT)
+    command.end()
+    rows = metrics(out)
+    assert all(row["trainer/tokens/trained"] > 0 for row in rows)
+    assert command.strays() == []
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,8 @@ def test_a_row_that_devices_split_holds_what_is_longer_than_the_part_of_one():
     batch = batch_of(simple([[20] * 8, [30]], [10, 11, 12]))
     result = packed(batch, Layout(row_tokens=8, context_parallel=2, pad_multiple=4))
     assert [len(row) for row in result.rows] == [16], "each part is padded to a multiple of 4"
+    (row,) = packed(batch, Layout(row_tokens=8, context_parallel=2, pad_multiple=4, tensor_parallel=3)).rows
+    assert len(row) == 24, "and to one of 3"
     with pytest.raises(ConfigError) as error:
         packed(batch, Layout(row_tokens=4, context_parallel=2, pad_multiple=4))
     assert "row_tokens is 4 on each of 2 devices" in error.value.message

@@ -24,7 +24,7 @@ from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.reading import combine_reports, read_slices
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_actors import cluster
-from tests.fakes import make_model, packed, random_batch
+from tests.fakes import make_model, packed, random_batch, unpack
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -91,6 +91,43 @@ def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):
             assert {entry.name for entry in second.tensors if entry.bucket in own} == start.keys() - frozen
             assert {entry.name for entry in second.tensors if entry in first.tensors} == frozen
             assert trainer.busy_s > 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("degree", ["tensor_parallel", "context_parallel"])
+def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp_path: Path):
+    model = make_model(tmp_path / "hf")
+    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    batch = random_batch(0, vocab=43, groups=4)
+
+    async def run() -> None:
+        async with open_trainer(tmp_path, **{degree: 2}) as (trainer, store):
+            laid = packed(batch, **vars(trainer.layout) | {"row_tokens": 32})
+            assert len(laid.rows) > 1
+            found = unpack(laid, await trainer.logprobs(laid))
+            for index, episode in enumerate(batch.episodes):
+                (segment,) = episode.segments
+                ids = torch.tensor(segment.token_ids, dtype=torch.int64)
+                with torch.no_grad():
+                    logprobs = model(ids[None]).logits[0].log_softmax(-1)
+                expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(segment.trained[1:])]
+                assert (found[index] - expected).abs().max() < 1e-5
+            assert await trainer.publish(store, dtype="float32") == 0
+            _, weights = await read(store)
+            assert all(torch.equal(weights[name], start[name]) for name in start)
+            stats = await trainer.step(laid, ClippedSurrogate())
+            assert stats["tokens/trained"] == laid.trained_tokens
+            await trainer.publish(store, dtype="float32")
+            _, weights = await read(store)
+            assert all((weights[name] != start[name]).any() for name in start)
+            for part in ("model", "training"):
+                (tmp_path / "saved" / part).mkdir(parents=True)
+            await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
+            first = await trainer.step(laid, ClippedSurrogate())
+            await trainer.restart(tmp_path / "saved" / "training")
+            again = await trainer.step(laid, ClippedSurrogate())
+            assert again == first | {name: again[name] for name in again if "logprob" in name}
 
     asyncio.run(run())
 

@@ -15,27 +15,29 @@ from forge_rl.rollout.evaluation import EvalConfig
 from recipes import grpo
 
 
-def make_tiny_model(folder: Path, tokenizer_from: Path, *, tied: bool = True) -> Path:
-    """A random Llama of 3 M parameters with the bundled model's tokenizer."""
+def make_tiny_model(
+    folder: Path, tokenizer_from: Path, *, tied: bool = True, family: str = "llama", **config: object
+) -> Path:
+    """A random model of 3 M parameters with the bundled model's tokenizer; a Llama if nothing else is said."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    given: dict[str, object] = {
+        "vocab_size": 49152,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "dtype": "float32",
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **given | config)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(tokenizer_from / name, folder / name)
     return folder

@@ -6,6 +6,7 @@ A row holds whole trees. The attention mask (`attends`) lets a branch see its pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,13 +32,16 @@ class Layout:
     """Number of devices that split a row, whose maximum length is so many times row_tokens."""
     pad_multiple: int = 1
     """A device's part of a row is rounded up to a multiple of this: 128 where FlexAttention's blocks need it."""
+    tensor_parallel: int = 1
+    """Number of devices that split the activations of one part of a row: its length is rounded up to a multiple of this
+    too, by padding that row_tokens does not count."""
     minibatches: int = 1
     """Number of parts that a batch is cut into, each for an update of its own. A group is in one part."""
     share_prefixes: bool = True
     """Store and compute a common prefix once. Off, each segment is a tree of its own with one branch."""
 
     def __post_init__(self) -> None:
-        for name in ("shares", "row_tokens", "context_parallel", "pad_multiple", "minibatches"):
+        for name in ("shares", "row_tokens", "context_parallel", "pad_multiple", "tensor_parallel", "minibatches"):
             if getattr(self, name) < 1:
                 flag = "--trainer." + name.replace("_", "-").replace("shares", "ranks")
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
@@ -252,7 +256,7 @@ class _Part:
 
     def minibatch(self, layout: Layout) -> Minibatch:
         rows = assign_rows(self.trees, row_tokens=layout.longest, shares=layout.shares)
-        multiple = layout.pad_multiple * layout.context_parallel
+        multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel) * layout.context_parallel
         return Minibatch(
             rows=tuple(_row(row, multiple, self.lengths) for row in rows),
             tokens=sum(self.lengths.values()),

@@ -236,6 +236,7 @@ class Trainer:
             row_tokens=self.config.row_tokens,
             context_parallel=self.config.context_parallel,
             pad_multiple=_pad_multiple(),
+            tensor_parallel=self.config.tensor_parallel,
             minibatches=self.config.minibatches,
         )
 
