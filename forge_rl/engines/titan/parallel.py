@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
@@ -15,6 +17,7 @@ from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import RoutedExperts
 
 from forge_rl.engines.platform import device_type
 from forge_rl.engines.protocol import TrainSettings
@@ -62,6 +65,9 @@ class Parallelism:
             if model.enable_weight_tying:
                 # Each of the two modules has made a parameter of its own, and FSDP must find one.
                 model.tok_embeddings.weight = model.lm_head.weight
+            for module in model.modules():
+                if isinstance(module, RoutedExperts):
+                    module.register_forward_pre_hook(_wait)
         if recompute:
             FullAC.Config().build(dump_folder="").apply(model)
         copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
@@ -111,6 +117,13 @@ def whole_hidden(hidden: torch.Tensor) -> torch.Tensor:
     Each rank's gradient is that of its part of the output projection only; going back they add up.
     """
     return hidden.to_local(grad_placements=[Partial()]) if isinstance(hidden, DTensor) else hidden
+
+
+def _wait(module: nn.Module, inputs: tuple[object, ...]) -> None:
+    """Wait for inputs that are still being gathered: torch's local_map would, and lose their gradient (2.13)."""
+    for value in inputs:
+        if isinstance(value, DTensor) and isinstance(value._local_tensor, AsyncCollectiveTensor):
+            value._local_tensor = value._local_tensor.wait()
 
 
 class _Gather(torch.autograd.Function):
