@@ -65,10 +65,14 @@ class Serving:
         self._runner.run(limited())
 
 
-@pytest.fixture(scope="module")
-def served_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-device", "two-devices"])
+def served_engine(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
     before = started_processes()
-    engine = Generator.Config(dtype="float32", max_model_tokens=256, max_new_tokens=8, kv_cache_gib=0.25)
+    engine = Generator.Config(
+        dtype="float32", max_model_tokens=256, max_new_tokens=8, kv_cache_gib=0.25, tensor_parallel=request.param
+    )
     config = Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path_factory.mktemp("gateway"))
     with asyncio.Runner() as runner:
         context = serving(config)
@@ -158,8 +162,12 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.mul_(1 + 0.2 * torch.randn_like(weight))
-            await publish(store, model, version)
+            manifest = await publish(store, model, version)
             assert await generator.load(store) == version
+            # Two workers share all but norms and the only key head.
+            share = {1: 1, 2: 0.51}[generator.config.devices]
+            assert len(generator.bytes_read) == generator.config.devices
+            assert max(generator.bytes_read) <= share * manifest.bytes
             turns = await asyncio.gather(
                 *[generator.generate(PROMPT, Sampling(max_tokens=8, seed=seed)) for seed in range(6)]
             )

@@ -35,6 +35,7 @@ _FREE = (
     *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens", "trainer.recompute"),
     "trainer.max_skipped_updates",
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
+    *("generator.tensor_parallel", "generator.data_parallel", "generator.expert_parallel"),
     *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),
     *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stuck_s", "reward.replicas"),
     *("environment.replicas", "gateway.*", "data.max_bad_rows"),

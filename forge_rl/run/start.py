@@ -18,6 +18,7 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import check_tasks
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
@@ -121,7 +122,7 @@ class Starting(Generic[C]):
         shared = shares_devices(
             config.placement,
             ranks=config.trainer.ranks,
-            engines=config.generator.replicas,
+            engines=config.generator.replicas * config.generator.devices,
             decodes_while_training=config.schedule.decodes_while_training,
         )
         generators = [getattr(source, "items", None) for source in self.mixture.sources.values()]
@@ -174,6 +175,7 @@ class Starting(Generic[C]):
                     await stack.enter_async_context(self.environment.serving(folder / "logs"))
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
                 read_architecture(model)  # a family that cannot be trained is refused before anything starts
+                check_decode_layout(model, config.generator)
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:
                         self.mixture.restore_sources(saved)  # refuses files that have changed

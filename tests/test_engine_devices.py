@@ -1,0 +1,117 @@
+"""Engines of several devices: experts that workers share, and workers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from forge_rl.services.generator import Generator
+from forge_rl.services.weight_store import WeightStore
+from forge_rl.types import Sampling
+from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
+from tests.fake_actors import cluster
+from tests.test_generator import PROMPT, gap, publish
+
+pytestmark = pytest.mark.long
+
+
+def make_moe(folder: Path, tokenizer_from: Path) -> torch.nn.Module:
+    """A random Qwen3-MoE of 8 experts with the bundled model's tokenizer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        dtype="float32",
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(tokenizer_from / name, folder / name)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [{"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True}, {"data_parallel": 2}],
+    ids=lambda devices: "-".join(devices),
+)
+def test_workers_that_share_experts_compute_what_one_does(
+    devices: dict[str, int], tiny_model: Path, tmp_path: Path, nothing_left: None
+) -> None:
+    async def check() -> None:
+        model = make_moe(tmp_path / "moe", tiny_model)
+        config = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.25, **devices)  # type: ignore[arg-type]
+        async with cluster(tmp_path) as (made, faults):
+            generator = await Generator.start(config, made, faults, model=tmp_path / "moe", seed=0, deadline_s=300)
+            store = await WeightStore.start(WeightStore.Config(), made, faults, deadline_s=120)
+            try:
+                for version in (1, 2):
+                    with torch.no_grad():
+                        for weight in model.parameters():
+                            weight.mul_(1 + 0.2 * torch.randn_like(weight))
+                    manifest = await publish(store, model, version)
+                    assert await generator.load(store) == version
+                    turns = await asyncio.gather(
+                        *[generator.generate(PROMPT, Sampling(max_tokens=16, seed=seed)) for seed in range(6)]
+                    )
+                    assert max(gap(model, turn) for turn in turns) < 1e-4
+                    assert {version for turn in turns for version in turn.versions} == {version}
+                assert len(generator.bytes_read) == 2
+                if "tensor_parallel" in devices:
+                    assert sum(generator.bytes_read) < 1.02 * manifest.bytes
+            finally:
+                faults.closing = True
+                await generator.stop()
+                await store.stop()
+
+    asyncio.run(check())
+
+
+def workers_of(command: Command) -> list[psutil.Process]:
+    """vLLM's workers of the first engine."""
+    below = actor_of(command, "generator").children(recursive=True)
+    return [process for process in below if "Worker_TP" in " ".join(process.cmdline())]
+
+
+def test_a_run_goes_on_when_a_worker_of_its_engine_is_killed(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
+) -> None:
+    before = shared_memory()
+    arguments = ("--steps", "8", "--generator.tensor-parallel", "2", "--weights.shm", str(shm))
+    command = tiny_run(commands, tiny_model, tmp_path / "run", *arguments)
+    command.wait_for("step +2/")
+    first, second = workers_of(command)
+    second.kill()
+    command.wait_for("generator/0 failed.*vLLM engine process died")
+    command.wait_for("generator/0 has recovered")
+    assert not first.is_running()
+    assert command.end(400) == 0, command.output
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows)
+    (fault,) = json.loads((tmp_path / "run" / "summary.json").read_text())["faults"]
+    assert "vLLM engine process died" in str(fault)
+    assert command.strays() == []
+    assert not forgotten(before)
