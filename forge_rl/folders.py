@@ -12,10 +12,13 @@ from pathlib import Path
 from forge_rl.errors import ForgeError
 
 
-def make_private(folder: Path, error: type[ForgeError]) -> None:
+def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) -> None:
     """Make a folder that only this user can enter, or check one that exists and close it to others.
 
         make_private(Path("runs/grpo-1"), CheckpointError)
+
+    Args:
+        deep: check all that is in it, as in `check_own`.
 
     Raises:
         ForgeError: in the cases of `check_own`; it is an `error`.
@@ -24,7 +27,7 @@ def make_private(folder: Path, error: type[ForgeError]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    check_own(folder, error)
+    check_own(folder, error, deep=deep)
     with contextlib.suppress(OSError):  # a file system without modes, where the check has found nobody who may write
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o077)
 

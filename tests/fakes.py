@@ -131,17 +131,21 @@ SMALL: dict[str, object] = {
     "tie_word_embeddings": False,
 }
 
+SMALL_FAMILY: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+}
+"""What a family needs beside SMALL."""
+
 
 def make_model(folder: Path, family: str = "llama", **config: object) -> torch.nn.Module:
     """A random Hugging Face model in float32, saved to a folder. Its weights are large enough to make logits differ."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[family]
     torch.manual_seed(0)
-    model = model_class(config_class(**{**SMALL, **config}, attn_implementation="eager")).float()
+    values = {**SMALL, **SMALL_FAMILY.get(family, {}), **config}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **values), attn_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
@@ -160,12 +164,13 @@ def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Whole weights of a titan model by Hugging Face's names."""
     from torch.distributed.tensor import DTensor
 
-    from forge_rl.engines.titan.state import named_weights
-    from forge_rl.weights.names import to_hf
+    from forge_rl.engines.titan.shards import named_weights, names_of
 
     return {
-        to_hf(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        part.name: part.of(whole.detach()).clone()
         for name, p in named_weights(model)
+        for whole in [p.full_tensor() if isinstance(p, DTensor) else p]
+        for part in names_of(model).parts(name, whole.shape)
     }
 
 

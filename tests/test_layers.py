@@ -32,7 +32,7 @@ STAGES = (
 
 ONLY_IN = {
     "monarch": ("forge_rl.runtime", "forge_rl.services", "forge_rl.weights"),
-    "torchtitan": ("forge_rl.engines.titan",),
+    "torchtitan": ("forge_rl.engines.titan", "forge_rl.engines.families"),
     "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform"),
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway"),
     "torchstore": ("forge_rl.weights.transports",),

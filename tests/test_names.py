@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from forge_rl.engines.families import FAMILIES
 from forge_rl.errors import ModelError
-from forge_rl.weights.names import parts, to_hf
 from forge_rl.weights.slices import TensorSlice
+
+NAMES = FAMILIES["qwen3_moe"].names
+parts, to_hf = NAMES.parts, NAMES.to_hf
 
 TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from forge_rl.engines.families import FAMILIES
 from forge_rl.weights import reading
 from forge_rl.weights.fingerprints import Move, fingerprint, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
@@ -120,6 +121,7 @@ def build(layout: Layout) -> nn.Module:
     )
     set_qwen3_sharding_config(config, enable_sp=False, enable_ep=layout.ep > 1)
     model: nn.Module = config.build()
+    model.names = FAMILIES["qwen3_moe"].names  # type: ignore[assignment]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(value_of(name, parameter.shape))

@@ -190,3 +190,21 @@ def test_an_episode_of_many_turns_is_sent_in_the_size_of_its_last_context():
     assert (
         len(sent) < 40 * 100 * 4 * 5
     )  # ids, logprobs, versions and values; the prompts together have 20 times as many
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (Score(total=1.0, turns=(1.0,)), Score(total=1.0, turns=(1.0, 2.0)), r"`turns`: a \[1\], b \[2\]"),
+        (
+            Score(total=1.0, tokens=(np.zeros(2),)),
+            Score(total=1.0, tokens=(np.zeros(3),)),
+            r"`tokens`: a \[2\], b \[3\]",
+        ),
+    ],
+)
+def test_parts_whose_values_do_not_fit_together_are_named(one: Score, other: Score, said: str):
+    reward = WeightedSum({"a": (of_episode, 1.0), "b": (of_episode, 1.0)})
+    with pytest.raises(ForgeError, match=said):
+        reward.combine({"a": one, "b": other})
+    assert reward.combine({"a": one, "b": Score(total=2.0)}).total == 3.0

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from forge_rl.algorithms import token_logprobs
 from forge_rl.data.packing import Layout, Row, dense_mask, pack
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import model as titan_model
 from forge_rl.engines.titan.model import FloatHead, TreeAttention, attention_mask, build_model
-from forge_rl.engines.titan.state import load_weights
+from forge_rl.engines.titan.state import load_weights, save_hf
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
 from tests.fakes import make_model, packed, random_batch, unpack
@@ -44,6 +45,12 @@ MODELS = {
     ),
     "qwen3": ("qwen3", {}),
     "qwen3, tied, wide heads": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, scores as they are": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen3_moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}),
 }
 
 
@@ -94,6 +101,23 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     assert expected.std() > 0.2, "the model must tell tokens apart for this to be a test"
     found = titan_logits(tmp_path, token_ids)
     assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_exported_is_the_folder_that_it_came_from(name: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    family, config = MODELS[name]
+    (tmp_path / "exported").mkdir()
+    reference = make_model(tmp_path, family, **config)
+    save_hf(engine_of(tmp_path).model, tmp_path, tmp_path / "exported", torch.float32)
+    exported, origin = (load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", tmp_path))
+    assert exported.keys() == origin.keys()
+    assert all(torch.equal(exported[name], origin[name]) for name in origin)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    token_ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(opened(token_ids).logits, reference(token_ids).logits)
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 64])
@@ -172,7 +196,7 @@ def test_logprobs_are_those_of_transformers(temperature: float, tmp_path: Path):
         assert (found[index] - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_episode_has_the_logprobs_that_it_has_alone(family: str, tmp_path: Path):
     make_model(tmp_path, family)
     engine = engine_of(tmp_path)
@@ -214,6 +238,7 @@ def test_a_row_without_targets_has_no_logprobs(tmp_path: Path):
     ("change", "said"),
     [
         ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": ["llama"]}, "model_type"),
         ({"model_type": None}, "model_type None"),
         ({"attention_bias": True}, "asks for attention_bias"),
         ({"mlp_bias": True}, "asks for mlp_bias"),
@@ -223,6 +248,7 @@ def test_a_row_without_targets_has_no_logprobs(tmp_path: Path):
         ({"quantization_config": {"quant_method": "fp8"}}, "asks for quantization_config"),
         ({"attention_bias": True, "mlp_bias": True}, "asks for attention_bias, mlp_bias"),
         ({"dtype": "float7"}, "float7"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647, not a whole number from 1 to 10000"),
     ],
 )
 def test_a_config_that_is_not_supported_is_refused(change: dict, said: str, tmp_path: Path):
@@ -233,6 +259,15 @@ def test_a_config_that_is_not_supported_is_refused(change: dict, said: str, tmp_
         engine_of(tmp_path)
     assert str(path) in caught.value.message
     assert caught.value.hint
+
+
+def test_an_unknown_family_is_refused_with_those_that_are_known(tmp_path: Path):
+    make_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mistral"}))
+    with pytest.raises(ModelError) as caught:
+        read_architecture(tmp_path)
+    assert all(repr(family) in caught.value.hint for family in FAMILIES)
 
 
 @pytest.mark.parametrize("old", [{"type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}])

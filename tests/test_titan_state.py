@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.shards import freeze, local_shards, named_weights, specs
@@ -352,6 +353,8 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(
 
 class Stacked(torch.nn.Module):
     """A router and a stack of experts, named as torchtitan does."""
+
+    names = FAMILIES["qwen3_moe"].names
 
     def __init__(self) -> None:
         super().__init__()

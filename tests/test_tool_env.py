@@ -125,6 +125,15 @@ def test_a_model_calls_tools_until_it_answers_and_the_verifier_sees_the_answer()
     assert len(episode.segments) == 1
 
 
+def test_a_call_that_cannot_be_read_is_told_to_the_model_and_is_no_answer():
+    broken = '<tool_call>{"name": add}</tool_call>'
+    episode = run(ToolEnv([add], max_turns=3), broken, "three")
+    assert shown(episode, 1).endswith("error: the tool call cannot be read; write it as JSON, in the form shown")
+    assert (episode.text, len(episode.turns)) == ("three", 2)
+    assert run(ToolEnv([add], max_turns=3), *[broken] * 3).text == ""
+    assert run(ToolEnv([add]), broken, cut=True).text == broken
+
+
 @pytest.mark.parametrize(
     ("answers", "cut", "room", "text", "outcome"),
     [

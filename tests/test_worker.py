@@ -109,7 +109,8 @@ def test_an_interpreter_is_named_or_made_once(tmp_path: Path, monkeypatch: pytes
     # A uv that makes a venv of nothing, and cannot install what is called `lost`.
     made.write_text(
         '#!/bin/sh\ncase "$*" in *lost*) echo "no registry" >&2; exit 2;; esac\n'
-        'if [ "$1" = venv ]; then echo made >> "$(dirname $0)/calls"; mkdir -p "$4/bin"; touch "$4/bin/python"; fi\n'
+        'if [ "$1" = venv ]; then echo made >> "$(dirname $0)/calls"; mkdir -p "$4/bin"; '
+        'ln -s /bin/sh "$4/bin/python"; fi\n'
     )
     made.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

@@ -39,7 +39,7 @@ def interpreter(requirements: Sequence[str], *, python: str = "", cache: Path = 
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     name = hashlib.sha256("\n".join([version, *wanted]).encode()).hexdigest()[:16]
     cache = cache.expanduser()
-    make_private(cache, ConfigError)
+    make_private(cache, ConfigError, deep=False)  # interpreters link to the one that they were made from
     folder, ready = cache / name, cache / name / ".ready"
     with (cache / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be making it

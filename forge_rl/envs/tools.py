@@ -14,6 +14,14 @@ from forge_rl.envs.tool import Tool
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.types import Message, Task, ToolCall
 
+_CALL_SIGNS = (
+    "<tool_call>",
+    "<function=",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+)
+"""Texts by which a model's family begins a call: a completion with one and without a call was meant as one."""
 _NOT_TOOLS = frozenset({"reward", "close"})
 
 
@@ -43,8 +51,8 @@ class ToolEnv:
             def reward(self, answer: str) -> float:
                 return float(self.task.truth["item"] in self.cart)
 
-    Tools that do not exist, wrong arguments and what a tool raises are shown to the model as text; a ForgeError that a
-    tool raises is an error of the environment.
+    Calls that cannot be read, tools that do not exist, wrong arguments and what a tool raises are shown to the model as
+    text; a ForgeError that a tool raises is an error of the environment.
 
     Raises:
         ConfigError: there are no tools, two have the same name, or one cannot be described: see `Tool`.
@@ -104,14 +112,15 @@ class ToolUse:
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
         self._turns += 1
-        if truncated or not calls:  # a cut completion may have lost calls, or a part of one
+        meant = bool(calls) or any(sign in completion for sign in _CALL_SIGNS)
+        if truncated or not meant:  # a cut completion may have lost calls, or a part of one
             return await self._end(completion)
         if self._turns == self._config.max_turns:
             return await self._end("")
         outputs = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": await self._run(call)}
             for call in calls
-        ]
+        ] or [{"role": "user", "content": "error: the tool call cannot be read; write it as JSON, in the form shown"}]
         if self._config.compact is not None:
             called = {"role": "assistant", "content": completion, "tool_calls": [_as_message(call) for call in calls]}
             self._conversation += [called, *outputs]

@@ -54,7 +54,7 @@ def to_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ValidationError():
-            return _from_validation_error(error)
+            return invalid(error)
         case ConfigError() | ModelError():
             return ApiError(400, error.message)
         case DeadlineError():
@@ -65,14 +65,17 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, message, code="internal_error")
 
 
-def _from_validation_error(error: ValidationError) -> ApiError:
-    """Name the first wrong field of a request."""
+def invalid(error: ValidationError, *at: str | int) -> ApiError:
+    """Make the error that names the first wrong field of a request, of which the part `at` a place was checked."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     kind, problem = first["type"], first["msg"]
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem}", code="invalid_json")
     # Of a union, pydantic names each branch that was tried; what the client wrote are its keys and places.
-    param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()) or None
+    param = (
+        ".".join(str(part) for part in (*at, *first["loc"]) if isinstance(part, int) or str(part).isidentifier())
+        or None
+    )
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {param}", param=param, code="unknown_parameter")
     if kind == "missing":

@@ -10,8 +10,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from pydantic import BaseModel, ValidationError
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicContentBlock,
+    AnthropicCountTokensRequest,
+    AnthropicMessage,
+    AnthropicMessagesRequest,
+)
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs, ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -36,7 +41,7 @@ from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder
 from forge_rl.gateway.completion import TokenLogprob
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.engine_client import EngineClient
-from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.json_text import LazyList
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.requests import (
@@ -63,6 +68,8 @@ class _Endpoint:
     body: type[Body]
     request: type[Any]
     serve: Callable[[Any], Awaitable[Any]]
+    long: tuple[str, object] = ("messages", ())
+    """Field that may be long, and a value that vLLM's check takes in its place."""
 
 
 class VLLMServer:
@@ -129,8 +136,10 @@ class VLLMServer:
         self._messages = messages
         self._endpoints = {
             "/v1/chat/completions": _Endpoint(ChatBody, ChatCompletionRequest, chat.create_chat_completion),
-            "/v1/completions": _Endpoint(CompletionBody, CompletionRequest, completions.create_completion),
-            "/v1/responses": _Endpoint(ResponsesBody, ResponsesRequest, responses.create_responses),
+            "/v1/completions": _Endpoint(
+                CompletionBody, CompletionRequest, completions.create_completion, ("prompt", "-")
+            ),
+            "/v1/responses": _Endpoint(ResponsesBody, ResponsesRequest, responses.create_responses, ("input", ())),
             "/v1/messages": _Endpoint(MessagesBody, AnthropicMessagesRequest, messages.create_messages),
             "/v1/messages/count_tokens": _Endpoint(CountBody, AnthropicCountTokensRequest, messages.count_tokens),
         }
@@ -150,16 +159,19 @@ class VLLMServer:
             call.streamed, call.wanted = bool(asked.stream), asked.wanted
             call.counted = path.endswith("/count_tokens")
             given = asked.passed()
-            # These are checked already: vLLM takes fewer stop texts, and its types for messages are slow.
-            stop, messages = given.pop("stop_sequences", None) or given.pop("stop", None), given.get("messages")
+            # vLLM takes fewer stop texts than are checked already. What is long is kept from its check of the whole,
+            # in which no other thread runs.
+            stop = given.pop("stop_sequences", None) or given.pop("stop", None)
+            name, placeholder = endpoint.long
+            long = given.pop(name)
+            request = chat = endpoint.request.model_validate({**given, name: placeholder})
             if isinstance(asked, ResponsesBody):
-                call.converted = given.pop("input")
-            empty: dict[str, Any] = {ChatBody: {"messages": []}, ResponsesBody: {"input": []}}.get(type(asked), {})
-            request = chat = endpoint.request.model_validate({**given, **empty})
-            if isinstance(asked, ChatBody):
-                request.messages = messages
+                call.converted = long
             elif isinstance(asked, CountBody):
+                request.messages = list(_checked(long))
                 chat = call.converted = self._messages.convert(request)
+            else:
+                setattr(request, name, long)
             chat.stop = [stop] if isinstance(stop, str) else stop or []
             return request
 
@@ -189,6 +201,27 @@ class VLLMServer:
         if isinstance(answer, AsyncGenerator):
             return _convert_stream_to_sse_events(answer) if path == "/v1/responses" else answer
         return _shown(answer, call)
+
+
+def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[AnthropicMessage]:
+    """Check messages of Anthropic's API, block by block."""
+
+    def check(kind: type[BaseModel], given: object, *at: str | int) -> Any:
+        try:
+            return kind.model_validate(given)
+        except ValidationError as error:
+            raise invalid(error, "messages", *at) from None
+
+    for place, given in enumerate(messages):
+        blocks = given.get("content")
+        if not isinstance(blocks, list):
+            yield check(AnthropicMessage, given, place)
+            continue
+        message = check(AnthropicMessage, {**given, "content": []}, place)
+        message.content = [
+            check(AnthropicContentBlock, block, place, "content", index) for index, block in enumerate(blocks)
+        ]
+        yield message.validate_tool_change_role()
 
 
 class _as_client_errors:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.rewards.protocol import Form, RewardFunction, form_of
 from forge_rl.types import Score
 
@@ -42,12 +42,17 @@ class WeightedSum:
         return "group" if "group" in forms else "episode" if "episode" in forms else "text"
 
     def combine(self, scores: Mapping[str, Score]) -> Score:
-        """Return the score of an episode from those of its parts, by name. The first answer that a part found is its
-        answer."""
+        """Return the score of an episode from those of its parts, by name; its answer is the first that a part found.
+
+        Raises:
+            ForgeError: parts give values for different numbers of turns, or of a turn's tokens.
+        """
         parts: dict[str, float] = {}
         for name, score in scores.items():
             parts[name] = score.total
             parts |= {f"{name}/{inner}": value for inner, value in score.parts.items()}
+        _check_lengths("turns", {name: [len(score.turns)] for name, score in scores.items() if len(score.turns)})
+        _check_lengths("tokens", {name: [*map(len, score.tokens)] for name, score in scores.items() if score.tokens})
         weighted = [(scores[name], weight) for name, (_, weight) in self.parts.items()]
         turns = [[weight * value for value in score.turns] for score, weight in weighted if len(score.turns)]
         tokens = [[weight * np.asarray(turn) for turn in score.tokens] for score, weight in weighted if score.tokens]
@@ -57,6 +62,16 @@ class WeightedSum:
             turns=tuple(map(math.fsum, zip(*turns, strict=True))),
             tokens=tuple(map(_sum_of_values, zip(*tokens, strict=True))),
             answer=next((score.answer for score, _ in weighted if score.answer), ""),
+        )
+
+
+def _check_lengths(field: str, lengths: Mapping[str, Sequence[int]]) -> None:
+    """Raise ForgeError if parts do not give values for the same turns or tokens."""
+    if any(each != next(iter(lengths.values())) for each in lengths.values()):
+        found = ", ".join(f"{name} {list(each)}" for name, each in lengths.items())
+        raise ForgeError(
+            f"parts of a reward have different numbers of values in `{field}`: {found}",
+            hint=f"give Score.{field} an entry for each turn of the episode in each part, or leave it out",
         )
 
 

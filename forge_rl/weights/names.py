@@ -1,14 +1,15 @@
 """Names of weights: torchtitan's to Hugging Face's.
 
-Both families keep separate q, k, v projections in Hugging Face's rotate-half order (engines/titan builds them so),
-and torchtitan stacks a layer's experts, which Hugging Face keeps apart. So every published tensor is a block of one
-torchtitan weight as it lies there: a shard of one is a shard of the other, and no copy or permutation is needed.
+Models keep separate q, k, v projections in Hugging Face's order of rows (engines/titan builds them so), and torchtitan
+stacks a layer's experts, which most families keep apart. So every published tensor is a view of a block of one
+torchtitan weight, at most with its last two dims swapped: a shard of one is a shard of the other, and no copy or
+permutation is needed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,24 +22,7 @@ _TOP = {
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-_LAYER = {
-    "attention.qkv_linear.wq": "self_attn.q_proj",
-    "attention.qkv_linear.wk": "self_attn.k_proj",
-    "attention.qkv_linear.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "moe.router.gate": "mlp.gate",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_STACK = {"w1_EFD": "gate_proj", "w3_EFD": "up_proj", "w2_EDF": "down_proj"}
-"""[experts, out, in] in torchtitan; [out, in] for each expert in Hugging Face."""
-_TITAN = re.compile(r"layers\.(\d+)\.(.+)\.weight")
-_TITAN_STACK = re.compile(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(w\d_E[DF]{2})")
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,50 +37,72 @@ class Part:
     """Place of the part in the published tensor."""
     index: int | None = None
     """Number of the expert within the block; None where the block is the part."""
+    transposed: bool = False
+    """True if the published tensor has the last two dims in the other order."""
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """A view of this part of the block."""
-        return block if self.index is None else block[self.index]
+        part = block if self.index is None else block[self.index]
+        return part.transpose(-2, -1) if self.transposed else part
 
 
-def parts(name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
-    """List the published tensors that a block of a torchtitan weight holds, and the slice of each.
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Names of the weights of one family.
 
-    Args:
-        name: torchtitan's name of the weight.
-        shape: shape of the whole weight.
-        tensor_slice: the block; by default the whole weight.
-
-    Raises:
-        ModelError: the name is not one of the Llama or Qwen3 family.
+    Names(layer={"attention.wo.weight": "self_attn.o_proj.weight"}).to_hf("layers.3.attention.wo.weight")
     """
-    tensor_slice = tensor_slice or TensorSlice.whole(shape)
-    if not _TITAN_STACK.fullmatch(name):
-        yield Part(name=to_hf(name), shape=tuple(shape), tensor_slice=tensor_slice)
-        return
-    inner = TensorSlice(start=tensor_slice.start[1:], size=tensor_slice.size[1:])
-    for index in range(tensor_slice.size[0]):
-        yield Part(
-            name=to_hf(name, tensor_slice.start[0] + index), shape=tuple(shape[1:]), tensor_slice=inner, index=index
-        )
 
+    layer: Mapping[str, str]
+    """Hugging Face's name of each weight of a layer, by torchtitan's, both without the layer. A "{}" stands for the
+    number of an expert: torchtitan stacks them in the first dim."""
+    transposed: frozenset[str] = frozenset()
+    """torchtitan's names of the weights whose last two dims Hugging Face has in the other order."""
 
-def to_hf(name: str, expert: int | None = None) -> str:
-    """Hugging Face's name of a torchtitan weight of the Llama or Qwen3 family.
+    def parts(self, name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
+        """List the published tensors that a block of a torchtitan weight holds, and the slice of each.
 
-    Args:
-        name: torchtitan's.
-        expert: which one of a stack; None for any other weight.
+        Args:
+            name: torchtitan's name of the weight.
+            shape: shape of the whole weight.
+            tensor_slice: the block; by default the whole weight.
 
-    Raises:
-        ModelError: the name is not one of theirs.
-    """
-    if expert is None and name in _TOP:
-        return _TOP[name]
-    if expert is None and (match := _TITAN.fullmatch(name)) and match[2] in _LAYER:
-        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
-    if expert is not None and (match := _TITAN_STACK.fullmatch(name)) and match[2] in _STACK:
-        return f"model.layers.{match[1]}.mlp.experts.{expert}.{_STACK[match[2]]}.weight"
-    raise ModelError(
-        f"the torchtitan weight {name!r} has no Hugging Face name", hint="only the Llama and Qwen3 families are known"
-    )
+        Raises:
+            ModelError: the name is not one of the family.
+        """
+        tensor_slice = tensor_slice or TensorSlice.whole(shape)
+        match = _LAYER.fullmatch(name)
+        transposed = match is not None and match[2] in self.transposed
+        stacked = match is not None and "{}" in self.layer.get(match[2], "")
+        whole, start, size = tuple(shape), tensor_slice.start, tensor_slice.size
+        if transposed:
+            whole, start, size = ((*dims[:-2], dims[-1], dims[-2]) for dims in (whole, start, size))
+        if not stacked:
+            inner = TensorSlice(start=start, size=size)
+            yield Part(name=self.to_hf(name), shape=whole, tensor_slice=inner, transposed=transposed)
+            return
+        inner = TensorSlice(start=start[1:], size=size[1:])
+        for index in range(size[0]):
+            own = self.to_hf(name, start[0] + index)
+            yield Part(name=own, shape=whole[1:], tensor_slice=inner, index=index, transposed=transposed)
+
+    def to_hf(self, name: str, expert: int | None = None) -> str:
+        """Hugging Face's name of a torchtitan weight.
+
+        Args:
+            name: torchtitan's.
+            expert: which one of a stack; None for any other weight.
+
+        Raises:
+            ModelError: the name is not one of the family.
+        """
+        if expert is None and name in _TOP:
+            return _TOP[name]
+        match = _LAYER.fullmatch(name)
+        theirs = self.layer.get(match[2]) if match else None
+        if match is None or theirs is None or ("{}" in theirs) == (expert is None):
+            raise ModelError(
+                f"the torchtitan weight {name!r} has no Hugging Face name",
+                hint="add it to the names of its family, in engines/families",
+            )
+        return f"model.layers.{match[1]}.{theirs.format(expert)}"

@@ -1,9 +1,9 @@
-"""Builds a torchtitan model from a Hugging Face folder: Llama and Qwen3 families, with attention over packed rows."""
+"""Builds torchtitan models from architectures, with layers of ours: attention over packed rows, output head, RoPE."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,16 +16,15 @@ from torchtitan.models.common.attention import FlexAttention, create_attention_m
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
-from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 
 from forge_rl.algorithms import token_logprobs
 from forge_rl.data.packing import Row, attends, dense_mask
-from forge_rl.engines.architecture import Architecture
+from forge_rl.engines.families.config import Architecture
 from forge_rl.engines.platform import device_type
+from forge_rl.engines.titan.moe import moe_config
 
-_LOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"weight": skip_param_init}
+LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
 
 
@@ -33,61 +32,119 @@ _HEAD_CHUNK_TOKENS = 1024
 """Targets that are scored at a time."""
 
 
-def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
-    """Build the torchtitan model, without weights, on the current default device.
+def build_model(
+    architecture: Architecture,
+    *,
+    max_positions: int,
+    sequence_parallel: bool = False,
+    expert_parallel: bool = False,
+) -> Decoder:
+    """Build the torchtitan model, without weights, on the current default device, and ready to be parallelised.
 
-    q and k use Hugging Face's rotate-half order in both families (torchtitan's own Llama uses adjacent pairs), so that
+    Args:
+        max_positions: the longest sequence that will be seen, in tokens, for the RoPE cache.
+        sequence_parallel: shard activations between the layers' matrices, where there is tensor parallelism.
+        expert_parallel: shard experts over ranks, in place of cutting each.
+    """
+    titan = architecture.family.titan()
+    config = titan.model_config(architecture, min(architecture.max_positions, max_positions))
+    titan.set_sharding(config, enable_sp=sequence_parallel, enable_ep=expert_parallel)
+    model = cast(Decoder, config.build())
+    model.names = architecture.family.names
+    return model
+
+
+def gqa_decoder(
+    architecture: Architecture,
+    max_positions: int,
+    *,
+    model: Any,
+    block: Any,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+) -> Any:
+    """Make the `Config` of a model with grouped-query attention, and experts where the architecture has them.
+
+    q and k use Hugging Face's rotate-half order in every family (torchtitan's own Llama uses adjacent pairs), so that
     weights/names.py only renames.
 
-    `max_positions` is the longest sequence that will be seen, for the RoPE cache.
+    Args:
+        max_positions: length of the RoPE cache, in tokens.
+        model: torchtitan's class of the model.
+        block: torchtitan's class of a layer.
+        qk_norm: normalise q and k of each head.
+        qkv_bias: add a bias to q, k and v.
     """
     a = architecture
 
-    def norm(dim: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=dim, eps=a.norm_eps, param_init=_LOADED)
-
-    model_class, block_class = {
-        "llama": (Llama3Model, Llama3TransformerBlock),
-        "qwen3": (Qwen3Model, Qwen3TransformerBlock),
-    }[a.family]
-    inner = FlexAttention.Config() if device_type() == "cuda" else TreeAttention.Config()
-    rope = HalfRoPE.Config(
-        dim=a.head_dim,
-        max_seq_len=min(a.max_positions, max_positions),
-        theta=float(a.rope["rope_theta"]),
-        **_llama_scaling(a.rope),
-    )
-    layers = [
-        block_class.Config(
-            attention_norm=norm(a.dim),
-            ffn_norm=norm(a.dim),
-            attention=make_gqa_config(
-                dim=a.dim,
-                n_heads=a.heads,
-                n_kv_heads=a.kv_heads,
-                head_dim=a.head_dim,
-                wqkv_param_init=_LOADED,
-                wo_param_init=_LOADED,
-                inner_attention=inner,
-                rope=rope,
-                qk_norm=norm(a.head_dim) if a.family == "qwen3" else None,
-            ),
-            feed_forward=make_ffn_config(
-                dim=a.dim, hidden_dim=a.hidden_dim, w1_param_init=_LOADED, w2w3_param_init=_LOADED
-            ),
+    def layer(index: int) -> Any:
+        attention = make_gqa_config(
+            dim=a.dim,
+            n_heads=a.heads,
+            n_kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            wqkv_param_init=LOADED,
+            wo_param_init=LOADED,
+            inner_attention=inner_attention(),
+            rope=half_rope(a, max_positions),
+            qk_norm=norm(a, a.head_dim) if qk_norm else None,
         )
-        for _ in range(a.layers)
-    ]
-    config = model_class.Config(
+        attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = qkv_bias
+        return block.Config(
+            attention_norm=norm(a, a.dim), ffn_norm=norm(a, a.dim), attention=attention, **network(a, index)
+        )
+
+    return decoder(a, model, [layer(index) for index in range(a.layers)])
+
+
+def decoder(architecture: Architecture, model: Any, layers: list[Any]) -> Any:
+    """Make the `Config` of a model of one of torchtitan's classes from those of its layers."""
+    a = architecture
+    return model.Config(
         dim=a.dim,
         vocab_size=a.vocab,
         enable_weight_tying=a.tied,
-        tok_embeddings=Embedding.Config(num_embeddings=a.vocab, embedding_dim=a.dim, param_init=_LOADED),
-        norm=norm(a.dim),
-        lm_head=FloatHead.Config(in_features=a.dim, out_features=a.vocab, param_init=_LOADED),
+        tok_embeddings=Embedding.Config(num_embeddings=a.vocab, embedding_dim=a.dim, param_init=LOADED),
+        norm=norm(a, a.dim),
+        lm_head=FloatHead.Config(in_features=a.dim, out_features=a.vocab, param_init=LOADED),
         layers=layers,
     )
-    return cast(Decoder, config.build())
+
+
+def network(architecture: Architecture, layer: int) -> dict[str, Any]:
+    """Make the `Config` of a layer's feed-forward network or its experts, by the name of the field for it."""
+    a = architecture
+    if a.experts is not None and layer in a.experts.layers:
+        return {"moe": moe_config(a.experts, a.dim)}
+    dense = make_ffn_config(dim=a.dim, hidden_dim=a.hidden_dim, w1_param_init=LOADED, w2w3_param_init=LOADED)
+    return {"feed_forward": dense}
+
+
+def inner_attention() -> Any:
+    """Make the `Config` of the attention kernel of this device."""
+    return FlexAttention.Config() if device_type() == "cuda" else TreeAttention.Config()
+
+
+def norm(architecture: Architecture, dim: int) -> Any:
+    """Make the `Config` of a norm over so many elements."""
+    return RMSNorm.Config(normalized_shape=dim, eps=architecture.norm_eps, param_init=LOADED)
+
+
+def half_rope(architecture: Architecture, max_positions: int) -> Any:
+    """Make the `Config` of RoPE in rotate-half order, scaled as the architecture says."""
+    rope: Mapping[str, Any] = architecture.rope
+    scaling = {}
+    if rope["rope_type"] == "llama3":
+        scaling = {
+            "scaling": "llama",
+            "scaling_factor": float(rope["factor"]),
+            "low_freq_factor": float(rope["low_freq_factor"]),
+            "high_freq_factor": float(rope["high_freq_factor"]),
+            "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        }
+    return HalfRoPE.Config(
+        dim=architecture.head_dim, max_seq_len=max_positions, theta=float(rope["rope_theta"]), **scaling
+    )
 
 
 def attention_mask(row: Row) -> tuple[torch.Tensor, ...] | BlockMask:
@@ -114,15 +171,16 @@ class TreeAttention(Module):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
         *,
         attention_masks: tuple[torch.Tensor, ...],
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """q, k, v and the result are [1, L, heads, head_dim]; attention_masks are [n, n] bool, of L tokens in all."""
+        q, k, v = q_BLNH, k_BLNH, v_BLNH  # torchtitan's shardings know them by those names
         if enable_gqa:
             # The fused CPU kernel wants as many key heads as query heads; enable_gqa falls back to a slow one.
             repeats = q.shape[2] // k.shape[2]
@@ -214,15 +272,3 @@ class HalfRoPE(CosSinRoPE):
         smooth = (self.config.original_max_position_embeddings / wavelengths - low) / (high - low)
         smooth = smooth.clamp(0, 1)
         return (1 - smooth) * frequencies / factor + smooth * frequencies
-
-
-def _llama_scaling(rope: Mapping[str, float | str]) -> dict[str, float | str]:
-    if rope["rope_type"] != "llama3":
-        return {}
-    return {
-        "scaling": "llama",
-        "scaling_factor": float(rope["factor"]),
-        "low_freq_factor": float(rope["low_freq_factor"]),
-        "high_freq_factor": float(rope["high_freq_factor"]),
-        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
-    }

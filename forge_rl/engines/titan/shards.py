@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_rl.errors import ConfigError
 from forge_rl.weights.manifest import TensorSpec
-from forge_rl.weights.names import parts
+from forge_rl.weights.names import Names
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
@@ -24,11 +25,16 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
+def names_of(model: nn.Module) -> Names:
+    """Return the names of the weights of a model that `build_model` built."""
+    return cast(Names, model.names)
+
+
 def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(name=part.name, shape=part.shape, changed=parameter.requires_grad)
         for name, parameter in named_weights(model)
-        for part in parts(name, parameter.shape)
+        for part in names_of(model).parts(name, parameter.shape)
     )
 
 
@@ -38,7 +44,7 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
         tensor_slice = slice_of(parameter)
         if tensor_slice.numel and _publishes(parameter):
             values = values_of(parameter)
-            for part in parts(name, parameter.shape, tensor_slice):
+            for part in names_of(model).parts(name, parameter.shape, tensor_slice):
                 yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=part.of(values))
 
 
@@ -50,7 +56,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     unused = set(patterns)
     for name, parameter in named_weights(model):
-        names = [part.name for part in parts(name, parameter.shape)]
+        names = [part.name for part in names_of(model).parts(name, parameter.shape)]
         matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
         unused -= {pattern for pattern, found in matched.items() if found}
         frozen = {found for each in matched.values() for found in each}

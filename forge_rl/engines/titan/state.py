@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from forge_rl.engines.titan.index import TrainingStateReader
-from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
+from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
-from forge_rl.weights.names import parts
 
 _AGAIN = "download or export the model again"
 
@@ -35,7 +34,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
         files: dict[Path, safe_open] = {}
         for ours, parameter in named_weights(model):
             block = values_of(parameter)
-            for part in parts(ours, parameter.shape, slice_of(parameter)):
+            for part in names_of(model).parts(ours, parameter.shape, slice_of(parameter)):
                 name = part.name
                 if name == "lm_head.weight" and tied and name not in index:
                     name = "model.embed_tokens.weight"
@@ -89,7 +88,7 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
     for name, parameter in named_weights(model):
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if dist.get_rank() == 0:
-            for part in parts(name, full.shape):
+            for part in names_of(model).parts(name, full.shape):
                 state[part.name] = part.of(full.detach()).to("cpu", dtype, copy=True)
     if dist.get_rank() == 0:
         for path in source.iterdir():

@@ -16,8 +16,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.llama3.parallelize import parallelize_llama
-from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
 from forge_rl.algorithms import Loss, LossInputs, logprob_gap
 from forge_rl.data.packing import Minibatch, Row
@@ -269,8 +267,7 @@ class TitanEngine:
         # A single rank gathers nothing: it only casts, and once is enough for forward and backward.
         resharding = "default" if world > 1 else "never"
         parallelism = ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward=resharding)
-        parallelize = parallelize_llama if self.architecture.family == "llama" else parallelize_qwen3
-        parallelize(
+        self.architecture.family.titan().parallelize(
             model,
             parallel_dims=ParallelDims.from_config(parallelism, world),
             training=TrainingConfig(

@@ -1,0 +1,221 @@
+"""What a family is, and what its config.json tells of a model's architecture: needs no torchtitan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from forge_rl.errors import ModelError
+from forge_rl.weights.names import Names
+
+_AGAIN = "download or export the model again"
+_SCALING = {
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Kinds of RoPE, with the numbers that each needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models: how its config.json is read, its weights are named, and torchtitan builds it.
+
+    A family is one file of this package, and a line in its `FAMILIES`.
+    """
+
+    model_type: str
+    """Name of the family in config.json."""
+    read: Callable[[ConfigFile], Architecture]
+    """Reads config.json, and raises ModelError for what the trainer does not support."""
+    names: Names
+    """Names of the weights."""
+    titan: Callable[[], TitanFamily]
+    """Imports what builds the family on torchtitan; in a process that trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TitanFamily:
+    """How torchtitan builds and shards the models of a family."""
+
+    model_config: Callable[[Architecture, int], Any]
+    """Makes torchtitan's `Decoder.Config` from the architecture and the longest sequence, in tokens."""
+    set_sharding: Callable[..., None]
+    """torchtitan's `set_*_sharding_config(config, *, enable_sp, enable_ep)`, called before the model is built."""
+    parallelize: Callable[..., Any]
+    """torchtitan's `parallelize_*(model, *, parallel_dims, ...)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Mixture of experts in an architecture."""
+
+    layers: tuple[int, ...]
+    """Numbers of the layers that have experts; the others are dense."""
+    count: int
+    """Experts of a layer."""
+    top_k: int
+    """Experts that a token goes to."""
+    hidden_dim: int
+    normalized: bool
+    """True if the weights of a token's experts are scaled to add up to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Dimensions in a Hugging Face config.json."""
+
+    family: Family
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    """Of the feed-forward network of a dense layer."""
+    vocab: int
+    norm_eps: float
+    max_positions: int
+    rope: Mapping[str, float | str | bool]
+    tied: bool
+    """True if the input embedding is also the output projection."""
+    dtype: torch.dtype
+    """Format of the folder's weights, and of checkpoints."""
+    experts: Experts | None = None
+    """None if every layer is dense."""
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in the matrices."""
+        attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+        embeddings = self.vocab * self.dim * (1 if self.tied else 2)
+        sparse = len(self.experts.layers) if self.experts else 0
+        network = 3 * self.dim * self.hidden_dim
+        mixture = self.experts.count * self.dim * (1 + 3 * self.experts.hidden_dim) if self.experts else 0
+        return self.layers * attention + (self.layers - sparse) * network + sparse * mixture + embeddings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFile:
+    """A config.json whose values are checked as they are read."""
+
+    path: Path
+    values: Mapping[str, Any]
+    family: Family
+
+    def whole(self, name: str, default: int = 0, *, most: int = 2**31 - 1) -> int:
+        """Read a whole number above 0; a default of 0 is none.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        value = self.values.get(name) or default
+        if type(value) is not int or not 0 < value <= most:
+            said = "not a whole number above 0" if most == 2**31 - 1 else f"not a whole number from 1 to {most}"
+            raise ModelError(f"{self.path}: {name} is {value!r:.80}, {said}", hint=_AGAIN)
+        return value
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.whole("num_hidden_layers", most=10_000)
+
+    def layer_set(self, name: str) -> frozenset[int]:
+        """Read a list of layers' numbers; an absent one is empty.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        value = self.values.get(name) or []
+        if not isinstance(value, list) or any(type(layer) is not int for layer in value):
+            raise ModelError(f"{self.path}: {name} is {value!r:.80}, not a list of layers", hint=_AGAIN)
+        return frozenset(value)
+
+    def need(self, *names: str) -> None:
+        """Raise ModelError unless config.json has all of these."""
+        if lacking := [name for name in names if name not in self.values]:
+            raise ModelError(f"{self.path} lacks {', '.join(lacking)}", hint=_AGAIN)
+
+    def architecture(
+        self,
+        *,
+        refused: Mapping[str, bool] | None = None,
+        rope_types: Collection[Literal["default", "llama3", "yarn"]] = ("default", "llama3"),
+        **own: Any,
+    ) -> Architecture:
+        """Read what all families have.
+
+        Args:
+            refused: what the family does not support, and whether config.json asks for it; beside or in place of what
+                no family supports.
+            rope_types: kinds of RoPE that the family supports.
+            own: fields of Architecture that the family reads itself.
+
+        Raises:
+            ModelError: a value is missing or broken, or asks for what is not supported here.
+        """
+        values = self.values
+        for name in ("rope_scaling", "rope_parameters"):
+            if not isinstance(values.get(name) or {}, dict):
+                raise ModelError(f"{self.path}: {name} is {values[name]!r:.80}", hint=_AGAIN)
+        rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+        rope.setdefault("rope_theta", values.get("rope_theta", 10000.0))
+        rope.setdefault("rope_type", rope.pop("type", "default"))
+        asked = {
+            "attention_bias": bool(values.get("attention_bias")),
+            "mlp_bias": bool(values.get("mlp_bias")),
+            "use_sliding_window": bool(values.get("use_sliding_window")),
+            f"hidden_act {values.get('hidden_act')!r}": values.get("hidden_act", "silu") != "silu",
+            f"rope_type {rope['rope_type']!r}": rope["rope_type"] not in rope_types,
+            "quantization_config": bool(values.get("quantization_config")),
+            **(refused or {}),
+        }
+        if found := [name for name, present in asked.items() if present]:
+            raise ModelError(
+                f"{self.path} asks for {', '.join(found)}, which the trainer does not support",
+                hint=f"use an unquantised model of the plain {self.family.model_type!r} architecture",
+            )
+        self.need("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
+        self.need("max_position_embeddings", *(() if "hidden_dim" in own else ("intermediate_size",)))
+        dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "bfloat16"), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ModelError(
+                f"{self.path} is of dtype {values.get('dtype', values.get('torch_dtype'))!r}",
+                hint='set its "dtype" to "bfloat16" or "float32"',
+            )
+        heads = self.whole("num_attention_heads")
+        dim = self.whole("hidden_size")
+        read: dict[str, Any] = {
+            "kv_heads": lambda: self.whole("num_key_value_heads", heads),
+            "head_dim": lambda: self.whole("head_dim", dim // heads),
+            "hidden_dim": lambda: self.whole("intermediate_size"),
+        }
+        architecture = Architecture(
+            family=self.family,
+            dim=dim,
+            layers=self.layers,
+            heads=heads,
+            vocab=self.whole("vocab_size"),
+            norm_eps=_number(self.path, values, "rms_norm_eps"),
+            max_positions=self.whole("max_position_embeddings"),
+            rope=rope,
+            tied=bool(values.get("tie_word_embeddings")),
+            dtype=dtype,
+            **{name: value() for name, value in read.items() if name not in own},
+            **own,
+        )
+        for name in ("rope_theta", *_SCALING[rope["rope_type"]]):
+            _number(self.path, rope, name)
+        return architecture
+
+
+def _number(path: Path, values: Mapping[str, object], name: str) -> float:
+    value = values.get(name)
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{path}: {name} is {value!r:.80}, not a number above 0", hint=_AGAIN)
+    return value

@@ -1,0 +1,77 @@
+"""Mixtures of experts on torchtitan, in the model's own format on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import Linear
+from torchtitan.models.common.config_utils import make_moe_config, make_token_dispatcher_config
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.param_init import skip_param_init
+
+from forge_rl.engines.families.config import Experts
+
+_LOADED = dict.fromkeys(("weight", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
+"""No initialisation: every weight is read from the folder."""
+
+
+def moe_config(experts: Experts, dim: int) -> Any:
+    """Make torchtitan's `MoE.Config` for a layer. Nothing balances the experts' load: that would change the policy."""
+    return make_moe_config(
+        num_experts=experts.count,
+        load_balance_coeff=None,
+        router=TokenChoiceTopKRouter.Config(
+            num_experts=experts.count,
+            gate=FloatGate.Config(in_features=dim, out_features=experts.count, param_init=_LOADED),
+            top_k=experts.top_k,
+            score_func="softmax",
+            route_norm=experts.normalized,
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=PlainExperts.Config(
+                dim=dim, hidden_dim=experts.hidden_dim, num_experts=experts.count, param_init=_LOADED
+            ),
+            token_dispatcher=make_token_dispatcher_config(
+                num_experts=experts.count, top_k=experts.top_k, comm_backend="standard"
+            ),
+        ),
+    )
+
+
+class FloatGate(Linear):
+    """A router's projection in float32 whatever the model's format, so that close scores are told apart.
+
+    torchtitan leaves this to autocast, which has no float32 on CPU.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., dim] of any format to [..., experts] float32."""
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+class PlainExperts(GroupedExperts):
+    """SwiGLU experts that compute in the format of their input; torchtitan's round to bfloat16."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Send rows of [R, dim], sorted by expert, through their experts; [experts] int64 counts the rows of each."""
+        ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+
+        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            return self._grouped_mm(A=x, B_t=local.transpose(-2, -1), offs=ends)
+
+        hidden = nn.functional.silu(product(x_RD, self.w1_EFD)) * product(x_RD, self.w3_EFD)
+        return product(hidden, self.w2_EDF)
