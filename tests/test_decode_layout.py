@@ -40,6 +40,7 @@ def test_layouts_that_work(config: dict[str, int], settings: dict[str, int], tmp
         (SMOLLM2, {"tensor_parallel": 2}, "2 devices .* 9 heads, 3 key heads", "one of 1, 3$"),
         (SMALL, {"tensor_parallel": 8}, "8 devices", "one of 1, 2, 4$"),
         (MOE, {"tensor_parallel": 2}, "of width 64 and 36", "one of 1$"),
+        (SMALL, {"routed_experts": True}, "no experts to be returned", "--generator.routed-experts"),
         (SMALL, {"tensor_parallel": 2, "expert_parallel": True}, "has no experts", "--generator.expert-parallel"),
         (MOE, {"expert_parallel": True}, "one device has nobody", "raise --generator.tensor-parallel"),
         (MOE, {"tensor_parallel": 2, "data_parallel": 4, "expert_parallel": True}, "8 devices .* 6 experts", "lower"),

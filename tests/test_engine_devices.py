@@ -7,62 +7,74 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from forge_rl.services.generator import Generator
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.types import Sampling
+from forge_rl.types import Sampling, Turn
 from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
+from tests.engine_conformance import LONG_PROMPT
 from tests.fake_actors import cluster
-from tests.test_generator import PROMPT, gap, publish
+from tests.fakes import make_model
+from tests.test_generator import gap, publish
 
 pytestmark = pytest.mark.long
 
 
 def make_moe(folder: Path, tokenizer_from: Path) -> torch.nn.Module:
     """A random Qwen3-MoE of 8 experts with the bundled model's tokenizer."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        dtype="float32",
-    )
-    model = Qwen3MoeForCausalLM(config)
-    model.save_pretrained(folder)
+    sizes = {"vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    model = make_model(folder, "qwen3_moe", **sizes, **heads, **tokens, num_experts=8, tie_word_embeddings=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(tokenizer_from / name, folder / name)
-    return model.eval()
+    return model
+
+
+def as_published(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """Weights under the names of checkpoints, each expert by itself: transformers stacks them in memory."""
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return load_file(folder / "model.safetensors")
+
+
+def check_routing(model: torch.nn.Module, turn: Turn) -> None:
+    """The engine says the experts that transformers chooses, of a prompt that is in the prefix cache too."""
+    ids = torch.tensor(tuple(turn.context))
+    with torch.no_grad():
+        logits = model(ids[None], output_router_logits=True).router_logits
+    expected = torch.stack([layer.topk(2).indices for layer in logits], dim=1).sort(-1).values
+    assert turn.routed is not None
+    assert turn.routed.dtype == np.uint8
+    assert np.sort(turn.routed, axis=-1).tolist() == expected[:-1].tolist()
 
 
 @pytest.mark.parametrize(
     "devices",
-    [{"tensor_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": True}, {"data_parallel": 2}],
+    [
+        {"tensor_parallel": 1},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "expert_parallel": True},
+        {"data_parallel": 2, "expert_parallel": True},
+    ],
     ids=lambda devices: "-".join(devices),
 )
-def test_workers_that_share_experts_compute_what_one_does(
+def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_chose(
     devices: dict[str, int], tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
     async def check() -> None:
         model = make_moe(tmp_path / "moe", tiny_model)
-        config = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.25, **devices)  # type: ignore[arg-type]
+        config = Generator.Config(
+            dtype="float32",
+            max_model_tokens=256,
+            kv_cache_gib=0.25,
+            routed_experts=True,
+            **devices,  # type: ignore[arg-type]
+        )
         async with cluster(tmp_path) as (made, faults):
             generator = await Generator.start(config, made, faults, model=tmp_path / "moe", seed=0, deadline_s=300)
             store = await WeightStore.start(WeightStore.Config(), made, faults, deadline_s=120)
@@ -71,16 +83,18 @@ def test_workers_that_share_experts_compute_what_one_does(
                     with torch.no_grad():
                         for weight in model.parameters():
                             weight.mul_(1 + 0.2 * torch.randn_like(weight))
-                    manifest = await publish(store, model, version)
+                    manifest = await publish(store, as_published(model, tmp_path / "changed"), version)
                     assert await generator.load(store) == version
-                    turns = await asyncio.gather(
-                        *[generator.generate(PROMPT, Sampling(max_tokens=16, seed=seed)) for seed in range(6)]
+                    turns = [await generator.generate(LONG_PROMPT, Sampling(max_tokens=16, seed=9))]
+                    turns += await asyncio.gather(
+                        *[generator.generate(LONG_PROMPT, Sampling(max_tokens=16, seed=seed)) for seed in range(6)]
                     )
                     assert max(gap(model, turn) for turn in turns) < 1e-4
                     assert {version for turn in turns for version in turn.versions} == {version}
-                assert len(generator.bytes_read) == 2
-                if "tensor_parallel" in devices:
-                    assert sum(generator.bytes_read) < 1.02 * manifest.bytes
+                    for turn in turns:
+                        check_routing(model, turn)
+                assert len(generator.bytes_read) == config.devices
+                assert sum(generator.bytes_read) < config.data_parallel * 1.02 * manifest.bytes
             finally:
                 faults.closing = True
                 await generator.stop()

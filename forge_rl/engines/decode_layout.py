@@ -30,14 +30,17 @@ def check_decode_layout(folder: Path, settings: DecodeSettings) -> None:
             f"GPUs, and there are {gpus()}",
             hint="lower --generator.tensor-parallel or --generator.data-parallel",
         )
-    if settings.devices == 1 and not settings.expert_parallel:
+    if settings.devices == 1 and not (settings.expert_parallel or settings.routed_experts):
         return
     try:
         config = json.loads((folder / "config.json").read_text())
         config = config.get("text_config") or config
-        heads, key_heads, experts, widths = _dimensions(config, settings)
+        experts = _experts(config)
+        heads, key_heads, widths = _dimensions(config, settings)
     except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error!r}", hint="give a model folder") from error
+    if settings.routed_experts and not experts:
+        raise ConfigError("the model has no experts to be returned", hint="leave out --generator.routed-experts")
     if settings.expert_parallel:
         _check_experts(experts, settings)
 
@@ -54,19 +57,22 @@ def check_decode_layout(folder: Path, settings: DecodeSettings) -> None:
         )
 
 
-def _dimensions(config: Mapping[str, int], settings: DecodeSettings) -> tuple[int, int, int, list[int]]:
-    """Return heads, key heads, experts (0 if there are none), and widths that tensor parallelism divides."""
+def _experts(config: Mapping[str, int]) -> int:
+    """Return the number of experts of a layer; 0 if there are none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(config[name]) for name in names if config.get(name)), 0)
+
+
+def _dimensions(config: Mapping[str, int], settings: DecodeSettings) -> tuple[int, int, list[int]]:
+    """Return heads, key heads, and widths that tensor parallelism divides."""
     heads = int(config["num_attention_heads"])
     key_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((int(config[name]) for name in names if config.get(name)), 0)
-    widths = [heads * head_dim]
-    if not experts:
+    widths = [heads * int(config.get("head_dim") or config["hidden_size"] // heads)]
+    if not _experts(config):
         widths.append(int(config["intermediate_size"]))
     elif not settings.expert_parallel:
         widths.append(int(config.get("moe_intermediate_size") or config["intermediate_size"]))
-    return heads, key_heads, experts, widths
+    return heads, key_heads, widths
 
 
 def _check_experts(experts: int, settings: DecodeSettings) -> None:

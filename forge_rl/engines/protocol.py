@@ -47,6 +47,8 @@ class DecodeSettings:
     """Memory for keys and values of an engine on CPU; on CUDA it takes what memory_share leaves."""
     memory_share: float = 0.4
     """Share of a GPU's memory that an engine may take; trainer and engine may live on the same GPU."""
+    routed_experts: bool = False
+    """Return which experts each token was routed to, with each completion, so that training can route it alike."""
     eager: bool = False
     """Do not compile and capture no CUDA graphs: starts sooner, decodes slower. Always so on CPU."""
 
@@ -71,7 +73,8 @@ class DecodeEngine(Protocol):
         Closing the generator ends the request.
 
         Each token comes with the logprob that it was drawn with (NaN where temperature is 0: greedy completions are
-        for evaluation) and with the version that produced it. The last chunk, and no other, has `finish` set.
+        for evaluation) and with the version that produced it. The last chunk, and no other, has `finish` set, and
+        `routed` where the settings ask for it.
 
         Raises:
             WeightsError: the last load failed.

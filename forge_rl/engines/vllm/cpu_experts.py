@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend lacks for experts that several workers share. Tried on vLLM 0.32.0."""
+"""What vLLM's CPU backend lacks for experts: to load them anew, and to share them. Tried on vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -9,15 +9,33 @@ from typing import Any
 import torch
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 
 def mend() -> None:
-    """Make experts work in this worker under expert and data parallelism; more than once does no harm."""
+    """Make experts work in this worker; more than once does no harm."""
     experts: Any = CPUUnquantizedExperts
     if not hasattr(experts.apply, "__wrapped__"):
         experts.apply = _with_expert_map(experts.apply)
+    method: Any = UnquantizedFusedMoEMethod
+    if not hasattr(method._setup_kernel, "__wrapped__"):
+        method._setup_kernel = _with_repacking(method._setup_kernel)
     communicator: Any = CpuCommunicator
     communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
+
+
+def _with_repacking(original: Any) -> Any:
+    """Have experts packed for the kernel also when they are loaded anew: vLLM does it the first time alone, and would
+    then compute with weights in another order."""
+
+    @functools.wraps(original)
+    def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        anew = self.moe_kernel is not None
+        original(self, layer=layer, w13=w13, w2=w2)
+        if anew:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    return setup_kernel
 
 
 def _with_expert_map(original: Any) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -53,8 +54,9 @@ _CLOSE_S = 0.5
 class VLLMEngine:
     """A `DecodeEngine` on vLLM, in processes of its own below this one."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, settings: DecodeSettings) -> None:
         self._llm = llm
+        self._returns_routing = settings.routed_experts
         self._closing = False
         self._failure = ""
         self._paused = False
@@ -74,8 +76,10 @@ class VLLMEngine:
     @classmethod
     async def start(cls, folder: Path, settings: DecodeSettings, seed: int) -> VLLMEngine:
         try:
-            engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)))
+            engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)), settings)
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            if settings.routed_experts and device_type() == "cpu":
+                await engine._all_workers("capture_routing")
             for pid in await engine._all_workers("process_id"):
                 unlink_shared_memory(pid)
                 when_process_ends(pid, engine._on_engine_death)
@@ -116,6 +120,9 @@ class VLLMEngine:
                         continue
                     chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
                     sent += len(chunk.token_ids)
+                    if self._returns_routing and chunk.finish:
+                        routed = await self._routing_of(request, completion)
+                        chunk = replace(chunk, routed=routed[: len(prompt_ids) + sent - 1])
                     gathered = []
                     yield chunk
         except VLLMValidationError as error:
@@ -125,6 +132,17 @@ class VLLMEngine:
         except EngineDeadError:
             self._on_engine_death()  # as soon as its process has ended this one would: no need to wait for that
             raise
+
+    async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
+        """Return the experts of a request that has ended, `[tokens, layers, top_k]`."""
+        if device_type() != "cpu":
+            assert completion.routed_experts is not None, "vLLM was asked for them"
+            return completion.routed_experts
+        found = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
+        if len(found) != 1:
+            raise RuntimeError(f"{len(found)} workers know the experts of a request")
+        rows: npt.NDArray[Any] = found[0]
+        return rows
 
     async def hold(self, *, paused: bool, asleep: bool) -> None:
         self._paused, self._asleep = paused, asleep
@@ -241,6 +259,7 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         tensor_parallel_size=settings.tensor_parallel,
         data_parallel_size=settings.data_parallel,
         enable_expert_parallel=settings.expert_parallel,
+        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # there see routing.py
         distributed_executor_backend="mp" if settings.tensor_parallel > 1 else "uni",
         # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
         enable_chunked_prefill=not on_cpu,

@@ -8,7 +8,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine
@@ -22,6 +22,9 @@ from forge_rl.runtime.processes import when_process_ends
 from forge_rl.weights.fingerprints import warm_up
 from forge_rl.weights.manifest import ShardReport
 from forge_rl.weights.transports.protocol import TensorBucket
+
+if TYPE_CHECKING:
+    from forge_rl.engines.vllm.routing import RoutingCapture
 
 OWNER = "forge_rl_owner"
 """Entry in vLLM's additional_config with the id of the process without which a worker ends."""
@@ -50,6 +53,7 @@ class WorkerExtension:
     """
 
     weight_transfer_engine: BucketTransferEngine
+    forge_rl_routing: RoutingCapture
 
     def forge_rl_process_id(self) -> bytes:
         return pickle.dumps(os.getpid())
@@ -78,6 +82,26 @@ class WorkerExtension:
     def forge_rl_give_up_load(self) -> bytes:
         """Make the worker ready for another load after one that failed, here or in another worker."""
         return _answer(self.weight_transfer_engine.give_up)
+
+    def forge_rl_capture_routing(self) -> bytes:
+        """Keep from now on which experts each request's tokens are routed to."""
+
+        def capture() -> None:
+            from forge_rl.engines.vllm.routing import RoutingCapture
+
+            self.forge_rl_routing = RoutingCapture(self)
+
+        return _answer(capture)
+
+    def forge_rl_take_routing(self, request: str) -> bytes:
+        """Answer `RoutingCapture.take`; None from all workers but one that had the request, since all are alike."""
+        worker: Any = self
+
+        def take() -> Any:
+            found = self.forge_rl_routing.take(request)
+            return found if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
+
+        return _answer(take)
 
     def forge_rl_release_kv_cache(self) -> bytes:
         """Give back what keys and values take of a CPU's memory."""
@@ -122,7 +146,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        if device.type == "cpu" and vllm_config.parallel_config.world_size_across_dp > 1:
+        if device.type == "cpu":
             cpu_experts.mend()
         owner = vllm_config.additional_config.get(OWNER)
         if owner is not None:
