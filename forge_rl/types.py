@@ -76,6 +76,8 @@ class _ByValue:
 
 
 def _same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray) != isinstance(b, np.ndarray):
+        return False
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     return bool(a == b)
@@ -165,6 +167,9 @@ class Turn(_ByValue):
     """The completion, decoded, without special tokens."""
     truncated: bool = False
     """True if the completion was cut by a token limit."""
+    routed: npt.NDArray[Any] | None = None
+    """Experts that the engine routed each token of the context to, `[tokens - 1, layers, top_k] uint8 or uint16`: the
+    last token was drawn, and not computed. None where nobody asked."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
@@ -197,14 +202,16 @@ class Chunk(_ByValue):
     """Reason why the completion ends with this chunk; "" while it goes on."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     """The likeliest (id, logprob) pairs at each token, if Sampling.top_logprobs asked for them."""
+    routed: npt.NDArray[Any] | None = None
+    """Experts as in Turn, of the prompt's tokens too; with the last chunk, if the engine was asked for them."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # A third of the time that pickling three arrays takes: there is a chunk for each token of a stream.
         arrays = (self.token_ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes())
-        return _read_chunk, (*arrays, self.text, self.finish, self.top)
+        return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed)
 
 
-def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, text: str, finish: Any, top: Any) -> Chunk:
+def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, text: str, finish: Any, top: Any, routed: Any) -> Chunk:
     return Chunk(
         token_ids=np.frombuffer(ids, np.int32),
         logprobs=np.frombuffer(logprobs, np.float32),
@@ -212,6 +219,7 @@ def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, text: str, finish:
         text=text,
         finish=finish,
         top=top,
+        routed=routed,
     )
 
 
@@ -229,6 +237,9 @@ class Segment(_ByValue):
     versions: TokenArray[np.int32] = TokenArray(np.int32)
     turns: TokenArray[np.int32] = TokenArray(np.int32)
     """Index of the token's turn within its episode."""
+    routed: npt.NDArray[Any] | None = None
+    """Experts that engines routed each token to, `[T, layers, top_k] uint8 or uint16`; those of the last token, which
+    was not computed, are those of the one before. None where they are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +388,18 @@ def _join(turns: Sequence[Turn], run: Sequence[int]) -> Segment:
         turn = turns[place]
         here = slice(len(turn.prompt_ids), _length(turn))
         trained[here], logprobs[here], versions[here], indices[here] = True, turn.logprobs, turn.versions, place
-    return Segment(token_ids=ids, trained=trained, logprobs=logprobs, versions=versions, turns=indices)
+    routed = _join_routed([turns[place].routed for place in run], len(ids))
+    return Segment(token_ids=ids, trained=trained, logprobs=logprobs, versions=versions, turns=indices, routed=routed)
+
+
+def _join_routed(turns: Sequence[npt.NDArray[Any] | None], tokens: int) -> npt.NDArray[Any] | None:
+    """Return the experts of a segment's tokens, each as it was computed first; None if some are not known."""
+    parts, known = list[npt.NDArray[Any]](), 0
+    for routed in turns:
+        if routed is not None and len(routed) > known:
+            parts.append(routed[known:])
+            known = len(routed)
+    return np.concatenate([*parts, parts[-1][-1:]]) if 0 < known == tokens - 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)

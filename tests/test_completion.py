@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from forge_rl.data.bundled import bundled_model, default_cache
@@ -49,6 +50,18 @@ def test_a_completion_of_one_engine_is_what_the_engine_sent(tokenizer: Tokenizer
     turn = completion.turn()
     assert (*turn.prompt_ids, *turn.token_ids) == (1, 2, 5, 6, 7)
     assert (turn.text, turn.truncated) == ("ab", False)
+
+
+def test_experts_of_a_resumed_completion_are_those_of_the_engine_that_ended_it(tokenizer: Tokenizer) -> None:
+    completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
+    add(completion, chunk((5, 6)))
+    completion.fail_over(DIED)
+    rows = np.arange(5, dtype=np.uint8).reshape(5, 1, 1)  # it was shown four tokens, and drew two
+    add(completion, replace(chunk((7, 8), finish="length"), routed=rows))
+    turn = completion.turn()
+    assert turn.routed is not None
+    assert len(turn.routed) == len(turn.context) - 1
+    assert validate_chunk(replace(GOOD, routed=rows), SAMPLING, drawn=0, vocab_size=9, versions=[1])
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -68,15 +68,16 @@ class VLLMHost(ServiceActor):
 
 
 @contextlib.asynccontextmanager
-async def hosted(host: type[ServiceActor], folder: Path) -> AsyncIterator[RunCheck]:
+async def hosted(host: type[ServiceActor], folder: Path, devices: Mapping[str, int]) -> AsyncIterator[RunCheck]:
     """Starts an engine on the tiny model; yields what runs a check on it."""
     model = make_tiny_model(folder / "model", bundled_model(default_cache()), tied=False)
-    settings = DecodeSettings(dtype="float32", max_model_tokens=512, kv_cache_gib=0.25)
+    settings = DecodeSettings(dtype="float32", max_model_tokens=512, kv_cache_gib=0.25, **devices)
     loop = asyncio.get_running_loop()
     async with cluster(folder) as (made, faults):
         service = Service("engines", made, faults)
         (folder / "versions").mkdir()
-        replica = service.spawn(host, model, settings, folder / "versions", env=decode_environment(0, replicas=1))
+        env = decode_environment(0, replicas=1, devices=settings.devices)
+        replica = service.spawn(host, model, settings, folder / "versions", env=env)
         await service.watch(replica, deadline_s=240)
         await replica.call("setup", deadline_s=240)
         yield lambda check: loop.run_until_complete(replica.call("run", check, deadline_s=330))
@@ -84,10 +85,18 @@ async def hosted(host: type[ServiceActor], folder: Path) -> AsyncIterator[RunChe
         await service.stop()
 
 
-@pytest.fixture(scope="module", params=[VLLMHost])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((VLLMHost, {}), id="one-device"),
+        pytest.param((VLLMHost, {"tensor_parallel": 2}), id="tensor-parallel", marks=pytest.mark.long),
+        pytest.param((VLLMHost, {"data_parallel": 2}), id="data-parallel", marks=pytest.mark.long),
+    ],
+)
 def run_on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCheck]:
     with asyncio.Runner() as runner:
-        context = hosted(request.param, tmp_path_factory.mktemp("engine"))
+        host, devices = request.param
+        context = hosted(host, tmp_path_factory.mktemp("engine"), devices)
         yield runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ from tests.conftest import started_processes
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
 
 
-async def publish(store: WeightStore, model: torch.nn.Module, version: int) -> Manifest:
+async def publish(store: WeightStore, weights: Mapping[str, torch.Tensor], version: int) -> Manifest:
     """Publish as a trainer of one rank does."""
-    weights = dict(model.named_parameters())
     specs = [TensorSpec(name=name, shape=tuple(weight.shape)) for name, weight in weights.items()]
     shards = [
         LocalShard(name=name, tensor_slice=TensorSlice.whole(weight.shape), values=weight)
@@ -65,10 +64,14 @@ class Serving:
         self._runner.run(limited())
 
 
-@pytest.fixture(scope="module")
-def served_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-device", "two-devices"])
+def served_engine(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
     before = started_processes()
-    engine = Generator.Config(dtype="float32", max_model_tokens=256, max_new_tokens=8, kv_cache_gib=0.25)
+    engine = Generator.Config(
+        dtype="float32", max_model_tokens=256, max_new_tokens=8, kv_cache_gib=0.25, tensor_parallel=request.param
+    )
     config = Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path_factory.mktemp("gateway"))
     with asyncio.Runner() as runner:
         context = serving(config)
@@ -158,8 +161,12 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.mul_(1 + 0.2 * torch.randn_like(weight))
-            await publish(store, model, version)
+            manifest = await publish(store, dict(model.named_parameters()), version)
             assert await generator.load(store) == version
+            # Two workers share all but norms and the only key head.
+            share = {1: 1, 2: 0.51}[generator.config.devices]
+            assert len(generator.bytes_read) == generator.config.devices
+            assert max(generator.bytes_read) <= share * manifest.bytes
             turns = await asyncio.gather(
                 *[generator.generate(PROMPT, Sampling(max_tokens=8, seed=seed)) for seed in range(6)]
             )
@@ -175,7 +182,7 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
         with pytest.raises(ConfigError, match=r"--generator\.max-model-tokens"):
             await generator.generate(PROMPT * 20)
 
-        manifest = await publish(store, model, 5)
+        manifest = await publish(store, dict(model.named_parameters()), 5)
         assert manifest.buckets[0].segment is not None
         writable(manifest.buckets[0].segment)[4096] ^= 1  # one bit of one weight
         with pytest.raises(AttestationError, match=r"1 of \d+ tensors differ: model\.embed_tokens"):

@@ -5,6 +5,7 @@ import math
 import pickle
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,29 @@ def test_a_prompt_shorter_than_the_history_starts_a_new_segment():
     segments = episode(turn([1, 2], [3, 4]), turn([1, 2, 3], [4])).segments
     assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4], [1, 2, 3, 4]]
     assert segments[1].trained.tolist() == [False, False, False, True]
+
+
+def routed(turn: Turn, mark: int) -> Turn:
+    """A turn whose tokens were routed to experts that tell the turn and the position."""
+    rows = np.array([[[mark, at]] for at in range(len(turn.context) - 1)], np.uint8)
+    return replace(turn, routed=rows)
+
+
+def test_experts_of_a_segment_are_those_of_the_turn_that_computed_a_token_first():
+    first, second = turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [5, 6])
+    whole = episode(routed(first, 1), routed(second, 2))
+    (segment,) = whole.segments
+    # Token 4, the first turn's last, was drawn there and computed in the second turn; 6 was not computed at all.
+    expected = [[1, 0], [1, 1], [1, 2], [2, 3], [2, 4], [2, 5], [2, 5]]
+    assert segment.routed is not None
+    assert segment.routed.tolist() == [[row] for row in expected]
+    assert segment.routed.dtype == np.uint8
+    assert pickle.loads(pickle.dumps(whole)) == whole
+    assert whole != episode(routed(first, 1), second)
+    (segment,) = episode(first, routed(second, 2)).segments
+    assert segment.routed is not None, "the second turn has computed the first one's tokens too"
+    assert (segment.routed[:, 0, 0] == 2).all()
+    assert episode(routed(first, 1), second).segments[0].routed is None
 
 
 def test_arrays_are_made_of_any_sequence_and_nobody_writes_into_them():

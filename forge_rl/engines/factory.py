@@ -26,15 +26,17 @@ def thread_environment(sharers: int) -> dict[str, str]:
     }
 
 
-def decode_environment(place: int, *, replicas: int) -> dict[str, str]:
+def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu: int = 0) -> dict[str, str]:
     """Return the environment of a decode engine's process.
 
     Args:
-        place: number of the engine; on CUDA its GPU is the one at this place, in turn.
+        place: number of the engine; on CUDA it has the GPUs after those of the engines before it, in turn.
         replicas: engines that share the machine's cores.
+        devices: number of devices of each engine.
+        first_gpu: number of the first engine's first GPU.
     """
     env = {
-        # In one process with its worker, an engine starts sooner and needs no inner messages.
+        # In one process with its worker, where it has one alone, an engine starts sooner and needs no inner messages.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -42,11 +44,15 @@ def decode_environment(place: int, *, replicas: int) -> dict[str, str]:
     }
     if device_type() == "cuda":
         # A forked worker inherits the threads' locks of this process, and no CUDA context survives a fork.
-        gpu = visible_gpu(place % gpus())
-        return env | {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        names = [visible_gpu((first_gpu + place * devices + number) % gpus()) for number in range(devices)]
+        return env | {"CUDA_VISIBLE_DEVICES": ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # vLLM's sampler has two one-line functions compiled, even when nothing else is: half a minute of the first rollout,
     # to save 3 ms a step.
-    return env | thread_environment(replicas) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    return (
+        env
+        | thread_environment(replicas * devices)
+        | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    )
 
 
 async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: int) -> DecodeEngine:

@@ -32,16 +32,30 @@ class DecodeSettings:
 
     dtype: Dtype = "auto"
     """Format of the engines' weights and activations. auto is bfloat16 on CUDA, float32 on CPU."""
+    tensor_parallel: int = 1
+    """Devices that share each layer of an engine's model; must divide its heads, and its key heads, or the other way
+    round."""
+    data_parallel: int = 1
+    """Copies of the model in one engine, each of tensor_parallel devices, between which it spreads its requests."""
+    expert_parallel: bool = False
+    """Give each device of an engine whole experts, instead of a part of each. For mixtures of experts."""
     max_model_tokens: int = 1024
     """Most tokens of a prompt and its completion together."""
     max_requests: int = 64
-    """Most requests that one engine decodes at a time; more wait."""
+    """Most requests that one engine decodes at a time, on each of its data_parallel copies; more wait."""
     kv_cache_gib: float = 1.0
     """Memory for keys and values of an engine on CPU; on CUDA it takes what memory_share leaves."""
     memory_share: float = 0.4
     """Share of a GPU's memory that an engine may take; trainer and engine may live on the same GPU."""
+    routed_experts: bool = False
+    """Return which experts each token was routed to, with each completion, so that training can route it alike."""
     eager: bool = False
     """Do not compile and capture no CUDA graphs: starts sooner, decodes slower. Always so on CPU."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of an engine, each with a worker."""
+        return self.tensor_parallel * self.data_parallel
 
 
 class DecodeEngine(Protocol):
@@ -59,7 +73,8 @@ class DecodeEngine(Protocol):
         Closing the generator ends the request.
 
         Each token comes with the logprob that it was drawn with (NaN where temperature is 0: greedy completions are
-        for evaluation) and with the version that produced it. The last chunk, and no other, has `finish` set.
+        for evaluation) and with the version that produced it. The last chunk, and no other, has `finish` set, and
+        `routed` where the settings ask for it.
 
         Raises:
             WeightsError: the last load failed.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.chat import Prompt
@@ -80,6 +82,7 @@ class Completion:
         self._top = logprobs
         self._behaviour: list[float] = []
         self._versions: list[int] = []
+        self._routed: npt.NDArray[Any] | None = None
         self._stream = tokenizer.text_stream(prompt.token_ids, skip_special=skip_special)
         self._shown = 0
 
@@ -99,7 +102,7 @@ class Completion:
         self.ids += ids
         self._behaviour += chunk.logprobs.tolist()
         self._versions += chunk.versions.tolist()
-        self.finish = chunk.finish
+        self.finish, self._routed = chunk.finish, chunk.routed
         logprobs = self._token_logprobs(chunk)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs += logprobs
@@ -121,6 +124,7 @@ class Completion:
             versions=self._versions,
             text=text,
             truncated=self.finish == "length",
+            routed=self._routed,
         )
 
     @property

@@ -128,7 +128,11 @@ class DeviceHandover:
 
 
 def shares_devices(placement: Placement, *, ranks: int, engines: int, decodes_while_training: bool) -> bool:
-    """Decide whether the trainer's ranks and the engines share devices; `decodes_while_training` is the schedule's.
+    """Decide whether the trainer's ranks and the engines share devices.
+
+    Args:
+        engines: devices of all engines together.
+        decodes_while_training: the schedule's.
 
     Raises:
         ConfigError: there are too few GPUs for each to have its own.
@@ -138,7 +142,8 @@ def shares_devices(placement: Placement, *, ranks: int, engines: int, decodes_wh
         return 0 < gpus() < needed and not decodes_while_training
     if placement == "separate" and 0 < gpus() < needed:
         raise ConfigError(
-            f"{ranks} ranks and {engines} engines on devices of their own need {needed} GPUs, and there are {gpus()}",
-            hint="choose --placement colocated, or fewer --trainer.ranks or --generator.replicas",
+            f"{ranks} ranks and engines of {engines} devices need {needed} GPUs of their own, and there are {gpus()}",
+            hint="choose --placement colocated, or fewer --trainer.ranks or --generator.replicas, or a lower "
+            "--generator.tensor-parallel or --generator.data-parallel",
         )
     return placement == "colocated"

@@ -36,6 +36,7 @@ _FREE = (
     *("trainer.tensor_parallel", "trainer.context_parallel", "trainer.expert_parallel", "trainer.replicate"),
     "trainer.max_skipped_updates",
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
+    *("generator.tensor_parallel", "generator.data_parallel", "generator.expert_parallel"),
     *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),
     *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stuck_s", "reward.replicas"),
     *("environment.replicas", "gateway.*", "data.max_bad_rows"),

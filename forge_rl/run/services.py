@@ -82,6 +82,7 @@ async def running_services(
     """
     started: list[Service] = []
     ranks, replicas, deadline_s = config.trainer.ranks, config.generator.replicas, _START_DEADLINE_S
+    each = config.generator.devices
     try:
         async with task_group() as group:
 
@@ -101,7 +102,7 @@ async def running_services(
 
             generator = begin(
                 "generator",
-                f"vLLM, {replicas} replica" + "s" * (replicas > 1),
+                f"vLLM, {replicas} replica" + "s" * (replicas > 1) + f" of {each} devices" * (each > 1),
                 Generator.start(
                     config.generator,
                     cluster,

@@ -18,6 +18,7 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import check_tasks
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
@@ -122,7 +123,7 @@ class Starting(Generic[C]):
         shared = shares_devices(
             config.placement,
             ranks=config.trainer.ranks,
-            engines=config.generator.replicas,
+            engines=config.generator.replicas * config.generator.devices,
             decodes_while_training=config.schedule.decodes_while_training,
         )
         generators = [getattr(source, "items", None) for source in self.mixture.sources.values()]
@@ -176,6 +177,7 @@ class Starting(Generic[C]):
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
                 # A family that cannot be trained, or not in this layout, is refused before anything starts.
                 check_model(config.trainer, config.trainer.ranks, read_architecture(model))
+                check_decode_layout(model, config.generator)
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:
                         self.mixture.restore_sources(saved)  # refuses files that have changed

@@ -169,6 +169,8 @@ class ResumableCompletion:
             versions=versions,
             text=self.text,
             truncated=self.finish == "length",
+            # Of an engine that died nothing is known; the one that ended has computed all tokens.
+            routed=None if chunks[-1].routed is None else chunks[-1].routed[: len(self.prompt_ids) + len(ids) - 1],
         )
 
     def _check_end(self) -> None:
@@ -210,6 +212,8 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
     count = len(chunk.token_ids)
     if len(chunk.logprobs) != count or len(chunk.versions) != count:
         return f"{count} tokens have {len(chunk.logprobs)} logprobs and {len(chunk.versions)} versions"
+    if chunk.routed is not None and not chunk.finish:
+        return "experts came before the end"
     if sampling.top_logprobs and len(chunk.top) != count:
         return f"{count} tokens have alternatives for {len(chunk.top)}"
     if drawn + count > sampling.max_tokens:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines import ENGINE_DIED
+from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
@@ -54,7 +55,7 @@ class Generator:
         """The generator: its engines, and how they sample."""
 
         replicas: int = 1
-        """Number of vLLM engines: one for each GPU that decodes, or several on one CPU."""
+        """Number of vLLM engines, each on tensor_parallel x data_parallel GPUs; or several on one CPU."""
         max_new_tokens: int = 16
         """Most tokens of one completion."""
         temperature: float = 1.0
@@ -68,7 +69,9 @@ class Generator:
             check_flags(
                 self,
                 "--generator.",
-                least={"replicas": 1, "max_new_tokens": 1, "max_requests": 1},
+                least=dict.fromkeys(
+                    ("replicas", "max_new_tokens", "max_requests", "tensor_parallel", "data_parallel"), 1
+                ),
                 above={
                     "temperature": 0,
                     "kv_cache_gib": 0,
@@ -89,6 +92,8 @@ class Generator:
         self._loading = asyncio.Lock()
         self.attested_in_place = 0.0
         """Share of the weights that the last load attested over the live parameters."""
+        self.bytes_read: tuple[int, ...] = ()
+        """Bytes that each worker read in the last load, engine after engine."""
         self.load_seconds: dict[str, float] = {}
         """Seconds of each stage of the last load, by the slowest engine; see LoadReport."""
 
@@ -113,17 +118,21 @@ class Generator:
         Args:
             seed: seed of the engines' own streams.
             deadline_s: longest time for an engine to start, also for one that replaces a dead one.
-            first_gpu: number of the first engine's GPU.
+            first_gpu: number of the first engine's first GPU.
             lend: gives the engines their devices for a chat, where something else may hold them.
             parse_control_tokens: as the Tokenizer's, for a chat.
+
+        Raises:
+            ConfigError: an engine of several devices cannot hold the model.
         """
+        check_decode_layout(model, config)
         meanings = {ENGINE_DIED: "its vLLM engine process died"}
         service = Service(name, cluster, faults, uniform=True, exit_meanings=meanings)
         # The config's own class would have the engines' processes import this module, and all that a controller needs.
         settings = DecodeSettings(**{each.name: getattr(config, each.name) for each in fields(DecodeSettings)})
 
         def spawn(index: int) -> Replica:
-            env = decode_environment(first_gpu + index, replicas=config.replicas)
+            env = decode_environment(index, replicas=config.replicas, devices=config.devices, first_gpu=first_gpu)
             return service.spawn(actor, model, settings, seed + index, f"{name} replica {index}", env=env, index=index)
 
         pool = EnginePool(service, spawn, deadline_s)
@@ -161,7 +170,8 @@ class Generator:
 
     def engines(self) -> dict[int, int]:
         """Return the engines that serve now: by index, the most requests that each decodes at a time."""
-        return {replica.index: self.config.max_requests for replica in self._service.replicas if replica.serving}
+        most = self.config.max_requests * self.config.data_parallel
+        return {replica.index: most for replica in self._service.replicas if replica.serving}
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         """Decode the rest of a completion on one engine, which gives it each chunk.
@@ -282,6 +292,7 @@ class Generator:
                 raise WeightsError(f"version {manifest.version} was to be loaded, and the engines read {read}")
         if reports:
             self.attested_in_place = min(report.in_place for report in reports) / len(manifest.tensors)
+            self.bytes_read = tuple(count for report in reports for count in report.bytes_read)
             self.load_seconds = dict(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
         return manifest.version
 

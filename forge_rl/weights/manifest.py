@@ -185,6 +185,8 @@ class LoadReport:
     in_place: int
     """Number of them computed over the live parameters. The rest are over what went into the loader: vLLM
     repacks those layers for the CPU, and the bytes as such exist no more."""
+    bytes_read: tuple[int, ...] = ()
+    """Bytes that each of the engine's workers read, as published: its own slices."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
 

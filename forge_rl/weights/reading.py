@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import Move, combine, move
-from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.manifest import Manifest, ShardReport
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import TensorBucket, Transport
 
@@ -70,30 +70,41 @@ async def read_slices(
 
 
 def combine_reports(reports: Sequence[ReadReport]) -> dict[str, int]:
-    """Fingerprints of whole tensors from those of the slices that several readers took.
+    """Fingerprints of whole tensors from those of the slices that several readers took; see `combine_shards`.
+
+    Raises:
+        WeightsError: the readers took different versions, or as `combine_shards`.
+    """
+    if len(versions := {report.version for report in reports}) > 1:
+        raise WeightsError(f"readers of one engine took versions {sorted(versions)}", hint="load one version again")
+    shards = (
+        ShardReport(name=name, tensor_slice=tensor_slice, fingerprint=report.fingerprints[name])
+        for report in reports
+        for name, tensor_slice in report.slices.items()
+    )
+    return combine_shards(shards, version=max(versions, default=0))
+
+
+def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, int]:
+    """Fingerprints of whole tensors from those of slices that readers took.
 
     A slice that several hold alike, because they keep copies of it, counts once. If the slices leave out a part of a
     tensor, its fingerprint is not the manifest's.
 
     Raises:
-        WeightsError: the readers took different versions, one slice is not the same in all that hold it, or two slices
-            overlap.
+        WeightsError: one slice is not the same in all that hold it, or two slices overlap.
     """
-    if len(versions := {report.version for report in reports}) > 1:
-        raise WeightsError(f"readers of one engine took versions {sorted(versions)}", hint="load one version again")
     taken: dict[str, dict[TensorSlice, int]] = {}
-    for report in reports:
-        for name, tensor_slice in report.slices.items():
-            others = taken.setdefault(name, {})
-            found = report.fingerprints[name]
-            if others.setdefault(tensor_slice, found) != found:
-                raise WeightsError(f"two readers of version {report.version} hold {name!r} with different values")
-            if overlapping := [
-                other for other in others if other != tensor_slice and other.intersect(tensor_slice).numel
-            ]:
+    for shard in shards:
+        others = taken.setdefault(shard.name, {})
+        if (found := others.get(shard.tensor_slice)) is None:
+            if overlapping := [other for other in others if other.intersect(shard.tensor_slice).numel]:
                 raise WeightsError(
-                    f"two readers hold parts of {name!r} that overlap: {tensor_slice} and {overlapping[0]}"
+                    f"two readers hold parts of {shard.name!r} that overlap: {shard.tensor_slice} and {overlapping[0]}"
                 )
+            others[shard.tensor_slice] = shard.fingerprint
+        elif found != shard.fingerprint:
+            raise WeightsError(f"two readers of version {version} hold {shard.name!r} with different values")
     return {name: combine(found.values()) for name, found in taken.items()}
 
 

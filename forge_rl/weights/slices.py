@@ -36,6 +36,14 @@ class TensorSlice:
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return TensorSlice(start=start, size=tuple(max(0, end - at) for end, at in zip(ends, start, strict=True)))
 
+    def relative_to(self, block: TensorSlice) -> TensorSlice:
+        """This part of a block, with the block's first element as the origin."""
+        return TensorSlice(start=tuple(a - b for a, b in zip(self.start, block.start, strict=True)), size=self.size)
+
+    def within(self, block: TensorSlice) -> TensorSlice:
+        """What `relative_to` was given, from its result."""
+        return TensorSlice(start=tuple(a + b for a, b in zip(self.start, block.start, strict=True)), size=self.size)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of this block of a whole tensor."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):

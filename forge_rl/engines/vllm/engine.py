@@ -10,13 +10,15 @@ import pickle
 import sys
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -26,13 +28,20 @@ from forge_rl.engines import ENGINE_DIED
 from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.vllm import BACKEND
-from forge_rl.engines.vllm.internals import engine_pids, stop_decoding, version_starts
-from forge_rl.engines.vllm.transfer import OWNER, WorkerExtension
+from forge_rl.engines.vllm.internals import (
+    call_workers,
+    engine_pids,
+    stop_decoding,
+    unlink_shared_memory,
+    version_starts,
+)
+from forge_rl.engines.vllm.transfer import OWNER, WorkerExtension, WorkerReport
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
-from forge_rl.runtime.processes import when_process_ends
+from forge_rl.runtime.processes import clean_up_after, when_process_ends
 from forge_rl.types import Chunk, Sampling, TokenIds
 from forge_rl.weights.manifest import LoadReport, Manifest
+from forge_rl.weights.reading import combine_shards
 from forge_rl.weights.transports.protocol import TensorBucket
 
 if TYPE_CHECKING:
@@ -45,8 +54,9 @@ _CLOSE_S = 0.5
 class VLLMEngine:
     """A `DecodeEngine` on vLLM, in processes of its own below this one."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, settings: DecodeSettings) -> None:
         self._llm = llm
+        self._returns_routing = settings.routed_experts
         self._closing = False
         self._failure = ""
         self._paused = False
@@ -57,14 +67,22 @@ class VLLMEngine:
         """True while vLLM decodes nothing."""
         self._released: list[str] = []
         """Parts that are not in memory: "weights", "kv_cache"."""
-        for pid in engine_pids(llm):
+        pids = engine_pids(llm)
+        # Workers end with this process by themselves, and engines with their workers. vLLM's coordinator does not.
+        self._guard = clean_up_after((), pids) if len(pids) > 1 else None
+        for pid in pids:
             when_process_ends(pid, self._on_engine_death)
 
     @classmethod
     async def start(cls, folder: Path, settings: DecodeSettings, seed: int) -> VLLMEngine:
         try:
-            engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)))
+            engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)), settings)
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            if settings.routed_experts and device_type() == "cpu":
+                await engine._all_workers("capture_routing")
+            for pid in await engine._all_workers("process_id"):
+                unlink_shared_memory(pid)
+                when_process_ends(pid, engine._on_engine_death)
         except (ValueError, RuntimeError) as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             raise ModelError(
@@ -102,6 +120,9 @@ class VLLMEngine:
                         continue
                     chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
                     sent += len(chunk.token_ids)
+                    if self._returns_routing and chunk.finish:
+                        routed = await self._routing_of(request, completion)
+                        chunk = replace(chunk, routed=routed[: len(prompt_ids) + sent - 1])
                     gathered = []
                     yield chunk
         except VLLMValidationError as error:
@@ -111,6 +132,17 @@ class VLLMEngine:
         except EngineDeadError:
             self._on_engine_death()  # as soon as its process has ended this one would: no need to wait for that
             raise
+
+    async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
+        """Return the experts of a request that has ended, `[tokens, layers, top_k]`."""
+        if device_type() != "cpu":
+            assert completion.routed_experts is not None, "vLLM was asked for them"
+            return completion.routed_experts
+        found = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
+        if len(found) != 1:
+            raise RuntimeError(f"{len(found)} workers know the experts of a request")
+        rows: npt.NDArray[Any] = found[0]
+        return rows
 
     async def hold(self, *, paused: bool, asleep: bool) -> None:
         self._paused, self._asleep = paused, asleep
@@ -130,34 +162,35 @@ class VLLMEngine:
                 await self._stop(clear_cache=True)
                 await self._restore(["weights"])
             try:
-                await self._llm.start_weight_update()
+                await self._all_workers("start_load")
                 while bucket is not None:
                     with clock.phase("load"):
-                        update = {"version": manifest.version, "bucket": pickle.dumps(bucket)}
-                        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+                        await self._all_workers("load_bucket", manifest.version, pickle.dumps(bucket))
                     with clock.phase("wait"):
                         bucket = await anext(buckets, None)
                 with clock.phase("finish"):
-                    await self._llm.finish_weight_update()
-                    (read,) = await self._llm.collective_rpc("forge_rl_load_report")
-                    manifest.attest(read["fingerprints"], reader)
-                    await self._llm.update_weight_version(str(read["version"]))
-            except BaseException as error:
+                    reports: list[WorkerReport] = await self._all_workers("finish_load")
+                    report = _joined(reports)
+                    manifest.attest(report.fingerprints, reader)
+                    await self._llm.update_weight_version(str(report.version))
+            except BaseException:
                 self._failure = f"version {manifest.version} could not be loaded"
-                (problem,) = await self._llm.collective_rpc("forge_rl_give_up_load")
-                if problem is not None:
-                    message, hint = problem
-                    raise WeightsError(message, hint=hint) from error
+                await self._all_workers("give_up_load")
                 raise
             self._failure = ""
         with clock.phase("pause"):
             await self._apply()
-        return LoadReport(
-            version=read["version"],
-            fingerprints=read["fingerprints"],
-            in_place=read["in_place"],
-            seconds=_stages(clock.finish_step(), read["seconds"]),
-        )
+        fingerprint_s = max(each.fingerprint_s for each in reports)
+        return replace(report, seconds=_stages(clock.finish_step(), fingerprint_s))
+
+    async def _all_workers(self, method: str, *args: object) -> list[Any]:
+        """Call a method of WorkerExtension in each worker; returns what they answer, in order, or raises an error of
+        one of them."""
+        answers = [pickle.loads(answer) for answer in await call_workers(self._llm, f"forge_rl_{method}", *args)]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
 
     async def _apply(self) -> None:
         """Bring vLLM to the state that was asked for last."""
@@ -181,7 +214,7 @@ class VLLMEngine:
     async def _release(self) -> None:
         """Give memory back; AsyncLLM.sleep would not do, as its wake_up resumes a paused engine."""
         if device_type() == "cpu":
-            await self._llm.collective_rpc("forge_rl_release_kv_cache")
+            await self._all_workers("release_kv_cache")
             self._released = ["kv_cache"]
         else:
             await self._llm.collective_rpc("sleep", kwargs={"level": 1})
@@ -195,6 +228,8 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._closing = True
+        if self._guard is not None:
+            self._guard.kill()
         self._llm.shutdown(timeout=_CLOSE_S)
 
     def _on_engine_death(self) -> None:
@@ -217,11 +252,15 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         # A group shares the full blocks of its prompt. vLLM's own 128 tokens on CPU are longer than a short prompt; 32
         # is the smallest that its fast kernels take.
         block_size=32 if on_cpu else None,
-        kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30)) if on_cpu else None,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30) / settings.devices) if on_cpu else None,
         gpu_memory_utilization=settings.memory_share,
         enforce_eager=settings.eager or on_cpu,
         enable_sleep_mode=not on_cpu,
-        distributed_executor_backend="uni",
+        tensor_parallel_size=settings.tensor_parallel,
+        data_parallel_size=settings.data_parallel,
+        enable_expert_parallel=settings.expert_parallel,
+        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # there see routing.py
+        distributed_executor_backend="mp" if settings.tensor_parallel > 1 else "uni",
         # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=max(settings.max_model_tokens, 4096),
@@ -237,13 +276,30 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
     )
 
 
-def _stages(whole: dict[str, float], inside: dict[str, float]) -> dict[str, float]:
-    """Return seconds by stage, each counted once: what the worker measured was inside the calls measured here."""
-    names = ("wait", "pause", "load", "finish")
-    seconds = {name: whole.get(f"seconds/{name}", 0.0) for name in names}
-    for name in ("load", "finish"):
-        seconds[name] -= inside[name]
-    return seconds | {"fingerprint": sum(inside.values())}
+def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
+    """Make the report of an engine from those of its workers.
+
+    Raises:
+        WeightsError: they read different versions, or different values of what several of them hold.
+    """
+    versions = {worker.version for worker in workers}
+    if len(versions) > 1:
+        raise WeightsError(f"the engine's workers read versions {sorted(versions)}", hint="load one version again")
+    (version,) = versions
+    fingerprints = combine_shards((shard for worker in workers for shard in worker.shards), version=version)
+    return LoadReport(
+        version=version,
+        fingerprints=fingerprints,
+        in_place=len(fingerprints.keys() - {name for worker in workers for name in worker.repacked}),
+        bytes_read=tuple(worker.bytes for worker in workers),
+    )
+
+
+def _stages(whole: Mapping[str, float], fingerprint_s: float) -> dict[str, float]:
+    """Return seconds by stage, each counted once: fingerprints of live parameters are taken while a load finishes."""
+    seconds = {name: whole.get(f"seconds/{name}", 0.0) for name in ("wait", "pause", "load", "finish")}
+    seconds["finish"] -= fingerprint_s
+    return seconds | {"fingerprint": fingerprint_s}
 
 
 def _parameters(sampling: Sampling) -> SamplingParams:

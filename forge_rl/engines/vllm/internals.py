@@ -6,7 +6,8 @@ import ctypes
 import mmap
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 TRIED_ON = "0.32.0"
 _OF_ENGINE = (
     "engine_core.resources.engine_manager.processes",
+    "engine_core.resources.coordinator",
+    "engine_core.call_utility_all_async",
     "engine_core.pause_scheduler_async",
     "output_processor.external_req_ids",
     "output_processor.request_states",
@@ -43,9 +46,27 @@ def check_names(owner: Any, names: tuple[str, ...]) -> None:
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    """Ids of the engine's own processes, below this one; none when it runs in this one."""
+    """Ids of the engine's own processes right below this one; workers may be below those."""
     check_names(llm, _OF_ENGINE)
-    return [process.pid for process in llm.engine_core.resources.engine_manager.processes]
+    resources = llm.engine_core.resources
+    coordinator = [resources.coordinator.proc] if resources.coordinator is not None else []
+    return [process.pid for process in (*resources.engine_manager.processes, *coordinator)]
+
+
+def unlink_shared_memory(worker: int) -> None:
+    """Remove the names of what a CPU worker's all-reduce shares with the others, once all have mapped it: vLLM would
+    leave them when it is killed."""
+    for line in Path(f"/proc/{worker}/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.name.startswith("vllm_dist_") and path.parent == Path("/dev/shm"):
+            path.unlink(missing_ok=True)
+
+
+async def call_workers(llm: AsyncLLM, method: str, *args: object) -> list[Any]:
+    """Call a method of all workers, of all data-parallel ranks: AsyncLLM.collective_rpc returns what the first rank's
+    answer."""
+    found = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+    return [answer for workers in found for answer in workers]
 
 
 async def stop_decoding(llm: AsyncLLM, *, clear_cache: bool) -> None:
@@ -115,13 +136,15 @@ def partly_loaded(model: torch.nn.Module) -> Iterator[str]:
             yield name
 
 
-def copy_held(model: torch.nn.Module, passing: Mapping[str, torch.Tensor]) -> None:
+def copy_held(
+    model: torch.nn.Module, passing: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Copy what the model's loaders still hold of tensors that are about to go, for layers that are not complete."""
     going = {_storage(tensor) for tensor in passing.values()}
 
     def owned(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.clone() if _storage(value) in going else value
+            return copy(value) if _storage(value) in going else value
         if isinstance(value, tuple):
             return tuple(owned(item) for item in value)
         return {key: owned(item) for key, item in value.items()} if isinstance(value, dict) else value

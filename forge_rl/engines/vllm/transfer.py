@@ -5,49 +5,118 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from forge_rl.engines.vllm import internals
+from forge_rl.engines.vllm import cpu_experts, internals
+from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import when_process_ends
-from forge_rl.weights.fingerprints import Move, move, warm_up
-from forge_rl.weights.manifest import TensorEntry
-from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.fingerprints import warm_up
+from forge_rl.weights.manifest import ShardReport
 from forge_rl.weights.transports.protocol import TensorBucket
+
+if TYPE_CHECKING:
+    from forge_rl.engines.vllm.routing import RoutingCapture
 
 OWNER = "forge_rl_owner"
 """Entry in vLLM's additional_config with the id of the process without which a worker ends."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerReport:
+    """Report of a worker after a load."""
+
+    version: int
+    bytes: int
+    """Bytes that it read, as published."""
+    shards: list[ShardReport]
+    """Slices that it took, with their fingerprints."""
+    repacked: list[str]
+    """Names of tensors whose bytes as such exist no more: their fingerprints are of what went into the loader."""
+    fingerprint_s: float
+    """Seconds that fingerprints of live parameters took; the others are taken with the copies."""
+
+
 class WorkerExtension:
-    """Methods that vLLM adds to its worker, for collective_rpc."""
+    """Methods that vLLM adds to its worker, for collective_rpc.
+
+    None raises: vLLM leaves the answers of the other workers unread where one has failed, and takes them for those of
+    the next call. What they answer is pickled, since vLLM sends plain types alone.
+    """
 
     weight_transfer_engine: BucketTransferEngine
+    forge_rl_routing: RoutingCapture
 
-    def forge_rl_load_report(self) -> dict[str, Any]:
-        """Report the last load: `version`, `fingerprints` and `in_place` as in LoadReport; and the `seconds` that
-        fingerprints took, by the stage that they were a part of."""
-        return self.weight_transfer_engine.report
+    def forge_rl_process_id(self) -> bytes:
+        return pickle.dumps(os.getpid())
 
-    def forge_rl_give_up_load(self) -> tuple[str, str] | None:
-        """Make the worker ready for another load after one that failed.
+    def forge_rl_start_load(self) -> bytes:
+        """Begin to load a version, also after a load that failed."""
+        worker: Any = self
+        internals.allow_another_update(worker)
+        return _answer(worker.start_weight_update)
 
-        Returns:
-            Message and hint of the ForgeError that failed it here, which vLLM reports without its class.
-        """
-        internals.allow_another_update(self)
-        return self.weight_transfer_engine.give_up()
+    def forge_rl_load_bucket(self, version: int, bucket: bytes) -> bytes:
+        """Load a bucket of the version, which is a pickled `TensorBucket`."""
+        worker: Any = self
+        return _answer(lambda: worker.update_weights({"version": version, "bucket": bucket}))
 
-    def forge_rl_release_kv_cache(self) -> None:
+    def forge_rl_finish_load(self) -> bytes:
+        """Finish the version; answers a `WorkerReport`."""
+        worker: Any = self
+
+        def finish() -> WorkerReport:
+            worker.finish_weight_update()
+            return self.weight_transfer_engine.report()
+
+        return _answer(finish)
+
+    def forge_rl_give_up_load(self) -> bytes:
+        """Make the worker ready for another load after one that failed, here or in another worker."""
+        return _answer(self.weight_transfer_engine.give_up)
+
+    def forge_rl_capture_routing(self) -> bytes:
+        """Keep from now on which experts each request's tokens are routed to."""
+
+        def capture() -> None:
+            from forge_rl.engines.vllm.routing import RoutingCapture
+
+            self.forge_rl_routing = RoutingCapture(self)
+
+        return _answer(capture)
+
+    def forge_rl_take_routing(self, request: str) -> bytes:
+        """Answer `RoutingCapture.take`; None from all workers but one that had the request, since all are alike."""
+        worker: Any = self
+
+        def take() -> Any:
+            found = self.forge_rl_routing.take(request)
+            return found if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
+
+        return _answer(take)
+
+    def forge_rl_release_kv_cache(self) -> bytes:
         """Give back what keys and values take of a CPU's memory."""
-        internals.release_kv_cache(self)
+        return _answer(lambda: internals.release_kv_cache(self))
+
+
+def _answer(work: Callable[[], Any]) -> bytes:
+    """Do the work; returns its result, or the error that it raised, pickled."""
+    try:
+        return pickle.dumps(work())
+    except ForgeError as error:
+        return pickle.dumps(error)
+    except Exception as error:
+        traceback.print_exc()
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 @dataclass
@@ -77,8 +146,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.report: dict[str, Any] = {}
-        self._problem: ForgeError | None = None
+        if device.type == "cpu":
+            cpu_experts.mend()
         owner = vllm_config.additional_config.get(OWNER)
         if owner is not None:
             when_process_ends(owner, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -87,57 +156,18 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         warm_up()
 
     def start_weight_update(self) -> None:
-        self._clock = PhaseClock()
         self._version = -1
-        self._entries: list[TensorEntry] = []
-        self._fingerprints: dict[str, int] = {}
         self._loaded: set[str] = set()
-        self._parameters = _Parameters(self.model)
+        before = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         internals.begin_reload(self.model)
+        self._watch = SliceWatch(self.model, before)
         self._expected = {name for name, _ in self.model.named_parameters()}
         if self.model_config.hf_config.tie_word_embeddings:
             self._expected.discard("lm_head.weight")
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        try:
-            self._load(update_info.version, pickle.loads(update_info.bucket))
-        except ForgeError as error:
-            self._problem = error
-            raise
-
-    def finish_weight_update(self) -> None:
-        try:
-            self._check_complete()
-        except ForgeError as error:
-            self._problem = error
-            raise
-        del self._parameters
-        internals.finish_reload(self.model, self.model_config)
-        with self._clock.phase("finish"):
-            live = dict(_Parameters(self.model).holding(self._entries))
-            self._fingerprints |= _fingerprints(live)
-        seconds = self._clock.finish_step()
-        self.report = {
-            "version": self._version,
-            "fingerprints": self._fingerprints,
-            "in_place": len(live),
-            "seconds": {stage: seconds[f"seconds/{stage}"] for stage in ("load", "finish")},
-        }
-
-    def give_up(self) -> tuple[str, str] | None:
-        """Put vLLM's model back into a state in which a load can begin; its weights are of no version."""
-        internals.abandon_reload(self.model, self.model_config)
-        problem, self._problem = self._problem, None
-        return (problem.message, problem.hint) if problem else None
-
-    def shutdown(self) -> None:
-        pass
-
-    def _load(self, version: int, bucket: TensorBucket) -> None:
+        bucket: TensorBucket = pickle.loads(update_info.bucket)
         with bucket.open() as tensors:
-            with self._clock.phase("load"):
-                repacked = [entry for entry in bucket.entries if not self._parameters.hold_bytes_of(entry)]
-                self._fingerprints |= _fingerprints({entry: tensors[entry.name] for entry in repacked})
             last = ""
 
             def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,16 +177,42 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                     yield name, tensor
 
             try:
-                self._loaded |= self.model.load_weights(weights())
+                with self._watch.reading({entry: tensors[entry.name] for entry in bucket.entries}):
+                    with self._watch:
+                        self._loaded |= self.model.load_weights(weights())
+                    internals.copy_held(self.model, tensors, self._watch.keep)
             except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
                 raise WeightsError(
-                    f"version {version} does not fit the engine's model: {last} of shape "
+                    f"version {update_info.version} does not fit the engine's model: {last} of shape "
                     f"{tuple(tensors[last].shape)} led to {type(error).__name__}: {error}",
                     hint="publish the model that the engine was started with",
                 ) from error
-            internals.copy_held(self.model, tensors)
-        self._version = version
-        self._entries += bucket.entries
+        self._version = update_info.version
+
+    def finish_weight_update(self) -> None:
+        self._check_complete()
+        with self._watch:
+            internals.finish_reload(self.model, self.model_config)
+
+    def report(self) -> WorkerReport:
+        """Report the last load, whose weights are in place."""
+        clock = PhaseClock()
+        with clock.phase("fingerprint"):
+            shards = self._watch.shards()
+        return WorkerReport(
+            version=self._version,
+            bytes=self._watch.bytes,
+            shards=shards,
+            repacked=self._watch.repacked,
+            fingerprint_s=clock.finish_step()["seconds/fingerprint"],
+        )
+
+    def give_up(self) -> None:
+        """Put vLLM's model back into a state in which a load can begin; its weights are of no version."""
+        internals.abandon_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
 
     def _check_complete(self) -> None:
         missing = sorted(self._expected - self._loaded)
@@ -166,57 +222,3 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                 f"version {self._version} leaves {len(missing)} of the engine's weights as they were: {missing[:3]}",
                 hint="publish all of the model's weights, under their Hugging Face names",
             )
-
-
-class _Parameters:
-    """Finds the parameters in which a model computes with the published bytes as they are.
-
-    vLLM repacks some layers for the CPU; their bytes as such exist no more. A fused parameter (qkv, gate-up) is the
-    rows of its parts, one after the other.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        mapping = getattr(model, "packed_modules_mapping", {})
-        self._fused = {part: (whole, parts) for whole, parts in mapping.items() for part in parts}
-
-    def hold_bytes_of(self, entry: TensorEntry) -> bool:
-        """Return True if a parameter, maybe a fused one, has the entry's format."""
-        parameter = self._parameters.get(self._place(entry.name)[0])
-        return (
-            parameter is not None
-            and parameter.dtype == entry.torch_dtype
-            and parameter.dim() == len(entry.shape)
-            and tuple(parameter.shape[1:]) == entry.shape[1:]
-            and parameter.numel() >= entry.numel
-        )
-
-    def holding(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield the entries that are in place, with the rows of the live parameters that hold them."""
-        rows = {entry.name: entry.shape[0] for entry in entries if entry.shape}
-        for entry in entries:
-            if self.hold_bytes_of(entry):
-                name, earlier = self._place(entry.name)
-                first = sum(rows.get(part, 0) for part in earlier)
-                live = (
-                    self._parameters[name][first : first + rows[entry.name]] if entry.shape else self._parameters[name]
-                )
-                if tuple(live.shape) == entry.shape:
-                    yield entry, live
-
-    def _place(self, name: str) -> tuple[str, list[str]]:
-        """Return the parameter that holds a weight, and the weights that lie before it there."""
-        module = name.rpartition(".")[0].rpartition(".")[2]
-        if module not in self._fused:
-            return name, []
-        whole, parts = self._fused[module]
-
-        def of(part: str) -> str:
-            return name.replace(f".{module}.", f".{part}.")
-
-        return of(whole), [of(part) for part in parts[: parts.index(module)]]
-
-
-def _fingerprints(tensors: dict[TensorEntry, torch.Tensor]) -> dict[str, int]:
-    moves = [Move(None, values, entry.shape, TensorSlice.whole(entry.shape)) for entry, values in tensors.items()]
-    return {entry.name: value for entry, value in zip(tensors, move(moves), strict=True)}

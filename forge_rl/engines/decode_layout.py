@@ -1,0 +1,91 @@
+"""Checks of how an engine is laid out over devices, before anything starts: needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from forge_rl.engines.platform import device_type, gpus
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.errors import ConfigError, ModelError
+
+_WORD_ITEMS = 4
+"""Elements by which a worker's part of a row must be counted, for fingerprints of parts: 8 bytes of bfloat16."""
+
+
+def check_decode_layout(folder: Path, settings: DecodeSettings) -> None:
+    """Check that an engine of these settings can hold a model.
+
+    Args:
+        folder: Hugging Face model folder.
+
+    Raises:
+        ConfigError: the model's heads, widths or experts cannot be shared so, or there are too few GPUs.
+        ModelError: its config.json cannot be read.
+    """
+    if device_type() == "cuda" and settings.devices > gpus():
+        raise ConfigError(
+            f"an engine of {settings.tensor_parallel} x {settings.data_parallel} devices needs {settings.devices} "
+            f"GPUs, and there are {gpus()}",
+            hint="lower --generator.tensor-parallel or --generator.data-parallel",
+        )
+    if settings.devices == 1 and not (settings.expert_parallel or settings.routed_experts):
+        return
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        config = config.get("text_config") or config
+        experts = _experts(config)
+        heads, key_heads, widths = _dimensions(config, settings)
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {error!r}", hint="give a model folder") from error
+    if settings.routed_experts and not experts:
+        raise ConfigError("the model has no experts to be returned", hint="leave out --generator.routed-experts")
+    if settings.expert_parallel:
+        _check_experts(experts, settings)
+
+    def works(size: int) -> bool:
+        shares_heads = heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+        return shares_heads and all(size == 1 or width % (_WORD_ITEMS * size) == 0 for width in widths)
+
+    if not works(settings.tensor_parallel):
+        sizes = ", ".join(str(size) for size in range(1, heads + 1) if works(size))
+        raise ConfigError(
+            f"{settings.tensor_parallel} devices cannot share the model's {heads} heads, {key_heads} key heads and "
+            f"layers of width {' and '.join(map(str, widths))} alike",
+            hint=f"set --generator.tensor-parallel to one of {sizes}",
+        )
+
+
+def _experts(config: Mapping[str, int]) -> int:
+    """Return the number of experts of a layer; 0 if there are none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(config[name]) for name in names if config.get(name)), 0)
+
+
+def _dimensions(config: Mapping[str, int], settings: DecodeSettings) -> tuple[int, int, list[int]]:
+    """Return heads, key heads, and widths that tensor parallelism divides."""
+    heads = int(config["num_attention_heads"])
+    key_heads = int(config.get("num_key_value_heads") or heads)
+    widths = [heads * int(config.get("head_dim") or config["hidden_size"] // heads)]
+    if not _experts(config):
+        widths.append(int(config["intermediate_size"]))
+    elif not settings.expert_parallel:
+        widths.append(int(config.get("moe_intermediate_size") or config["intermediate_size"]))
+    return heads, key_heads, widths
+
+
+def _check_experts(experts: int, settings: DecodeSettings) -> None:
+    if not experts:
+        raise ConfigError("the model has no experts to be shared", hint="leave out --generator.expert-parallel")
+    if settings.devices == 1:
+        raise ConfigError(
+            "an engine of one device has nobody to share experts with",
+            hint="raise --generator.tensor-parallel or --generator.data-parallel, or leave out "
+            "--generator.expert-parallel",
+        )
+    if settings.devices > experts:
+        raise ConfigError(
+            f"{settings.devices} devices cannot share {experts} experts",
+            hint="lower --generator.tensor-parallel or --generator.data-parallel",
+        )

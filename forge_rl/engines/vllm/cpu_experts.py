@@ -1,0 +1,81 @@
+"""What vLLM's CPU backend lacks for experts: to load them anew, and to share them. Tried on vLLM 0.32.0."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+
+def mend() -> None:
+    """Make experts work in this worker; more than once does no harm."""
+    experts: Any = CPUUnquantizedExperts
+    if not hasattr(experts.apply, "__wrapped__"):
+        experts.apply = _with_expert_map(experts.apply)
+    method: Any = UnquantizedFusedMoEMethod
+    if not hasattr(method._setup_kernel, "__wrapped__"):
+        method._setup_kernel = _with_repacking(method._setup_kernel)
+    communicator: Any = CpuCommunicator
+    communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
+
+
+def _with_repacking(original: Any) -> Any:
+    """Have experts packed for the kernel also when they are loaded anew: vLLM does it the first time alone, and would
+    then compute with weights in another order."""
+
+    @functools.wraps(original)
+    def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        anew = self.moe_kernel is not None
+        original(self, layer=layer, w13=w13, w2=w2)
+        if anew:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    return setup_kernel
+
+
+def _with_expert_map(original: Any) -> Any:
+    """Have experts heed the expert map of a worker that has only some of them.
+
+    They take the numbers of all experts for those of their own, and read past the end of their weights. An expert of
+    another worker's now counts as one of this worker's, with a weight of 0; the workers' results are added up later.
+    """
+
+    @functools.wraps(original)
+    def apply(
+        self: Any, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None, **rest: Any
+    ) -> Any:
+        if expert_map is not None:
+            own = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(own < 0, 0)
+            topk_ids = own.clamp(min=0).to(topk_ids.dtype)
+        return original(self, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map, **rest)
+
+    return apply
+
+
+def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """Gather rows of all ranks, `sizes[rank]` of each: they are padded to the most that one has."""
+    if isinstance(input_, list):
+        return [_all_gatherv(self, each, dim, sizes) for each in input_]
+    assert dim == 0, "vLLM gathers tokens"
+    if sizes is None:
+        return self.all_gather(input_, 0)
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    rows = self.all_gather(padded, 0).split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(rows, sizes, strict=True)])
+
+
+def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    """Add up rows of all ranks, of which this one gets its `sizes[rank]`."""
+    assert dim == 0, "vLLM scatters tokens"
+    if sizes is None:
+        sizes = [len(input_) // self.world_size] * self.world_size
+    begin, end = list(itertools.accumulate(sizes, initial=0))[self.rank_in_group :][:2]
+    summed: torch.Tensor = self.all_reduce(input_.contiguous().clone())
+    return summed[begin:end].contiguous()

@@ -1,0 +1,100 @@
+"""Captures which experts a CPU worker routes each request's tokens to.
+
+vLLM returns them itself (enable_return_routed_experts), but only from its second model runner, which needs a Triton for
+CPUs. Its capturer, and its hooks in the routers, are used here with the first runner. Tried on vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from forge_rl.engines.vllm.internals import check_names
+
+_ENDED = 1024
+"""Number of requests that may have ended before they are asked for."""
+
+
+@dataclass
+class _Request:
+    rows: npt.NDArray[Any]
+    """Experts by position, `[max_model_tokens, layers, top_k]`; pages that nobody writes take no memory."""
+    known: int = 0
+    """Number of positions that are known."""
+
+
+class RoutingCapture:
+    """Keeps the experts of each request's tokens, at each position those of the first time that it was computed.
+
+    A request that is computed again, since other weights were loaded meanwhile, keeps the experts that its tokens were
+    drawn with. Positions whose keys and values came from the prefix cache have the experts of who computed these.
+
+    Args:
+        worker: vLLM's worker, whose model is loaded and whose cache is allocated.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        runner, config = worker.model_runner, worker.vllm_config
+        check_names(runner, ("execute_model", "input_batch.block_table", "kv_cache_config.kv_cache_groups"))
+        self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
+        bind_routed_experts_capturer(runner.model, self._capturer)
+        groups = runner.kv_cache_config.kv_cache_groups
+        self._group = next(at for at, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec))
+        self._block = groups[self._group].kv_cache_spec.block_size
+        self._dtype = np.dtype(self._capturer.output_dtype_name)
+        slots = runner.kv_cache_config.num_blocks * self._block
+        self._by_slot = np.zeros((slots, *self._capturer.shape_per_token), self._dtype)
+        self._most = config.model_config.max_model_len
+        self._requests: dict[str, _Request] = {}
+        self._ended: OrderedDict[str, _Request] = OrderedDict()
+        self._execute, self._runner = runner.execute_model, runner
+        runner.execute_model = self._execute_and_keep
+
+    def take(self, request: str) -> npt.NDArray[Any] | None:
+        """Return the experts of a request that has ended, `[tokens - 1, layers, top_k]`: the last token was drawn and
+        not computed. None if this worker did not have it. Forgets them."""
+        for held in (self._requests, self._ended):
+            for name in held:
+                if name.startswith(request):
+                    found = held.pop(name)
+                    return found.rows[: found.known]
+        return None
+
+    def _execute_and_keep(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in scheduled.finished_req_ids:
+            if name in self._requests:
+                self._ended[name] = self._requests.pop(name)
+                if len(self._ended) > _ENDED:
+                    self._ended.popitem(last=False)
+        result = self._execute(scheduled, *args, **kwargs)
+        if scheduled.total_num_scheduled_tokens:
+            self._keep(scheduled.num_scheduled_tokens)
+        return result
+
+    def _keep(self, counts: dict[str, int]) -> None:
+        batch = self._runner.input_batch
+        captured = self._capturer.device_buffer[: sum(counts.values())].numpy().astype(self._dtype)
+        tables = batch.block_table[self._group].get_numpy_array()
+        at = 0
+        for place, name in enumerate(batch.req_ids):
+            start, count = int(batch.num_computed_tokens_cpu[place]), counts[name]
+            if (request := self._requests.get(name)) is None:
+                rows = np.empty((self._most, *self._by_slot.shape[1:]), self._dtype)
+                request = self._requests[name] = _Request(rows)
+            first, end = min(request.known, start), start + count
+            positions = np.arange(first, end)
+            slots = tables[place][positions // self._block] * self._block + positions % self._block
+            self._by_slot[slots[start - first :]] = captured[at : at + count]
+            at += count
+            if request.known < end:
+                request.rows[request.known : end] = self._by_slot[slots[request.known - first :]]
+                request.known = end

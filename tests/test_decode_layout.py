@@ -1,0 +1,61 @@
+"""Layouts of engines over devices: those that cannot work are refused, with what works."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from forge_rl.engines import decode_layout
+from forge_rl.engines.decode_layout import check_decode_layout
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.errors import ConfigError
+
+SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
+SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
+MOE = {**SMALL, "num_experts": 6, "moe_intermediate_size": 36}
+
+
+def check(folder: Path, config: dict[str, int], **settings: int) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    check_decode_layout(folder, DecodeSettings(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (SMOLLM2, {}),
+        (SMOLLM2, {"tensor_parallel": 3, "data_parallel": 2}),
+        (SMALL, {"tensor_parallel": 4}),  # pairs of workers hold the same key head
+        (MOE, {"tensor_parallel": 2, "data_parallel": 3, "expert_parallel": True}),
+    ],
+)
+def test_layouts_that_work(config: dict[str, int], settings: dict[str, int], tmp_path: Path) -> None:
+    check(tmp_path, config, **settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message", "hint"),
+    [
+        (SMOLLM2, {"tensor_parallel": 2}, "2 devices .* 9 heads, 3 key heads", "one of 1, 3$"),
+        (SMALL, {"tensor_parallel": 8}, "8 devices", "one of 1, 2, 4$"),
+        (MOE, {"tensor_parallel": 2}, "of width 64 and 36", "one of 1$"),
+        (SMALL, {"routed_experts": True}, "no experts to be returned", "--generator.routed-experts"),
+        (SMALL, {"tensor_parallel": 2, "expert_parallel": True}, "has no experts", "--generator.expert-parallel"),
+        (MOE, {"expert_parallel": True}, "one device has nobody", "raise --generator.tensor-parallel"),
+        (MOE, {"tensor_parallel": 2, "data_parallel": 4, "expert_parallel": True}, "8 devices .* 6 experts", "lower"),
+    ],
+)
+def test_layouts_that_do_not(
+    config: dict[str, int], settings: dict[str, int], message: str, hint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(tmp_path, config, **settings)
+    assert re.search(hint, caught.value.hint)
+
+
+def test_an_engine_has_no_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_layout, "device_type", lambda: "cuda")
+    monkeypatch.setattr(decode_layout, "gpus", lambda: 4)
+    with pytest.raises(ConfigError, match="2 x 3 devices needs 6 GPUs, and there are 4"):
+        check(tmp_path, SMALL, tensor_parallel=2, data_parallel=3)

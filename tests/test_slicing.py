@@ -1,0 +1,107 @@
+"""What loaders copy out of published tensors, as it is seen without vLLM."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from forge_rl.engines.vllm.slicing import SliceWatch, _slice_of
+from forge_rl.weights.fingerprints import fingerprint
+from forge_rl.weights.manifest import TensorEntry
+from forge_rl.weights.slices import TensorSlice
+
+WHOLE = torch.arange(12 * 16, dtype=torch.float32).view(12, 16)
+ROWS, COLUMNS = TensorSlice((4, 0), (4, 16)), TensorSlice((0, 8), (12, 8))
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        (lambda t: t, TensorSlice((0, 0, 0), (4, 6, 8))),
+        (lambda t: t[1:3, :, 4:], TensorSlice((1, 0, 4), (2, 6, 4))),
+        (lambda t: t[2], TensorSlice((2, 0, 0), (1, 6, 8))),
+        (lambda t: t.transpose(0, 2)[1:2].narrow(2, 3, 1), TensorSlice((3, 0, 1), (1, 6, 1))),
+        (lambda t: t.view(-1)[17:20], TensorSlice((0, 2, 1), (1, 1, 3))),
+        (lambda t: t.view(-1)[:20], None),
+        (lambda t: t[::2], None),
+    ],
+)
+def test_the_block_that_a_view_is(view: Callable[[torch.Tensor], torch.Tensor], expected: TensorSlice | None) -> None:
+    whole = torch.empty(4, 6, 8)
+    seen = view(whole)
+    assert _slice_of(seen, seen.storage_offset(), whole.shape) == expected
+
+
+class Layers(torch.nn.Module):
+    """Parameters as vLLM leaves them for a reload: on the meta device."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.empty(4, 16, device=device), requires_grad=False)
+        self.columns = torch.nn.Parameter(torch.empty(12, 8, device=device), requires_grad=False)
+
+
+def entry_of(name: str) -> TensorEntry:
+    return TensorEntry(name=name, shape=(12, 16), dtype="float32", bucket="0/0", offset=0)
+
+
+def copy(model: Layers, rows: torch.Tensor, columns: torch.Tensor) -> None:
+    """As loaders of a column- and a row-parallel layer do."""
+    model.rows.data.copy_(rows.narrow(0, 4, 4))
+    model.columns.data.copy_(columns.narrow(1, 8, 8))
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["at-once", "in-a-later-bucket"])
+def test_slices_are_fingerprinted_where_they_stay_and_as_they_are_copied_where_not(held: bool) -> None:
+    before = {"rows": torch.empty(4, 16), "columns": torch.empty(96)}  # columns are repacked
+    model = Layers()
+    watch = SliceWatch(model, before)
+    bucket = {entry_of("a"): WHOLE.clone(), entry_of("b"): WHOLE.clone()}
+    a, b = bucket.values()
+    with watch.reading(bucket):
+        with watch:
+            copy(model, a, b)
+        if held:
+            a, b = watch.keep(a), watch.keep(b)
+        else:
+            model.rows, model.columns = Layers("cpu").parameters()
+            with watch:
+                copy(model, a, b)
+    if held:
+        for tensor in bucket.values():
+            tensor.fill_(-1)
+        model.rows, model.columns = Layers("cpu").parameters()
+        with watch:
+            copy(model, a, b)
+    assert torch.equal(model.rows, WHOLE[4:8])
+    assert torch.equal(model.columns, WHOLE[:, 8:])
+
+    def found() -> dict[str, tuple[TensorSlice, int]]:
+        return {shard.name: (shard.tensor_slice, shard.fingerprint) for shard in watch.shards()}
+
+    expected = {"a": (ROWS, fingerprint(WHOLE[4:8], (12, 16), ROWS))}
+    expected["b"] = (COLUMNS, fingerprint(WHOLE[:, 8:], (12, 16), COLUMNS))
+    assert found() == expected
+    assert watch.repacked == ["b"]
+    assert watch.bytes == 4 * (ROWS.numel + COLUMNS.numel)
+    model.rows[0, 0], model.columns[0, 0] = -1, -1
+    assert found()["a"] != expected["a"], "where the bytes stay, they are attested as they are"
+    assert found()["b"] == expected["b"]
+    del a, b
+    gc.collect()
+    assert not watch._memory
+
+
+def test_bytes_that_are_read_in_another_way_than_a_copy_count_too() -> None:
+    model = Layers()
+    watch = SliceWatch(model, {})
+    tensor = WHOLE.clone()
+    with watch.reading({entry_of("a"): tensor}), watch:
+        assert tensor[4:8].contiguous().data_ptr() == tensor[4:8].data_ptr()  # nothing is read
+        tensor[4:8].t().contiguous()
+    (shard,) = watch.shards()
+    assert (shard.tensor_slice, shard.fingerprint) == (ROWS, fingerprint(WHOLE[4:8], (12, 16), ROWS))
+    assert watch.repacked == ["a"]
