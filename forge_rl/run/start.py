@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.checkpoint import Checkpoints
+from forge_rl.data.dequantized import dequantized
 from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import check_tasks
@@ -173,7 +174,10 @@ class Starting(Generic[C]):
                 if not callable(self.environment):
                     await stack.enter_async_context(self.environment.serving(folder / "logs"))
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
-                read_architecture(model)  # a family that cannot be trained is refused before anything starts
+                # A family that cannot be trained is refused before anything starts.
+                if read_architecture(model).quantized:
+                    log.event(f"{config.model} is quantised: engines and trainer have its weights in bfloat16")
+                    model = await asyncio.to_thread(dequantized, model, config.cache, display.progress)
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:
                         self.mixture.restore_sources(saved)  # refuses files that have changed

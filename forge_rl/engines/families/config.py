@@ -64,6 +64,8 @@ class Experts:
     hidden_dim: int
     normalized: bool
     """True if the weights of a token's experts are scaled to add up to 1."""
+    limit: float | None = None
+    """Most that a clamped SwiGLU lets through; None where nothing is clamped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,12 @@ class Architecture:
     """Format of the folder's weights, and of checkpoints."""
     experts: Experts | None = None
     """None if every layer is dense."""
+    window: int | None = None
+    """Tokens that a sliding window shows, a token's own included; None if no layer has one."""
+    window_layers: tuple[int, ...] = ()
+    """Numbers of the layers whose attention is in the window."""
+    quantized: bool = False
+    """True if the folder's files hold quantised weights, which are read into `dtype`."""
 
     @property
     def weights(self) -> int:
@@ -119,6 +127,14 @@ class ConfigFile:
             said = "not a whole number above 0" if most == 2**31 - 1 else f"not a whole number from 1 to {most}"
             raise ModelError(f"{self.path}: {name} is {value!r:.80}, {said}", hint=_AGAIN)
         return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Read a number above 0.
+
+        Raises:
+            ModelError: it is something else, or missing without a default.
+        """
+        return _number(self.path, {name: default, **self.values}, name)
 
     @property
     def layers(self) -> int:
@@ -201,7 +217,7 @@ class ConfigFile:
             layers=self.layers,
             heads=heads,
             vocab=self.whole("vocab_size"),
-            norm_eps=_number(self.path, values, "rms_norm_eps"),
+            norm_eps=self.number("rms_norm_eps"),
             max_positions=self.whole("max_position_embeddings"),
             rope=rope,
             tied=bool(values.get("tie_word_embeddings")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from forge_rl.engines.titan.moe import moe_config
 
 LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
-
 
 _HEAD_CHUNK_TOKENS = 1024
 """Targets that are scored at a time."""
@@ -142,19 +141,49 @@ def half_rope(architecture: Architecture, max_positions: int) -> Any:
             "high_freq_factor": float(rope["high_freq_factor"]),
             "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
         }
+    elif rope["rope_type"] == "yarn":
+        scaling = {
+            "scaling": "yarn",
+            "rope_factor": float(rope["factor"]),
+            "beta_fast": float(rope.get("beta_fast") or 32),
+            "beta_slow": float(rope.get("beta_slow") or 1),
+            "original_seq_len": int(rope["original_max_position_embeddings"]),
+            "truncate": bool(rope.get("truncate", True)),
+        }
     return HalfRoPE.Config(
         dim=architecture.head_dim, max_seq_len=max_positions, theta=float(rope["rope_theta"]), **scaling
     )
 
 
-def attention_mask(row: Row) -> tuple[torch.Tensor, ...] | BlockMask:
-    """Return a packed row's mask as the model's attention takes it: [n, n] bool for each tree on CPU, else blocks."""
+Mask = tuple[torch.Tensor, ...] | BlockMask
+"""What an attention layer sees of a row: [n, n] bool for each tree on CPU, else blocks."""
+
+
+def attention_mask(row: Row, window: int | None = None) -> Mask | dict[str, Mask]:
+    """Return a packed row's mask as the model takes it; with a window two, from which each layer takes its own.
+
+    Args:
+        window: tokens that a sliding window shows, see `Architecture.window`.
+    """
+    if window is None:
+        return _mask(row)
+    return {"basic_mask": _mask(row), "sliding_window_mask": _mask(row, window)}  # the keys are torchtitan's
+
+
+def _mask(row: Row, window: int | None = None) -> Mask:
     if row.trees.device.type == "cpu":
         ends = torch.unique_consecutive(row.trees, return_counts=True)[1].cumsum(0).tolist()
-        return tuple(dense_mask(row, first, end) for first, end in zip([0, *ends], ends, strict=False))
+        spans = list(zip([0, *ends], ends, strict=False))
+        masks = [dense_mask(row, first, end) for first, end in spans]
+        if window is not None:
+            for mask, (first, end) in zip(masks, spans, strict=True):
+                at = row.positions[first:end]
+                mask &= at[:, None] - at < window
+        return tuple(masks)
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return attends(row.trees, row.branches, q, k)
+        seen = attends(row.trees, row.branches, q, k)
+        return seen if window is None else seen & (row.positions[q] - row.positions[k] < window)
 
     return create_attention_mask(mask_mod, 1, None, len(row), len(row), device=str(row.trees.device))
 
@@ -178,8 +207,13 @@ class TreeAttention(Module):
         attention_masks: tuple[torch.Tensor, ...],
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """q, k, v and the result are [1, L, heads, head_dim]; attention_masks are [n, n] bool, of L tokens in all."""
+        """q, k, v and the result are [1, L, heads, head_dim]; attention_masks are [n, n] bool, of L tokens in all.
+
+        `out_transform` makes the result from the attention and the logsumexp of its scores, [1, L, heads] float32, as
+        in torchtitan's FlexAttention.
+        """
         q, k, v = q_BLNH, k_BLNH, v_BLNH  # torchtitan's shardings know them by those names
         if enable_gqa:
             # The fused CPU kernel wants as many key heads as query heads; enable_gqa falls back to a slow one.
@@ -187,9 +221,48 @@ class TreeAttention(Module):
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
         sizes = [len(mask) for mask in attention_masks]
         of_trees = zip(*(x.transpose(1, 2).split(sizes, dim=2) for x in (q, k, v)), attention_masks, strict=True)
+        if out_transform is not None:
+            both = [_LogsumexpAttention.apply(q, k, v, mask, scale) for q, k, v, mask in of_trees]
+            return out_transform(*(torch.cat(parts, dim=2).transpose(1, 2) for parts in zip(*both, strict=True)))
         attend = nn.functional.scaled_dot_product_attention
         out = [attend(q, k, v, attn_mask=mask, scale=scale) for q, k, v, mask in of_trees]
         return torch.cat(out, dim=2).transpose(1, 2)
+
+
+class _LogsumexpAttention(torch.autograd.Function):
+    """SDPA's kernel on CPU with both of its results, and a gradient for both, which torch has for the first only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q, k, v and the attention are [1, heads, n, head_dim], the logsumexp of the scores [1, heads, n] float32."""
+        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, sums = kernel(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+        ctx.save_for_backward(q, k, v, bias, out, sums)
+        ctx.scale = scale or q.shape[-1] ** -0.5
+        return out, sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor, grad_sums: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        # With P the softmax, the gradient of the scores is P (grad V' - rowsum(grad out) + grad_sums), of which the
+        # kernel knows the first two terms. A column of ones in V whose gradient is grad_sums adds the third to the
+        # first, and its result is said to be 0, so that the second stays.
+        q, k, v, bias, out, sums = ctx.saved_tensors
+        pad = nn.functional.pad
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            torch.cat([grad, grad_sums[..., None].to(grad.dtype)], dim=-1),
+            *(pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1), value=1.0), pad(out, (0, 1))),
+            *(sums, 0.0, False),
+            attn_mask=bias,
+            scale=ctx.scale,
+        )
+        grad_q, grad_k, grad_v = (x[..., :-1] for x in found)
+        return grad_q, grad_k, grad_v, None, None
 
 
 class FloatHead(Linear):
@@ -258,9 +331,9 @@ class HalfRoPE(CosSinRoPE):
 
     def _precompute_cache(self) -> torch.Tensor:
         config = self.config
-        frequencies = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
-        if config.scaling == "llama":
-            frequencies = self._scale(frequencies)
+        if config.scaling != "llama":
+            return super()._precompute_cache()
+        frequencies = self._scale(1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim))
         angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies)
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -227,9 +227,8 @@ class TitanEngine:
             lambda _, inputs: (inputs[0][0, chosen], row.targets[chosen], temperature)
         )
         try:
-            picked, entropy = model(
-                row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row)
-            )
+            masks = attention_mask(row, self.architecture.window)
+            picked, entropy = model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)
         finally:
             handle.remove()
         scatter = torch.zeros(len(row), device=self.device)
