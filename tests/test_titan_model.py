@@ -33,6 +33,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
 MODELS = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -56,6 +57,20 @@ MODELS = {
     "gpt_oss, as many key heads, tighter": ("gpt_oss", {"num_key_value_heads": 4, "swiglu_limit": 0.5}),
     "gpt_oss, rope as it is": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
     "gpt_oss, windows in every layer": ("gpt_oss", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, one matrix for q, one group": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek_v3, scaled rope of halves": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, "rope_interleave": False},
+    ),
+    "deepseek_v3, scaled rope, wide values": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "v_head_dim": 20},
+    ),
+    "deepseek_v3, all layers sparse": ("deepseek_v3", {"first_k_dense_replace": 0, "n_shared_experts": 1}),
     "gpt_oss, no windows": ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
 }
 

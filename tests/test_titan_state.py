@@ -183,7 +183,9 @@ def test_what_a_family_publishes_is_its_folder(family: str, tmp_path: Path):
     manifest = publish(engine_of(tmp_path / "hf"), tmp_path / "segments")
     found = read_whole(manifest)
     forget(manifest)
-    assert same(found, {name: kept.bfloat16() for name, kept in load_file(tmp_path / "hf/model.safetensors").items()})
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    exact = {name for name in stored if name.endswith("e_score_correction_bias")}
+    assert same(found, {name: kept if name in exact else kept.bfloat16() for name, kept in stored.items()})
     assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
 
 

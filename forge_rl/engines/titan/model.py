@@ -131,10 +131,15 @@ def norm(architecture: Architecture, dim: int) -> Any:
 
 def half_rope(architecture: Architecture, max_positions: int) -> Any:
     """Make the `Config` of RoPE in rotate-half order, scaled as the architecture says."""
+    return HalfRoPE.Config(dim=architecture.head_dim, **rope_fields(architecture, max_positions))
+
+
+def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any]:
+    """Return what configs of RoPE have beside the number of elements, by the names of their fields."""
     rope: Mapping[str, Any] = architecture.rope
-    scaling = {}
+    fields: dict[str, Any] = {"max_seq_len": max_positions, "theta": float(rope["rope_theta"])}
     if rope["rope_type"] == "llama3":
-        scaling = {
+        fields |= {
             "scaling": "llama",
             "scaling_factor": float(rope["factor"]),
             "low_freq_factor": float(rope["low_freq_factor"]),
@@ -142,7 +147,7 @@ def half_rope(architecture: Architecture, max_positions: int) -> Any:
             "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
         }
     elif rope["rope_type"] == "yarn":
-        scaling = {
+        fields |= {
             "scaling": "yarn",
             "rope_factor": float(rope["factor"]),
             "beta_fast": float(rope.get("beta_fast") or 32),
@@ -150,9 +155,7 @@ def half_rope(architecture: Architecture, max_positions: int) -> Any:
             "original_seq_len": int(rope["original_max_position_embeddings"]),
             "truncate": bool(rope.get("truncate", True)),
         }
-    return HalfRoPE.Config(
-        dim=architecture.head_dim, max_seq_len=max_positions, theta=float(rope["rope_theta"]), **scaling
-    )
+    return fields
 
 
 Mask = tuple[torch.Tensor, ...] | BlockMask
@@ -219,6 +222,9 @@ class TreeAttention(Module):
             # The fused CPU kernel wants as many key heads as query heads; enable_gqa falls back to a slow one.
             repeats = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        width = v.shape[-1]
+        if width < q.shape[-1]:
+            v = nn.functional.pad(v, (0, q.shape[-1] - width))  # the fused kernel wants one width
         sizes = [len(mask) for mask in attention_masks]
         of_trees = zip(*(x.transpose(1, 2).split(sizes, dim=2) for x in (q, k, v)), attention_masks, strict=True)
         if out_transform is not None:
@@ -226,7 +232,7 @@ class TreeAttention(Module):
             return out_transform(*(torch.cat(parts, dim=2).transpose(1, 2) for parts in zip(*both, strict=True)))
         attend = nn.functional.scaled_dot_product_attention
         out = [attend(q, k, v, attn_mask=mask, scale=scale) for q, k, v, mask in of_trees]
-        return torch.cat(out, dim=2).transpose(1, 2)
+        return torch.cat(out, dim=2).transpose(1, 2)[..., :width]
 
 
 class _LogsumexpAttention(torch.autograd.Function):

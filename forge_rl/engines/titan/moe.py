@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
-from torchtitan.models.common.config_utils import make_moe_config, make_token_dispatcher_config
+from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config, make_token_dispatcher_config
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
@@ -33,15 +33,22 @@ def moe_config(
         bias: add a bias to the router's scores.
         own: what the config of that class has beside its dimensions.
     """
+    shared = None
+    if experts.shared_dim:
+        shared = make_ffn_config(dim=dim, hidden_dim=experts.shared_dim, w1_param_init=_LOADED, w2w3_param_init=_LOADED)
     return make_moe_config(
         num_experts=experts.count,
-        load_balance_coeff=None,
+        # Makes room for the bias that steers the choice; only torchtitan's own optimizer would change it.
+        load_balance_coeff=1.0 if experts.steered else None,
         router=TokenChoiceTopKRouter.Config(
             num_experts=experts.count,
             gate=FloatGate.Config(in_features=dim, out_features=experts.count, bias=bias, param_init=_LOADED),
             top_k=experts.top_k,
-            score_func="softmax",
+            score_func=experts.score,
             route_norm=experts.normalized,
+            route_scale=experts.scale,
+            num_expert_groups=experts.groups if experts.groups > 1 else None,
+            num_limited_groups=experts.top_groups if experts.groups > 1 else None,
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=(kind or PlainExperts).Config(
@@ -51,6 +58,7 @@ def moe_config(
                 num_experts=experts.count, top_k=experts.top_k, comm_backend="standard"
             ),
         ),
+        shared_experts=shared,
     )
 
 

@@ -106,7 +106,7 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if dist.get_rank() == 0:
             for part in names_of(model).parts(name, full.shape):
-                state[part.name] = part.of(full.detach()).to("cpu", dtype, copy=True)
+                state[part.name] = part.of(full.detach()).to("cpu", torch.float32 if part.float32 else dtype, copy=True)
     if dist.get_rank() == 0:
         for path in source.iterdir():
             if (
