@@ -17,6 +17,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import model as titan_model
 from forge_rl.engines.titan.model import FloatHead, TreeAttention, attention_mask, build_model
+from forge_rl.engines.titan.shards import named_weights, names_of
 from forge_rl.engines.titan.state import load_weights, save_hf
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
@@ -32,6 +33,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
 MODELS = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -51,6 +53,25 @@ MODELS = {
     "qwen3_moe, scores as they are": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "qwen3_moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, as many key heads, tighter": ("gpt_oss", {"num_key_value_heads": 4, "swiglu_limit": 0.5}),
+    "gpt_oss, rope as it is": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
+    "gpt_oss, windows in every layer": ("gpt_oss", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, one matrix for q, one group": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek_v3, scaled rope of halves": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, "rope_interleave": False},
+    ),
+    "deepseek_v3, scaled rope, wide values": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "v_head_dim": 20},
+    ),
+    "deepseek_v3, all layers sparse": ("deepseek_v3", {"first_k_dense_replace": 0, "n_shared_experts": 1}),
+    "gpt_oss, no windows": ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
 }
 
 
@@ -83,7 +104,8 @@ def titan_logits(folder: Path, token_ids: torch.Tensor) -> torch.Tensor:
         model.init_states()
         load_weights(model, folder, tied=architecture.tied)
         row = row_of(token_ids)
-        return model(row.token_ids[None], positions=row.positions[None], attention_masks=attention_mask(row))[0]
+        masks = attention_mask(row, architecture.window)
+        return model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
 
 
 def engine_of(folder: Path, row_tokens: int = 128) -> TitanEngine:
@@ -101,6 +123,31 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     assert expected.std() > 0.2, "the model must tell tokens apart for this to be a test"
     found = titan_logits(tmp_path, token_ids)
     assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_transformers(family: str, tmp_path: Path):
+    reference = make_model(tmp_path, family)
+    model = engine_of(tmp_path).model
+    token_ids = torch.randint(0, 43, (60,), generator=torch.Generator().manual_seed(2))
+    row = row_of(token_ids)
+    masks = attention_mask(row, read_architecture(tmp_path).window)
+    found = model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
+    pull = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
+    for logits in (found, reference(token_ids[None]).logits[0]):
+        (logits * pull).sum().backward()
+    theirs = {name: weight.grad for name, weight in reference.named_parameters()}
+    compared = 0
+    for name, weight in named_weights(model):
+        for part in names_of(model).parts(name, weight.shape):
+            # transformers stacks what most families' files keep apart.
+            if part.name in theirs:
+                assert weight.grad is not None, name
+                expected = theirs[part.name]
+                error = (part.of(weight.grad) - expected).abs().max() / expected.abs().max()
+                assert error < 1e-4, part.name
+                compared += 1
+    assert compared > 9
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -146,6 +193,41 @@ def test_attention_by_tree_is_attention_under_the_whole_mask(pad_multiple: int):
     by_tree = TreeAttention(TreeAttention.Config())(*found, attention_masks=masks, enable_gqa=True)
     torch.testing.assert_close(by_tree, whole.transpose(1, 2))
     (by_tree.square().sum() + whole.square().sum()).backward()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_and_windows_over_trees_are_a_softmax_with_one_more_score(window: int | None):
+    from torchtitan.models.gpt_oss.model import apply_attention_sink_rescale
+
+    (row,) = packed(random_batch(0, vocab=43, groups=3), row_tokens=1024).rows
+    mask = dense_mask(row)
+    if window is not None:
+        mask &= row.positions[:, None] - row.positions < window
+    torch.manual_seed(0)
+    given = [3 * torch.randn(size, dtype=torch.float64) for size in ((1, len(row), n, 8) for n in (4, 2, 2))]
+    given.append(3 * torch.randn(4, dtype=torch.float64))
+    found, expected = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    masks = attention_mask(row, 4)
+    own = masks["basic_mask" if window is None else "sliding_window_mask"]
+    sinks = found.pop()
+    attention = TreeAttention(TreeAttention.Config())(
+        *found,
+        attention_masks=own,
+        scale=0.3,
+        enable_gqa=True,
+        out_transform=lambda out, sums: apply_attention_sink_rescale(out, sums, sinks),
+    )
+    found.append(sinks)
+    q, k, v, scores_of_sinks = expected
+    k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    scores = torch.einsum("bqnh,bknh->bnqk", q, k).mul(0.3).masked_fill(~mask, -torch.inf)
+    column = scores_of_sinks[None, :, None, None].expand(1, 4, len(row), 1)
+    shares = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    whole = torch.einsum("bnqk,bknh->bqnh", shares, v)
+    torch.testing.assert_close(attention, whole)
+    (attention.square().sum() + whole.square().sum()).backward()
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 

@@ -176,6 +176,19 @@ def publish(engine: TitanEngine, folder: Path, base: Manifest | None = None) -> 
     return complete(drafted, [asyncio.run(transport().write(drafted, engine.local_shards(), rank=0))])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_family_publishes_is_its_folder(family: str, tmp_path: Path):
+    make_model(tmp_path / "hf", family)
+    (tmp_path / "segments").mkdir()
+    manifest = publish(engine_of(tmp_path / "hf"), tmp_path / "segments")
+    found = read_whole(manifest)
+    forget(manifest)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    exact = {name for name in stored if name.endswith("e_score_correction_bias")}
+    assert same(found, {name: kept if name in exact else kept.bfloat16() for name, kept in stored.items()})
+    assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
+
+
 def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
     """Two steps, publish and save; a third step. Then continue what one rank saved, and try what is damaged."""
     results: dict[str, Any] = {}

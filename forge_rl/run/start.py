@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.checkpoint import Checkpoints
+from forge_rl.data.dequantized import dequantized
 from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import check_tasks
@@ -176,7 +177,11 @@ class Starting(Generic[C]):
                     await stack.enter_async_context(self.environment.serving(folder / "logs"))
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
                 # A family that cannot be trained, or not in this layout, is refused before anything starts.
-                check_model(config.trainer, config.trainer.ranks, read_architecture(model))
+                architecture = read_architecture(model)
+                check_model(config.trainer, config.trainer.ranks, architecture)
+                if architecture.quantized:
+                    log.event(f"{config.model} is quantised: engines and trainer have its weights in bfloat16")
+                    model = await asyncio.to_thread(dequantized, model, config.cache, display.progress)
                 check_decode_layout(model, config.generator)
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:

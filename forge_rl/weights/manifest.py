@@ -37,6 +37,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     changed: bool = True
     """False for a tensor that is the same as in the latest version, and is not written again."""
+    dtype: str = ""
+    """Name of the format that it is always published in; empty for that of the version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,7 @@ def draft(
     Args:
         specs: every tensor of the model, in an order that stays the same.
         version: to be written.
-        dtype: of the published tensors.
+        dtype: of the published tensors whose specs name none.
         base: the version before; what has not changed since stays where that one has it.
         bucket_bytes: past this a bucket is full.
         epoch: that the store is in.
@@ -224,7 +226,7 @@ def draft(
         raise WeightsError(f"version {version} holds no tensors")
     if len({spec.name for spec in specs}) != len(specs):
         raise WeightsError(f"version {version} holds two tensors of one name")
-    name = str(dtype).removeprefix("torch.")
+    default = str(dtype).removeprefix("torch.")
     before = {entry.name: entry for entry in base.tensors} if base is not None else {}
     older = {bucket.key: bucket for bucket in base.buckets} if base is not None else {}
     placed: dict[str, TensorEntry] = {}
@@ -232,15 +234,16 @@ def draft(
     for changed in (True, False):
         key = ""
         for spec in (spec for spec in specs if spec.changed is changed):
-            old = before.get(spec.name)
+            old, name = before.get(spec.name), spec.dtype or default
             if not changed and old is not None and (old.shape, old.dtype) == (spec.shape, name):
                 placed[spec.name] = old
                 continue
-            size = math.prod(spec.shape) * dtype.itemsize
-            if not key or (sizes[key] and sizes[key] + size > bucket_bytes):
+            entry = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=key, offset=sizes.get(key, 0))
+            if not key or (sizes[key] and sizes[key] + entry.bytes > bucket_bytes):
                 key = f"{version}/{epoch}.{len(sizes)}" if epoch else f"{version}/{len(sizes)}"
                 sizes[key] = 0
-            placed[spec.name] = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=key, offset=sizes[key])
+                entry = replace(entry, bucket=key, offset=0)
+            placed[spec.name] = entry
             sizes[key] += _aligned(placed[spec.name])
     entries = tuple(placed[spec.name] for spec in specs)
     shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))

@@ -39,6 +39,8 @@ class Part:
     """Number of the expert within the block; None where the block is the part."""
     transposed: bool = False
     """True if the published tensor has the last two dims in the other order."""
+    float32: bool = False
+    """True if it stays float32 whatever the format of the model."""
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """A view of this part of the block."""
@@ -58,6 +60,8 @@ class Names:
     number of an expert: torchtitan stacks them in the first dim."""
     transposed: frozenset[str] = frozenset()
     """torchtitan's names of the weights whose last two dims Hugging Face has in the other order."""
+    float32: frozenset[str] = frozenset()
+    """torchtitan's names of the weights that stay float32 whatever the format of the model."""
 
     def parts(self, name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
         """List the published tensors that a block of a torchtitan weight holds, and the slice of each.
@@ -79,7 +83,9 @@ class Names:
             whole, start, size = ((*dims[:-2], dims[-1], dims[-2]) for dims in (whole, start, size))
         if not stacked:
             inner = TensorSlice(start=start, size=size)
-            yield Part(name=self.to_hf(name), shape=whole, tensor_slice=inner, transposed=transposed)
+            float32 = match is not None and match[2] in self.float32
+            own = self.to_hf(name)
+            yield Part(name=own, shape=whole, tensor_slice=inner, transposed=transposed, float32=float32)
             return
         inner = TensorSlice(start=start[1:], size=size[1:])
         for index in range(size[0]):

@@ -64,6 +64,44 @@ class Experts:
     hidden_dim: int
     normalized: bool
     """True if the weights of a token's experts are scaled to add up to 1."""
+    limit: float | None = None
+    """Most that a clamped SwiGLU lets through; None where nothing is clamped."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that makes the scores of a token's experts."""
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    groups: int = 1
+    """Equal groups that the experts are in."""
+    top_groups: int = 1
+    """Groups that a token's experts come from."""
+    steered: bool = False
+    """True if a bias, which is not trained, is added to the scores that experts are chosen by."""
+    shared_dim: int = 0
+    """Hidden dimension of a network that every token goes through beside its experts; 0 if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Dimensions of multi-head latent attention."""
+
+    q_rank: int
+    """Rank of the projection of q; 0 if it is a single matrix."""
+    kv_rank: int
+    nope_dim: int
+    """Elements of a head's q and k without a position."""
+    rope_dim: int
+    """Elements of a head's q, and of the k that all heads share, with one."""
+    value_dim: int
+    """Elements of a head's v."""
+    interleaved: bool
+    """True if RoPE turns neighbours together, False if it turns the halves."""
+
+    def weights(self, dim: int, heads: int) -> int:
+        """Number of weights in a layer's matrices."""
+        qk = heads * (self.nope_dim + self.rope_dim)
+        q = self.q_rank * (dim + qk) if self.q_rank else dim * qk
+        kv = dim * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return q + kv + heads * self.value_dim * dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +126,27 @@ class Architecture:
     """Format of the folder's weights, and of checkpoints."""
     experts: Experts | None = None
     """None if every layer is dense."""
+    latent: LatentAttention | None = None
+    """None where q, k and v are projected as they are."""
+    window: int | None = None
+    """Tokens that a sliding window shows, a token's own included; None if no layer has one."""
+    window_layers: tuple[int, ...] = ()
+    """Numbers of the layers whose attention is in the window."""
+    quantized: bool = False
+    """True if the folder's files hold quantised weights, which are read into `dtype`."""
 
     @property
     def weights(self) -> int:
         """Number of weights in the matrices."""
-        attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+        grouped = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+        attention = self.latent.weights(self.dim, self.heads) if self.latent else grouped
         embeddings = self.vocab * self.dim * (1 if self.tied else 2)
         sparse = len(self.experts.layers) if self.experts else 0
         network = 3 * self.dim * self.hidden_dim
-        mixture = self.experts.count * self.dim * (1 + 3 * self.experts.hidden_dim) if self.experts else 0
+        mixture = 0
+        if self.experts:
+            mixture = self.experts.count * self.dim * (1 + 3 * self.experts.hidden_dim)
+            mixture += 3 * self.dim * self.experts.shared_dim
         return self.layers * attention + (self.layers - sparse) * network + sparse * mixture + embeddings
 
 
@@ -119,6 +169,14 @@ class ConfigFile:
             said = "not a whole number above 0" if most == 2**31 - 1 else f"not a whole number from 1 to {most}"
             raise ModelError(f"{self.path}: {name} is {value!r:.80}, {said}", hint=_AGAIN)
         return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Read a number above 0.
+
+        Raises:
+            ModelError: it is something else, or missing without a default.
+        """
+        return _number(self.path, {name: default, **self.values}, name)
 
     @property
     def layers(self) -> int:
@@ -201,7 +259,7 @@ class ConfigFile:
             layers=self.layers,
             heads=heads,
             vocab=self.whole("vocab_size"),
-            norm_eps=_number(self.path, values, "rms_norm_eps"),
+            norm_eps=self.number("rms_norm_eps"),
             max_positions=self.whole("max_position_embeddings"),
             rope=rope,
             tied=bool(values.get("tie_word_embeddings")),

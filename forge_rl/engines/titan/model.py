@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,12 +22,12 @@ from forge_rl.algorithms import token_logprobs
 from forge_rl.data.packing import Row, attends
 from forge_rl.engines.families.config import Architecture
 from forge_rl.engines.platform import device_type
+from forge_rl.engines.titan.attention import TreeMask, attend_trees, tree_masks
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.vocabulary import split_token_logprobs
 
 LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
-
 
 _HEAD_CHUNK_TOKENS = 1024
 """Targets that are scored at a time."""
@@ -133,54 +133,66 @@ def norm(architecture: Architecture, dim: int) -> Any:
 
 def half_rope(architecture: Architecture, max_positions: int) -> Any:
     """Make the `Config` of RoPE in rotate-half order, scaled as the architecture says."""
+    return HalfRoPE.Config(dim=architecture.head_dim, **rope_fields(architecture, max_positions))
+
+
+def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any]:
+    """Return what configs of RoPE have beside the number of elements, by the names of their fields."""
     rope: Mapping[str, Any] = architecture.rope
-    scaling = {}
+    fields: dict[str, Any] = {"max_seq_len": max_positions, "theta": float(rope["rope_theta"])}
     if rope["rope_type"] == "llama3":
-        scaling = {
+        fields |= {
             "scaling": "llama",
             "scaling_factor": float(rope["factor"]),
             "low_freq_factor": float(rope["low_freq_factor"]),
             "high_freq_factor": float(rope["high_freq_factor"]),
             "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
         }
-    return HalfRoPE.Config(
-        dim=architecture.head_dim, max_seq_len=max_positions, theta=float(rope["rope_theta"]), **scaling
-    )
+    elif rope["rope_type"] == "yarn":
+        fields |= {
+            "scaling": "yarn",
+            "rope_factor": float(rope["factor"]),
+            "beta_fast": float(rope.get("beta_fast") or 32),
+            "beta_slow": float(rope.get("beta_slow") or 1),
+            "original_seq_len": int(rope["original_max_position_embeddings"]),
+            "truncate": bool(rope.get("truncate", True)),
+        }
+    return fields
 
 
-@dataclass(frozen=True)
-class TreeMask:
-    """Dense mask of the queries of one tree."""
-
-    mask: torch.Tensor
-    """[n, m] bool: True where a query (first dim) sees a key (second dim)."""
-    first: int
-    """Index of the first of the m keys in the row."""
+Mask = tuple[TreeMask, ...] | BlockMask
+"""What an attention layer sees of a row: the mask of each tree on CPU, else blocks."""
 
 
-def attention_mask(row: Row, queries: slice | None = None) -> tuple[TreeMask, ...] | BlockMask:
-    """Return a packed row's mask as the model's attention takes it: a dense one for each tree on CPU, else blocks.
+def attention_mask(row: Row, queries: slice | None = None, *, window: int | None = None) -> Mask | dict[str, Mask]:
+    """Return a packed row's mask as the model takes it; with a window two, from which each layer takes its own.
 
-    With `queries`, the mask of these tokens only, whose keys are those of the whole row.
+    Args:
+        queries: mask these tokens only, whose keys are those of the whole row.
+        window: tokens that a sliding window shows, see `Architecture.window`.
     """
-    first, end = (queries.start, queries.stop) if queries is not None else (0, len(row))
+    queries = queries or slice(0, len(row))
+    if window is None:
+        return _mask(row, queries)
+    # The keys are torchtitan's.
+    return {"basic_mask": _mask(row, queries), "sliding_window_mask": _mask(row, queries, window)}
+
+
+def _mask(row: Row, queries: slice, window: int | None = None) -> Mask:
     if row.trees.device.type == "cpu":
-        ends = torch.unique_consecutive(row.trees, return_counts=True)[1].cumsum(0).tolist()
-        spans = [(k, max(k, first), min(stop, end)) for k, stop in zip([0, *ends], ends, strict=False)]
-        return tuple(
-            TreeMask(attends(row.trees, row.branches, torch.arange(q, stop)[:, None], torch.arange(k, stop)), k)
-            for k, q, stop in spans
-            if q < stop
-        )
+        return tree_masks(row, queries, window)
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return attends(row.trees, row.branches, q + first, k)
+        q = q + queries.start
+        seen = attends(row.trees, row.branches, q, k)
+        return seen if window is None else seen & (row.positions[q] - row.positions[k] < window)
 
-    return create_attention_mask(mask_mod, 1, None, end - first, len(row), device=str(row.trees.device))
+    size = queries.stop - queries.start
+    return create_attention_mask(mask_mod, 1, None, size, len(row), device=str(row.trees.device))
 
 
 class TreeAttention(FlexAttention):
-    """Attention by SDPA, tree by tree, with dense masks: FlexAttention has no backward on CPU.
+    """Attention by the CPU's fused kernel, tree by tree: FlexAttention has no backward there.
 
     It is a FlexAttention to torchtitan's context parallelism, which gathers the keys of a row before.
     """
@@ -198,20 +210,16 @@ class TreeAttention(FlexAttention):
         attention_masks: tuple[TreeMask, ...],
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """q, k, v and the result are [1, L, heads, head_dim]; there may be fewer queries than keys."""
-        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        if enable_gqa:
-            # The fused CPU kernel wants as many key heads as query heads; enable_gqa falls back to a slow one.
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        attend = nn.functional.scaled_dot_product_attention
-        queries = q.split([len(tree.mask) for tree in attention_masks], dim=2)
-        out = []
-        for own, tree in zip(queries, attention_masks, strict=True):
-            keys = slice(tree.first, tree.first + tree.mask.shape[1])
-            out.append(attend(own, k[:, :, keys], v[:, :, keys], attn_mask=tree.mask, scale=scale))
-        return torch.cat(out, dim=2).transpose(1, 2)
+        """q, k, v and the result are [1, L, heads, head_dim]; there may be fewer queries than keys.
+
+        `out_transform` makes the result from the attention and the logsumexp of its scores, [1, L, heads] float32, as
+        in torchtitan's FlexAttention.
+        """
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))  # torchtitan's shardings know those names
+        out, sums = (x.transpose(1, 2) for x in attend_trees(q, k, v, attention_masks, scale))
+        return out if out_transform is None else out_transform(out, sums)
 
 
 class FloatHead(Linear):
@@ -284,9 +292,9 @@ class HalfRoPE(CosSinRoPE):
 
     def _precompute_cache(self) -> torch.Tensor:
         config = self.config
-        frequencies = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
-        if config.scaling == "llama":
-            frequencies = self._scale(frequencies)
+        if config.scaling != "llama":
+            return super()._precompute_cache()
+        frequencies = self._scale(1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim))
         angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies)
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)

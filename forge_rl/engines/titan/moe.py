@@ -9,36 +9,56 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
-from torchtitan.models.common.config_utils import make_moe_config, make_token_dispatcher_config
+from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config, make_token_dispatcher_config
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 
 from forge_rl.engines.families.config import Experts
 
-_LOADED = dict.fromkeys(("weight", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
+_GPT_OSS = ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")
+_LOADED = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD", *_GPT_OSS), skip_param_init)
 """No initialisation: every weight is read from the folder."""
 
 
-def moe_config(experts: Experts, dim: int) -> Any:
-    """Make torchtitan's `MoE.Config` for a layer. Nothing balances the experts' load: that would change the policy."""
+def moe_config(
+    experts: Experts, dim: int, *, kind: type[GroupedExperts] | None = None, bias: bool = False, **own: Any
+) -> Any:
+    """Make torchtitan's `MoE.Config` for a layer. Nothing balances the experts' load: that would change the policy.
+
+    Args:
+        experts: the architecture's.
+        dim: elements of a token.
+        kind: class of the experts; by default PlainExperts.
+        bias: add a bias to the router's scores.
+        own: what the config of that class has beside its dimensions.
+    """
+    shared = None
+    if experts.shared_dim:
+        shared = make_ffn_config(dim=dim, hidden_dim=experts.shared_dim, w1_param_init=_LOADED, w2w3_param_init=_LOADED)
     return make_moe_config(
         num_experts=experts.count,
-        load_balance_coeff=None,
+        # Makes room for the bias that steers the choice; only torchtitan's own optimizer would change it.
+        load_balance_coeff=1.0 if experts.steered else None,
         router=TokenChoiceTopKRouter.Config(
             num_experts=experts.count,
-            gate=FloatGate.Config(in_features=dim, out_features=experts.count, param_init=_LOADED),
+            gate=FloatGate.Config(in_features=dim, out_features=experts.count, bias=bias, param_init=_LOADED),
             top_k=experts.top_k,
-            score_func="softmax",
+            score_func=experts.score,
             route_norm=experts.normalized,
+            route_scale=experts.scale,
+            num_expert_groups=experts.groups if experts.groups > 1 else None,
+            num_limited_groups=experts.top_groups if experts.groups > 1 else None,
         ),
         routed_experts=RoutedExperts.Config(
-            inner_experts=PlainExperts.Config(
-                dim=dim, hidden_dim=experts.hidden_dim, num_experts=experts.count, param_init=_LOADED
+            inner_experts=(kind or PlainExperts).Config(
+                dim=dim, hidden_dim=experts.hidden_dim, num_experts=experts.count, param_init=_LOADED, **own
             ),
             token_dispatcher=make_token_dispatcher_config(
                 num_experts=experts.count, top_k=experts.top_k, comm_backend="standard"
             ),
         ),
+        shared_experts=shared,
     )
 
 
@@ -70,8 +90,37 @@ class PlainExperts(GroupedExperts):
         ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
         def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            return self._grouped_mm(A=x, B_t=local.transpose(-2, -1), offs=ends)
+            return self._grouped_mm(A=x, B_t=_local(weight).transpose(-2, -1), offs=ends)
 
         hidden = nn.functional.silu(product(x_RD, self.w1_EFD)) * product(x_RD, self.w3_EFD)
         return product(hidden, self.w2_EDF)
+
+
+class ClampedExperts(GptOssGroupedExperts):
+    """Experts of gpt-oss, with biases and a clamped SwiGLU, that compute in the format of their input."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Send rows of [R, dim], sorted by expert, through their experts; [experts] int64 counts the rows of each."""
+        ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        rows = torch.arange(len(x_RD), device=x_RD.device, dtype=torch.int32)
+        of_rows = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+
+        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return self._grouped_mm(A=x, B_t=_local(weight).transpose(-2, -1), offs=ends)
+
+        hidden = product(x_RD, self.mlp1_weight_EGD) + _local(self.mlp1_bias_EG)[of_rows]
+        out = product(swiglu(hidden, limit=self.swiglu_limit), self.mlp2_weight_EDF)
+        weight = self.mlp1_weight_EGD
+        axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+        # Ranks that share the experts' columns add their results up, the bias once.
+        shares = weight.device_mesh.size(axes.index("tp")) if "tp" in axes else 1
+        bias: torch.Tensor = ScaleBiasForward.apply(_local(self.mlp2_bias_ED)[of_rows], shares, out.dtype)
+        return out + bias
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -19,10 +20,14 @@ from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every weight by its name, the same with and without recomputed activations; a tied weight once."""
-    for name, parameter in model.named_parameters():
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every weight by its name, the same with and without recomputed activations; a tied weight once.
+
+    Some are no parameters, and never trained: the biases by which DeepSeek-V3 steers the choice of experts.
+    """
+    steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias_E"))
+    for name, weight in itertools.chain(model.named_parameters(), steering):
+        yield name.replace("_checkpoint_wrapped_module.", ""), weight
 
 
 def names_of(model: nn.Module) -> Names:
@@ -32,7 +37,12 @@ def names_of(model: nn.Module) -> Names:
 
 def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
     return tuple(
-        TensorSpec(name=part.name, shape=part.shape, changed=parameter.requires_grad)
+        TensorSpec(
+            name=part.name,
+            shape=part.shape,
+            changed=parameter.requires_grad,
+            dtype="float32" if part.float32 else "",
+        )
         for name, parameter in named_weights(model)
         for part in names_of(model).parts(name, parameter.shape)
     )
@@ -65,7 +75,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
                 f"{name!r} is trained as one, and {len(frozen)} of its {len(names)} experts would be frozen",
                 hint="let the patterns of --trainer.frozen match all experts of a layer, or none",
             )
-        if frozen:
+        if frozen and isinstance(parameter, nn.Parameter):
             parameter.requires_grad_(False)
     if unused:
         raise ConfigError(
@@ -81,7 +91,7 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def slice_of(parameter: nn.Parameter) -> TensorSlice:
+def slice_of(parameter: torch.Tensor) -> TensorSlice:
     """Return the slice of a weight that this rank holds."""
     if not isinstance(parameter, DTensor):
         return TensorSlice.whole(parameter.shape)
@@ -123,7 +133,7 @@ def block(
     return TensorSlice(start=tuple(start), size=tuple(size))
 
 
-def _publishes(parameter: nn.Parameter) -> bool:
+def _publishes(parameter: torch.Tensor) -> bool:
     """Return True if this rank is the one that publishes its slice.
 
     A mesh that is part of a larger one, as FSDP's is for a weight that tensor parallelism leaves alone, has the same

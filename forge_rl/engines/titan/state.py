@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from forge_rl.data import mxfp4
 from forge_rl.engines.titan.index import TrainingStateReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
@@ -24,7 +27,7 @@ _AGAIN = "download or export the model again"
 
 
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
-    """Read this rank's slice of every weight from a Hugging Face folder.
+    """Read this rank's slice of every weight from a Hugging Face folder, dequantised where it is stored as MXFP4.
 
     Raises:
         ModelError: a weight is missing or has another shape, or a file cannot be read.
@@ -32,25 +35,39 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     index = _tensor_files(folder)
     with torch.no_grad(), ExitStack() as stack:
         files: dict[Path, safe_open] = {}
+
+        def stored_at(name: str) -> Any:
+            if index[name] not in files:
+                files[index[name]] = stack.enter_context(_open(index[name]))
+            return files[index[name]].get_slice(name)
+
         for ours, parameter in named_weights(model):
             block = values_of(parameter)
             for part in names_of(model).parts(ours, parameter.shape, slice_of(parameter)):
                 name = part.name
                 if name == "lm_head.weight" and tied and name not in index:
                     name = "model.embed_tokens.weight"
-                if name not in index:
+                quantized = (f"{name}_blocks", f"{name}_scales")
+                if name in index:
+                    stored = stored_at(name)
+                    shape = tuple(stored.get_shape())
+                elif index.keys() >= set(quantized):
+                    blocks, scales = map(stored_at, quantized)
+                    shape = mxfp4.shape_of(blocks, scales)
+                else:
                     raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
-                if index[name] not in files:
-                    files[index[name]] = stack.enter_context(_open(index[name]))
-                stored = files[index[name]].get_slice(name)
-                if tuple(stored.get_shape()) != part.shape:
+                if shape != part.shape:
                     raise ModelError(
-                        f"{name!r} in {folder} has shape {tuple(stored.get_shape())}, config.json says {part.shape}",
-                        hint=_AGAIN,
+                        f"{name!r} in {folder} has shape {shape}, config.json says {part.shape}", hint=_AGAIN
                     )
-                if part.tensor_slice.numel:
-                    spans = zip(part.tensor_slice.start, part.tensor_slice.size, strict=True)
-                    part.of(block).copy_(stored[tuple(slice(first, first + count) for first, count in spans)])
+                start, size = part.tensor_slice.start, part.tensor_slice.size
+                if not part.tensor_slice.numel:
+                    continue
+                if name in index:
+                    values = stored[tuple(map(slice, start, map(operator.add, start, size)))]
+                else:
+                    values = mxfp4.read_slice(blocks, scales, start, size)
+                part.of(block).copy_(values)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -89,7 +106,7 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if dist.get_rank() == 0:
             for part in names_of(model).parts(name, full.shape):
-                state[part.name] = part.of(full.detach()).to("cpu", dtype, copy=True)
+                state[part.name] = part.of(full.detach()).to("cpu", torch.float32 if part.float32 else dtype, copy=True)
     if dist.get_rank() == 0:
         for path in source.iterdir():
             if (
@@ -100,7 +117,8 @@ def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) ->
                 shutil.copy(path, folder / path.name)
         config = json.loads((folder / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")
-        config.pop("torch_dtype", None)
+        for stale in ("torch_dtype", "quantization_config"):
+            config.pop(stale, None)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_torch_state_dict(state, folder, metadata={"format": "pt"})
     dist.barrier()

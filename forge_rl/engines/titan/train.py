@@ -231,9 +231,8 @@ class TitanEngine:
             lambda _, inputs: (whole_hidden(inputs[0])[0, chosen], targets[chosen], temperature)
         )
         try:
-            picked, entropy = model(
-                token_ids[None], positions=positions[None], attention_masks=attention_mask(row, own)
-            )
+            masks = attention_mask(row, own, window=self.architecture.window)
+            picked, entropy = model(token_ids[None], positions=positions[None], attention_masks=masks)
         finally:
             handle.remove()
         scatter = torch.zeros(len(targets), device=self.device)

@@ -1,0 +1,127 @@
+"""Quantised models in bfloat16, written once into a cache folder.
+
+An engine that is started from MXFP4 weights packs them for kernels of their own and takes no bfloat16 version, which is
+what a trainer publishes. So both start from a copy in bfloat16.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_rl.data.bundled import Progress
+from forge_rl.errors import ModelError
+from forge_rl.folders import check_own
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCKS = "_blocks"
+_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_INDEX = "model.safetensors.index.json"
+
+
+def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
+    """Return a copy of a folder with MXFP4 weights in which they are bfloat16; the first call writes it.
+
+    The copy takes four times the bytes. Several processes may call at once: one writes, the others wait.
+
+    Args:
+        folder: Hugging Face folder, whose `_blocks` and `_scales` are MXFP4; see `mxfp4.read_slice`.
+        cache: folder that the copy is made in.
+        progress: called now and then.
+
+    Raises:
+        ModelError: the cache cannot be written, others have written to it, or a file cannot be read.
+    """
+    files = [path for path in sorted(folder.resolve().iterdir()) if path.is_file()]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
+    target = cache / f"dequantized-{key}"
+    report = progress or (lambda what, fraction: None)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        check_own(cache, ModelError, deep=False)
+        with open(cache / f".{target.name}.lock", "a", opener=_open_no_link) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                for left_over in cache.glob(f".{target.name}-*"):  # a killed process left it
+                    shutil.rmtree(left_over, ignore_errors=True)
+                with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=cache) as place:
+                    work = Path(place) / "new"
+                    work.mkdir()
+                    _write(files, work, report)
+                    work.rename(target)
+        check_own(target, ModelError)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write {folder} in bfloat16 to {target}: {error.strerror or error}",
+            hint="free space there, or name another folder with --cache",
+        ) from error
+    return target
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _write(files: list[Path], target: Path, report: Progress) -> None:
+    """Write a file for each of the folder's, a weight at a time in memory beside the file's own."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    stored = [path for path in files if path.suffix == ".safetensors"]
+    names: dict[str, Path] = {}
+    placed: dict[str, str] = {}
+    total = 0
+    with ExitStack() as stack:
+        try:
+            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in stored}
+            for path, file in opened.items():
+                names |= dict.fromkeys(file.keys(), path)
+            for done, (path, file) in enumerate(opened.items()):
+                report("dequantising", done / len(opened))
+                tensors = dict(_tensors(file.keys(), names, opened))
+                save_file(tensors, target / path.name, metadata={"format": "pt"})
+                placed |= dict.fromkeys(tensors, path.name)
+                total += sum(values.nbytes for values in tensors.values())
+        except SafetensorError as error:
+            raise ModelError(f"{path} cannot be read: {error}", hint="download the model again") from error
+    for path in files:
+        if path.suffix in _COPIED and path.name != _INDEX:
+            shutil.copy(path, target / path.name)
+    config = json.loads((target / "config.json").read_text())
+    config.pop("quantization_config", None)
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2) + "\n")
+    if len(stored) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _tensors(
+    names: list[str], places: Mapping[str, Path], files: Mapping[Path, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the bfloat16 values of each weight of a file; of a quantised one where its blocks lie."""
+    import torch
+
+    from forge_rl.data import mxfp4
+
+    for name in names:
+        weight = name.removesuffix(_BLOCKS)
+        if name.endswith("_scales") and name.removesuffix("_scales") + _BLOCKS in places:
+            continue
+        if weight == name:
+            yield name, files[places[name]].get_tensor(name).to(torch.bfloat16)
+            continue
+        blocks, scales = (files[places[each]].get_slice(each) for each in (name, f"{weight}_scales"))
+        shape = mxfp4.shape_of(blocks, scales)
+        yield weight, mxfp4.read_slice(blocks, scales, (0,) * len(shape), shape).contiguous()

@@ -1,0 +1,154 @@
+"""DeepSeek-V3: latent attention, experts in groups chosen by steered scores, and an expert that all tokens share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge_rl.engines.families import llama, qwen3_moe
+from forge_rl.engines.families.config import Architecture, ConfigFile, Experts, Family, LatentAttention, TitanFamily
+from forge_rl.errors import ModelError
+from forge_rl.weights.names import Names
+
+_BIAS = "moe.expert_bias_E"
+LAYER = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wq_a.weight": "self_attn.q_a_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+    "attention.wq_b.weight": "self_attn.q_b_proj.weight",
+    "attention.wkv_a.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+    "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
+    **{name: theirs for name, theirs in llama.LAYER.items() if "qkv_linear" not in name},
+    **qwen3_moe.STACKS,
+    "moe.router.gate.weight": "mlp.gate.weight",
+    _BIAS: "mlp.gate.e_score_correction_bias",
+    "moe.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
+    "moe.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+    "moe.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
+}
+
+
+def read(config: ConfigFile) -> Architecture:
+    """Read the latent attention, and the experts, which the first layers lack."""
+    values = config.values
+    config.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts")
+    config.need("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+    for name, needed in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if values.get(name) != needed:
+            raise ModelError(
+                f"{config.path}: {name} is {values.get(name)!r:.80}, and the trainer supports {needed!r}",
+                hint=f"use a model of DeepSeek-V3's routing; if it is one, set {name}, which engines go by",
+            )
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    scaled = rope.get("rope_type", rope.get("type")) == "yarn"
+    heads, dense = config.whole("num_attention_heads"), values.get("first_k_dense_replace") or 0
+    if type(dense) is not int or not 0 <= dense <= config.layers:
+        raise ModelError(
+            f"{config.path}: first_k_dense_replace is {dense!r:.80}, not a number of layers",
+            hint="download or export the model again",
+        )
+    width = config.whole("moe_intermediate_size")
+    experts = Experts(
+        layers=tuple(range(dense, config.layers)),
+        count=config.whole("n_routed_experts"),
+        top_k=config.whole("num_experts_per_tok"),
+        hidden_dim=width,
+        normalized=bool(values.get("norm_topk_prob")),
+        score="sigmoid",
+        scale=config.number("routed_scaling_factor", 1.0),
+        groups=config.whole("n_group"),
+        top_groups=config.whole("topk_group"),
+        steered=True,
+        shared_dim=width * config.whole("n_shared_experts") if values.get("n_shared_experts") else 0,
+    )
+    latent = LatentAttention(
+        q_rank=config.whole("q_lora_rank") if values.get("q_lora_rank") else 0,
+        kv_rank=config.whole("kv_lora_rank"),
+        nope_dim=config.whole("qk_nope_head_dim"),
+        rope_dim=config.whole("qk_rope_head_dim"),
+        value_dim=config.whole("v_head_dim"),
+        interleaved=bool(values.get("rope_interleave", True)),
+    )
+    in_groups = experts.groups == 1 or (
+        experts.count % experts.groups == 0
+        and experts.count // experts.groups > 1
+        and experts.top_groups * (experts.count // experts.groups) >= experts.top_k
+    )
+    return config.architecture(
+        experts=experts,
+        latent=latent,
+        kv_heads=config.whole("num_key_value_heads", heads),
+        head_dim=latent.nope_dim + latent.rope_dim,
+        rope_types=("default", "yarn"),
+        refused={
+            "fewer key heads than heads": config.whole("num_key_value_heads", heads) != heads,
+            f"moe_layer_freq {values.get('moe_layer_freq')!r}": values.get("moe_layer_freq", 1) != 1,
+            f"{experts.count} experts in {experts.groups} groups, {experts.top_k} of {experts.top_groups} groups": (
+                not in_groups or experts.top_groups > experts.groups
+            ),
+            "YaRN whose mscale and mscale_all_dim are not the same number": scaled
+            and not (rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")),
+            "YaRN with attention_factor": scaled and rope.get("attention_factor") is not None,
+        },
+    )
+
+
+def titan() -> TitanFamily:
+    """Build on torchtitan's DeepSeek-V3."""
+    from torchtitan.models.common import ComplexRoPE, Linear, RMSNorm
+    from torchtitan.models.deepseek_v3.model import Attention, DeepSeekV3Model, DeepSeekV3TransformerBlock
+    from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3
+    from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
+
+    from forge_rl.engines.titan.model import LOADED, HalfRoPE, decoder, inner_attention, network, norm, rope_fields
+
+    def model_config(architecture: Architecture, max_positions: int) -> Any:
+        a, latent = architecture, architecture.latent
+        assert latent is not None, "read() gives it"
+        rope = ComplexRoPE if latent.interleaved else HalfRoPE
+        # transformers and engines scale q and k by it; torchtitan computes the same from this and the factor.
+        mscale = float(a.rope.get("mscale_all_dim") or 1.0)
+
+        def linear(inputs: int, outputs: int) -> Any:
+            return Linear.Config(in_features=inputs, out_features=outputs, param_init=LOADED)
+
+        def layer(index: int) -> Any:
+            q_dim = a.heads * a.head_dim
+            q = {"wq": linear(a.dim, q_dim), "q_norm": RMSNorm.Config(normalized_shape=1)}
+            if latent.q_rank:
+                q = {
+                    "wq_a": linear(a.dim, latent.q_rank),
+                    "q_norm": norm(a, latent.q_rank),
+                    "wq_b": linear(latent.q_rank, q_dim),
+                }
+            attention = Attention.Config(
+                dim=a.dim,
+                n_heads=a.heads,
+                q_lora_rank=latent.q_rank,
+                kv_lora_rank=latent.kv_rank,
+                qk_nope_head_dim=latent.nope_dim,
+                qk_rope_head_dim=latent.rope_dim,
+                v_head_dim=latent.value_dim,
+                mscale=mscale,
+                wkv_a=linear(a.dim, latent.kv_rank + latent.rope_dim),
+                kv_norm=norm(a, latent.kv_rank),
+                wkv_b=linear(latent.kv_rank, a.heads * (latent.nope_dim + latent.value_dim)),
+                wo=linear(a.heads * latent.value_dim, a.dim),
+                inner_attention=inner_attention(),
+                rope=rope.Config(dim=latent.rope_dim, **rope_fields(a, max_positions)),
+                **q,
+            )
+            return DeepSeekV3TransformerBlock.Config(
+                attention=attention, attention_norm=norm(a, a.dim), ffn_norm=norm(a, a.dim), **network(a, index)
+            )
+
+        return decoder(a, DeepSeekV3Model, [layer(index) for index in range(a.layers)])
+
+    return TitanFamily(
+        model_config=model_config, set_sharding=set_deepseek_v3_sharding_config, parallelize=parallelize_deepseekv3
+    )
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3", read=read, names=Names(layer=LAYER, float32=frozenset({_BIAS})), titan=titan
+)

@@ -1,0 +1,130 @@
+"""gpt-oss: attention sinks, sliding windows in some layers, biases, experts with a clamped SwiGLU, MXFP4 files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge_rl.engines.families.config import Architecture, ConfigFile, Experts, Family, TitanFamily
+from forge_rl.errors import ModelError
+from forge_rl.weights.names import Names
+
+_EXPERTS = "moe.routed_experts.inner_experts"
+_PROJECTIONS = {"qkv_linear.wq": "q", "qkv_linear.wk": "k", "qkv_linear.wv": "v", "wo": "o"}
+LAYER = {
+    **{
+        f"attention.{ours}.{kind}": f"self_attn.{theirs}_proj.{kind}"
+        for ours, theirs in _PROJECTIONS.items()
+        for kind in ("weight", "bias")
+    },
+    "attention.sinks": "self_attn.sinks",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "moe.router.gate.weight": "mlp.router.weight",
+    "moe.router.gate.bias": "mlp.router.bias",
+    f"{_EXPERTS}.mlp1_weight_EGD": "mlp.experts.gate_up_proj",
+    f"{_EXPERTS}.mlp1_bias_EG": "mlp.experts.gate_up_proj_bias",
+    f"{_EXPERTS}.mlp2_weight_EDF": "mlp.experts.down_proj",
+    f"{_EXPERTS}.mlp2_bias_ED": "mlp.experts.down_proj_bias",
+}
+_TRANSPOSED = frozenset({f"{_EXPERTS}.mlp1_weight_EGD", f"{_EXPERTS}.mlp2_weight_EDF"})
+
+
+def read(config: ConfigFile) -> Architecture:
+    """Read the experts, which every layer has, and the layers that see a window only."""
+    values = config.values
+    config.need("num_local_experts", "num_experts_per_tok", "intermediate_size", "sliding_window")
+    if not values.get("rope_scaling"):
+        config.need("rope_parameters")
+    kinds = values.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != config.layers
+        or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}
+    ):
+        raise ModelError(
+            f"{config.path}: layer_types is {kinds!r:.80}, not sliding_attention or full_attention for each layer",
+            hint="download or export the model again",
+        )
+    quantization = values.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    own_scale = {"attention_factor", "mscale", "mscale_all_dim"} & {name for name in rope if rope[name] is not None}
+    return config.architecture(
+        experts=Experts(
+            layers=tuple(range(config.layers)),
+            count=config.whole("num_local_experts"),
+            top_k=config.whole("num_experts_per_tok"),
+            hidden_dim=config.whole("intermediate_size"),
+            normalized=True,
+            limit=config.number("swiglu_limit", 7.0),
+        ),
+        window=config.whole("sliding_window"),
+        window_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"),
+        quantized=bool(quantization),
+        rope_types=("default", "yarn"),
+        refused={
+            "attention_bias": False,
+            "attention_bias false": not values.get("attention_bias", True),
+            f"swiglu_alpha {values.get('swiglu_alpha')!r}": values.get("swiglu_alpha", 1.702) != 1.702,
+            f"YaRN with {', '.join(sorted(own_scale))}": bool(own_scale),
+            "quantization_config": False,
+            f"quant_method {method!r}": bool(quantization) and method != "mxfp4",
+        },
+    )
+
+
+def titan() -> TitanFamily:
+    """Build on torchtitan's gpt-oss."""
+    from torchtitan.models.common import Linear
+    from torchtitan.models.common.attention import QKVLinear
+    from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+    from torchtitan.models.common.param_init import skip_param_init
+    from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
+    from torchtitan.models.gpt_oss.parallelize import parallelize_gptoss
+    from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
+
+    from forge_rl.engines.titan.model import LOADED, decoder, half_rope, inner_attention, norm
+    from forge_rl.engines.titan.moe import ClampedExperts, moe_config
+
+    def model_config(architecture: Architecture, max_positions: int) -> Any:
+        a, experts = architecture, architecture.experts
+        assert experts is not None, "read() gives them"
+
+        def linear(kind: Any, inputs: int, outputs: int) -> Any:
+            return kind.Config(in_features=inputs, out_features=outputs, bias=True, param_init=LOADED)
+
+        def layer(index: int) -> Any:
+            qkv = QKVLinear.Config(
+                head_dim=a.head_dim,
+                wq=linear(Linear, a.dim, a.heads * a.head_dim),
+                wkv=linear(Linear, a.dim, a.kv_heads * a.head_dim),
+            )
+            attention = Attention.Config(
+                n_heads=a.heads,
+                n_kv_heads=a.kv_heads,
+                head_dim=a.head_dim,
+                dim=a.dim,
+                qkv_linear=qkv,
+                wo=linear(ScaledBiasRowwiseLinear, a.heads * a.head_dim, a.dim),
+                sliding_window_size=a.window if index in a.window_layers else None,
+                inner_attention=inner_attention(),
+                rope=half_rope(a, max_positions),
+                param_init={"sinks": skip_param_init},
+            )
+            return GptOssTransformerBlock.Config(
+                attention=attention,
+                attention_norm=norm(a, a.dim),
+                ffn_norm=norm(a, a.dim),
+                moe=moe_config(experts, a.dim, kind=ClampedExperts, bias=True, swiglu_limit=experts.limit),
+            )
+
+        return decoder(a, GptOssModel, [layer(index) for index in range(a.layers)])
+
+    return TitanFamily(
+        model_config=model_config, set_sharding=set_gpt_oss_sharding_config, parallelize=parallelize_gptoss
+    )
+
+
+GPT_OSS = Family(model_type="gpt_oss", read=read, names=Names(layer=LAYER, transposed=_TRANSPOSED), titan=titan)

@@ -1,0 +1,150 @@
+"""MXFP4 weights: read by slices and as a whole folder, as transformers reads them, and engines get none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge_rl.data.dequantized import dequantized
+from forge_rl.data.mxfp4 import read_slice, shape_of
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.errors import ModelError
+from tests.fakes import make_model
+
+
+class Stored:
+    """A tensor as safetensors gives slices of it, which notes what was read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.read = values, 0
+
+    def get_shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        self.read += self.values[index].numel()
+        return self.values[index]
+
+
+def make_quantized(folder: Path, files: int = 1) -> None:
+    """A random gpt-oss whose experts are in MXFP4, as those that are published."""
+    make_model(folder, "gpt_oss", hidden_size=64, intermediate_size=32)
+    state = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in state if name.endswith("_proj")]:
+        experts, inputs, outputs = state.pop(name).shape
+        for kind, values, rest in (("blocks", (0, 256), (16,)), ("scales", (122, 126), ())):
+            size = (experts, outputs, inputs // 32, *rest)
+            state[f"{name}_{kind}"] = torch.randint(*values, size, dtype=torch.uint8, generator=generator)
+    names = sorted(state)
+    parts = [names[first::files] for first in range(files)]
+    (folder / "model.safetensors").unlink()
+    for number, part in enumerate(parts):
+        file = "model.safetensors" if files == 1 else f"model-{number}.safetensors"
+        save_file({name: state[name] for name in part}, folder / file, metadata={"format": "pt"})
+    if files > 1:
+        index = {name: f"model-{number}.safetensors" for number, part in enumerate(parts) for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    path = folder / "config.json"
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+
+
+def of_transformers(folder: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").float()
+
+
+def test_each_value_of_four_bits_is_that_of_the_specification():
+    blocks = torch.arange(16, dtype=torch.uint8).reshape(1, 1, 1, 16)  # lower bits 0 to 15, upper bits 0
+    scales = torch.tensor([[[128]]], dtype=torch.uint8)  # twice
+    found = read_slice(Stored(blocks), Stored(scales), (0, 0, 0), (1, 32, 1))[0, :, 0]
+    expected = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]
+    assert found[0::2].tolist() == [*expected, *(-value for value in expected)]
+    assert not found[1::2].any()
+    assert torch.equal(torch.signbit(found[0::2]), torch.arange(16) >= 8)
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [((0, 0, 0), (3, 96, 10)), ((1, 0, 3), (2, 96, 4)), ((0, 33, 0), (1, 30, 10)), ((2, 20, 9), (1, 50, 1))],
+)
+def test_a_slice_is_that_of_the_whole_and_reads_its_blocks_only(start: tuple[int, ...], size: tuple[int, ...]):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (3, 10, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 250, (3, 10, 3), dtype=torch.uint8, generator=generator)
+    whole = convert_moe_packed_tensors(blocks, scales)
+    assert shape_of(Stored(blocks), Stored(scales)) == tuple(whole.shape) == (3, 96, 10)
+    stored = Stored(blocks)
+    found = read_slice(stored, Stored(scales), start, size)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, whole[tuple(slice(at, at + count) for at, count in zip(start, size, strict=True))])
+    touched = len({at // 32 for at in range(start[1], start[1] + size[1])})
+    assert stored.read == size[0] * size[2] * touched * 16
+
+
+def test_the_trainer_reads_quantised_weights_as_transformers_does(tmp_path: Path, process_group: None):
+    from tests.test_titan_model import titan_logits
+
+    make_quantized(tmp_path)
+    assert read_architecture(tmp_path).quantized
+    token_ids = torch.arange(40)
+    with torch.no_grad():
+        expected = of_transformers(tmp_path)(token_ids[None]).logits[0]
+    assert expected.std() > 0.2
+    assert (titan_logits(tmp_path, token_ids) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_dequantised_folder_is_the_same_model_in_bfloat16(files: int, tmp_path: Path):
+    make_quantized(tmp_path / "mxfp4", files)
+    copy = dequantized(tmp_path / "mxfp4", tmp_path / "cache")
+    assert len(list(copy.glob("*.safetensors"))) == files
+    written = {name: values for path in copy.glob("*.safetensors") for name, values in load_file(path).items()}
+    assert {values.dtype for values in written.values()} == {torch.bfloat16}
+    assert json.loads((copy / "config.json").read_text())["dtype"] == "bfloat16"
+    architecture = read_architecture(copy)
+    assert not architecture.quantized
+    expected = {name: values.bfloat16() for name, values in of_transformers(tmp_path / "mxfp4").state_dict().items()}
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+    assert of_transformers(copy).state_dict().keys() == expected.keys(), "the copy opens"
+
+
+def test_a_folder_is_dequantised_once_and_again_when_it_has_changed(tmp_path: Path):
+    make_quantized(tmp_path / "mxfp4")
+    copy = dequantized(tmp_path / "mxfp4", tmp_path / "cache")
+    made = (copy / "model.safetensors").stat().st_mtime_ns
+    assert dequantized(tmp_path / "mxfp4", tmp_path / "cache") == copy
+    assert (copy / "model.safetensors").stat().st_mtime_ns == made
+    (tmp_path / "mxfp4" / "generation_config.json").write_text("{}")
+    assert dequantized(tmp_path / "mxfp4", tmp_path / "cache") != copy
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+
+
+def test_what_is_not_mxfp4_or_does_not_fit_is_refused(tmp_path: Path, process_group: None):
+    from tests.test_titan_model import titan_logits
+
+    make_quantized(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ModelError, match="asks for quant_method 'fp8'"):
+        read_architecture(tmp_path)
+    path.write_text(json.dumps(config | {"num_local_experts": 400}))
+    with pytest.raises(ModelError, match=r"describes a model of .* weights, and its files have"):
+        read_architecture(tmp_path)
+    path.write_text(json.dumps(config))
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file(state | {name: state[name][..., :0]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"down_proj' in .* has shape \(4, 64, 1, 16\), config.json says \(4, 32, 64\)"
+    ):
+        titan_logits(tmp_path, torch.arange(4))
