@@ -7,6 +7,7 @@ must pass `tests/engine_conformance.py`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -181,14 +182,15 @@ class TrainEngine(Protocol):
     def local_shards(self) -> Iterator[LocalShard]:
         """This rank's part of what is published: views that, with those of all ranks, tile each weight once."""
 
-    def save(self, folder: Path, model: Path, *, version: int) -> None:
-        """Write `folder/model` for Hugging Face and `folder/training` to continue from; both exist, empty.
+    def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
+        """Begin to write `folder/model` for Hugging Face and `folder/training` to continue from; both exist, empty.
 
-        Config and tokenizer are copied from `model`, the folder that the run started from; `version` is kept beside
-        the weights.
+        The state is copied first, so that the engine may go on when this returns; what was begun before is finished
+        before that. Config and tokenizer are copied from `model`, the folder that the run started from; `version` is
+        kept beside the weights.
 
-        Raises:
-            CheckpointError: a rank could not write.
+        Returns:
+            A future, done when all ranks have written; it raises CheckpointError if one could not.
         """
 
     def load_training_state(self, folder: Path) -> int:

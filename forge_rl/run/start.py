@@ -128,11 +128,12 @@ class Starting(Generic[C]):
         rewards = parts_of(self.reward).values()
         code = code_digests(config, *rewards, self.environment, self.agent, self.loss, *generators)
         folder, notes = choose_folder(config, self.recipe, config.out, code)
+        damaged: list[str] = []
         run: Run[C] | None = None
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(os.close, prepare_folder(folder, config, code))
             checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
-            checkpoint = checkpoints.latest()
+            checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
             display = Display(config.display, phase_clock=clock)
             sinks: list[Sink] = [
                 JSONLSink(folder / "metrics.jsonl"),
@@ -158,6 +159,8 @@ class Starting(Generic[C]):
             )
             for note in notes:
                 log.event(note)
+            for note in damaged:
+                log.event(note, "warning")
             if open_to:
                 log.event(open_to, "warning")
             faults.install()
@@ -248,8 +251,12 @@ class Starting(Generic[C]):
                     tell=log.event,
                 )
                 stack.callback(live.close)
+                warn = partial(log.event, level="warning")
                 keep_best = config.evaluation.keep_best
-                checkpointer = Checkpointer(checkpoints, services, rollouts, model, live, keep_best=keep_best)
+                checkpointer = Checkpointer(
+                    checkpoints, services, rollouts, model, live, warn=warn, keep_best=keep_best
+                )
+                stack.push_async_callback(checkpointer.close)
                 await checkpointer.resume(checkpoint)
                 if checkpoint is not None:
                     log.event(f"continued from {checkpoint.folder}")
@@ -279,13 +286,13 @@ class Starting(Generic[C]):
                     close=partial(self.__aexit__, None, None, None),
                 )
                 run.restart_evaluation()
-                warn = partial(log.event, level="warning")
                 await stack.enter_async_context(serving_control(folder, Control(run, live), warn))
                 gc.freeze()  # also what was imported meanwhile: see responsive_loop
                 with interrupted_by(raise_fault):
                     yield run
                     if run.step >= config.steps:
                         await run.finish_evaluation()
+                        await checkpointer.finish_save()
                 if run.step >= config.steps:
                     best = checkpoints.best()
                     monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest(), best)

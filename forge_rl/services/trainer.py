@@ -334,12 +334,21 @@ class Trainer:
         return self.updates
 
     async def save(self, folder: Path, *, model: Path) -> None:
-        """Write a checkpoint; see `TrainEngine.save`.
+        """Begin to write a checkpoint, whose end `finish_save` waits for; see `TrainEngine.save`.
 
         Its version is the published one, or, where the weights were updated since, the one they will be published as.
         """
         updated = self._published not in (None, self.updates)
         await self._all("save", folder, model, self.version + updated)
+
+    async def finish_save(self) -> None:
+        """Wait until what `save` began is written; the ranks train on meanwhile, and answer between two calls.
+
+        Raises:
+            CheckpointError: a rank could not write.
+            DeadlineError: it took twice the longest time of a call.
+        """
+        await self._call_ranks(self._replica, "finish_save", lambda _: (), 2 * self.config.deadline_s)
 
     async def stop(self) -> None:
         """End the ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +27,9 @@ from forge_rl.engines.platform import device_type, local_device, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.model import attention_mask, build_model
 from forge_rl.engines.titan.offload import OffloadedState
+from forge_rl.engines.titan.saving import StateSaver
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
-from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
+from forge_rl.engines.titan.state import load_training_state, load_weights
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge_all
 from forge_rl.weights.manifest import TensorSpec
@@ -56,6 +58,7 @@ class TitanEngine:
             fused=True,
         )
         self._offloaded: OffloadedState | None = None
+        self._saver = StateSaver()
 
     def train_batch(
         self,
@@ -151,11 +154,10 @@ class TitanEngine:
     def specs(self) -> tuple[TensorSpec, ...]:
         return specs(self.model)
 
-    def save(self, folder: Path, model: Path, *, version: int) -> None:
+    def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
         self.onload()
-        counts = {"updates": self.updates, "version": version}
-        save_training_state(self.model, self.optimizer, counts, folder / "training")
-        save_hf(self.model, model, folder / "model", self.architecture.dtype)
+        counts, dtype = {"updates": self.updates, "version": version}, self.architecture.dtype
+        return self._saver.save(self.model, self.optimizer, counts, folder, source=model, dtype=dtype)
 
     def load_training_state(self, folder: Path) -> int:
         self.onload()
