@@ -14,12 +14,13 @@ from forge_rl.data.packing import Layout, Row, dense_mask, pack
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan import attention
 from forge_rl.engines.titan import model as titan_model
 from forge_rl.engines.titan.model import FloatHead, TreeAttention, attention_mask, build_model
 from forge_rl.engines.titan.state import load_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
-from tests.fakes import make_model, packed, random_batch, unpack
+from tests.fakes import empty_row, make_model, packed, random_batch, unpack
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -97,7 +98,11 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 64])
-def test_attention_by_tree_is_attention_under_the_whole_mask(pad_multiple: int):
+@pytest.mark.parametrize("mask_bytes", [1 << 20, 4 * 7 * 20])
+def test_attention_by_tree_and_in_blocks_is_attention_under_the_whole_mask(
+    pad_multiple: int, mask_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "MASK_BYTES", mask_bytes)
     laid = pack(
         batch := random_batch(0, vocab=43, groups=3),
         torch.ones(batch.rewards.shape),
@@ -107,8 +112,11 @@ def test_attention_by_tree_is_attention_under_the_whole_mask(pad_multiple: int):
     (row,) = laid.rows
     masks = attention_mask(row)
     trees = row.trees.tolist()
-    assert [len(mask) for mask in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
+    assert [len(mask.branches) for mask in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
     assert len(masks) >= 3
+    sizes = [bias.nbytes for mask in masks for _, _, bias in mask.blocks(torch.float32) if bias is not None]
+    assert max(sizes) <= mask_bytes
+    assert len(sizes) > 3 or mask_bytes > 1000
     generator = torch.Generator().manual_seed(0)
     found, expected = (
         [torch.randn(1, len(row), heads, 8, generator=generator.manual_seed(heads)) for heads in (4, 2, 2)]
@@ -126,13 +134,41 @@ def test_attention_by_tree_is_attention_under_the_whole_mask(pad_multiple: int):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("queries", [slice(0, 23), slice(20, 46), slice(46, 92), slice(91, 92)])
+def test_attention_of_a_part_of_a_row_to_all_its_keys_is_that_of_the_whole(
+    queries: slice, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "MASK_BYTES", 1400)
+    trees, branches = ([0] * 50, [1] * 30, [2] * 7, [-1] * 5), ([0] * 20, [1] * 10, [2] * 20, [0] * 10, [1] * 20)
+    row = replace(
+        empty_row(),
+        token_ids=torch.zeros(92),
+        trees=torch.tensor([each for part in trees for each in part]),
+        branches=torch.tensor([each for part in branches for each in part] + [0] * 12),
+    )
+    q, k, v = (torch.randn(1, heads, 92, 8) for heads in (4, 2, 2))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row), enable_gqa=True)
+    part = attention.attend_trees(q[:, :, queries], k, v, attention.tree_masks(row, queries), None)
+    torch.testing.assert_close(part, whole[:, :, queries])
+
+
+@pytest.mark.parametrize("size", [4096, 6000])
+def test_a_row_of_one_branch_has_no_mask_and_keeps_none(size: int):
+    mask = attention.TreeMask(0, torch.zeros(size, dtype=torch.int32), size, False)
+    assert [bias for _, _, bias in mask.blocks(torch.float32)] == [None]
+    branched = attention.TreeMask(0, torch.ones(size, dtype=torch.int32), size, True)
+    biases = [bias for _, _, bias in branched.blocks(torch.float32) if bias is not None]
+    assert sum(bias.numel() for bias in biases) < size * size * 0.8, "keys past a block are left out"
+    assert branched._kept == {}
+
+
 def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     head = FloatHead(FloatHead.Config(in_features=8, out_features=43))
     hidden, targets = torch.randn(10, 8), torch.randint(0, 43, (10,))
     results = []
     for chunk in (10, 4):
-        monkeypatch.setattr(titan_model, "_HEAD_CHUNK_TOKENS", chunk)
+        monkeypatch.setattr(titan_model, "HEAD_CHUNK_BYTES", chunk * 43 * 4)
         given = hidden.clone().requires_grad_()
         sizes: list[int] = []
         monkeypatch.setattr(

@@ -381,7 +381,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path):
 
 def test_a_run_continues_with_and_without_recomputing(tmp_path: Path):
     make_model(tmp_path / "hf")
-    plain, recomputing = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf", recompute=True)
+    plain, recomputing = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf", activation_checkpointing="full")
     train(recomputing, range(1))
     save(recomputing, tmp_path / "saved", tmp_path / "hf")
     plain.load_training_state(tmp_path / "saved" / "training")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import cpu_cores, device_type, gpus
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 from forge_rl.runtime.cluster import visible_gpu
@@ -63,6 +65,23 @@ async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: i
     from forge_rl.engines.vllm.engine import VLLMEngine
 
     return await VLLMEngine.start(folder, settings, seed)
+
+
+def plan_training(
+    folder: Path, settings: TrainSettings, *, ranks: int, reference: bool, tokens: int | None = None
+) -> TrainMemory:
+    """Count the memory that each rank of a train engine takes for a full row, without loading anything.
+
+    Args:
+        folder: Hugging Face model folder.
+        settings: the engine's.
+        ranks: processes that share the policy.
+        reference: as for `make_train_engine`.
+        tokens: of a row on one device; by default as many as the settings allow.
+    """
+    from forge_rl.engines.titan.plan import plan_training
+
+    return plan_training(read_architecture(folder), settings, ranks=ranks, reference=reference, tokens=tokens)
 
 
 def make_train_engine(folder: Path, settings: TrainSettings, *, reference: bool = False) -> TrainEngine:

@@ -104,8 +104,12 @@ class TrainSettings:
     CPU."""
     row_tokens: int = 1024
     """Most tokens of a packed row, which is one microbatch; also the longest sequence that can be trained."""
-    recompute: bool = False
-    """Recompute activations in the backward pass: less memory, a third more work."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass, to keep less until then: full keeps each layer's input alone, for a
+    third more work; selective also keeps attention's and every second matrix product's result; none keeps all."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, and bring a layer's weights to the GPU when it needs
+    them (FSDP2's own offload): for models that do not fit, at the price of copies and of an optimizer on the CPU."""
     frozen: tuple[str, ...] = ()
     """Weights that are not trained: patterns of Hugging Face names, such as "model.embed_tokens.*"
     "model.layers.[0-9].*". What is frozen is published once."""

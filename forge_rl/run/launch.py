@@ -13,9 +13,12 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.private_network import enter, is_private
+
+_REPLACED = {"--trainer.recompute": "--trainer.activation-checkpointing full"}
+"""Flags of before, and what to give now."""
 
 C = TypeVar("C")
 
@@ -42,6 +45,9 @@ def launch(
         args: flags to parse; those of the command line by default.
     """
     try:
+        for given in sys.argv[1:] if args is None else args:
+            if now := _REPLACED.get(given.partition("=")[0].replace("_", "-").replace(".no-", ".")):
+                raise ConfigError(f"{given} is no flag any more", hint=f"give {now}, or nothing for none")
         config = tyro.cli(config_class, prog=prog or _command_of(main), args=args, description=config_class.__doc__)
         isolation = vars(config).get("isolation", Isolation())
         if isolation.private_network and not is_private():

@@ -32,7 +32,8 @@ _UNSAID = {"out", "display", "wandb", "cache", "force_continue"} | {f"isolation.
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
     *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
-    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens", "trainer.recompute"),
+    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens"),
+    *("trainer.activation_checkpointing", "trainer.cpu_offload"),
     "trainer.max_skipped_updates",
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
     *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),

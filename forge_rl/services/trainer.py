@@ -71,6 +71,11 @@ class Trainer:
                 above={"deadline_s": 0},
                 below={"port": 65536},
             )
+            if self.cpu_offload and device_type() == "cpu":
+                raise ConfigError(
+                    "weights and optimizer state are in host memory already, where the ranks are on a CPU",
+                    hint="leave out --trainer.cpu-offload",
+                )
             if self.row_tokens % (multiple := _pad_multiple()):
                 raise ConfigError(
                     f"a row of {self.row_tokens} tokens cannot be packed",

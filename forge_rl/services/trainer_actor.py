@@ -81,7 +81,8 @@ class TrainerActor(ServiceActor):
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
                     f"a step found no room on the device: {str(error).splitlines()[0]}",
-                    hint="set --trainer.recompute, or lower --trainer.row-tokens or --generator.memory-share",
+                    hint="set --trainer.activation-checkpointing full, or lower --trainer.row-tokens or "
+                    "--generator.memory-share",
                 ) from error
             return metrics, time.monotonic() - began
 

@@ -21,16 +21,17 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 
 from forge_rl.algorithms import token_logprobs
-from forge_rl.data.packing import Row, attends, dense_mask
+from forge_rl.data.packing import Row, attends
 from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.platform import device_type
+from forge_rl.engines.titan.attention import TreeMask, attend_trees, tree_masks
 
 _LOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"weight": skip_param_init}
 """No initialisation: every weight is read from the folder."""
 
 
-_HEAD_CHUNK_TOKENS = 1024
-"""Targets that are scored at a time."""
+HEAD_CHUNK_BYTES = 128 << 20
+"""Most bytes of the logits that are held at a time, and as many again of their gradient."""
 
 
 def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
@@ -90,11 +91,10 @@ def build_model(architecture: Architecture, *, max_positions: int) -> Decoder:
     return cast(Decoder, config.build())
 
 
-def attention_mask(row: Row) -> tuple[torch.Tensor, ...] | BlockMask:
-    """Return a packed row's mask as the model's attention takes it: [n, n] bool for each tree on CPU, else blocks."""
+def attention_mask(row: Row) -> tuple[TreeMask, ...] | BlockMask:
+    """Return a packed row's mask as the model's attention takes it: that of each tree on CPU, else blocks."""
     if row.trees.device.type == "cpu":
-        ends = torch.unique_consecutive(row.trees, return_counts=True)[1].cumsum(0).tolist()
-        return tuple(dense_mask(row, first, end) for first, end in zip([0, *ends], ends, strict=False))
+        return tree_masks(row, slice(0, len(row)))
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return attends(row.trees, row.branches, q, k)
@@ -103,7 +103,7 @@ def attention_mask(row: Row) -> tuple[torch.Tensor, ...] | BlockMask:
 
 
 class TreeAttention(Module):
-    """Attention by SDPA, tree by tree, with dense masks: FlexAttention has no backward on CPU."""
+    """Attention by the CPU's fused kernel, tree by tree: FlexAttention has no backward there."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -118,20 +118,12 @@ class TreeAttention(Module):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        attention_masks: tuple[torch.Tensor, ...],
+        attention_masks: tuple[TreeMask, ...],
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """q, k, v and the result are [1, L, heads, head_dim]; attention_masks are [n, n] bool, of L tokens in all."""
-        if enable_gqa:
-            # The fused CPU kernel wants as many key heads as query heads; enable_gqa falls back to a slow one.
-            repeats = q.shape[2] // k.shape[2]
-            k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-        sizes = [len(mask) for mask in attention_masks]
-        of_trees = zip(*(x.transpose(1, 2).split(sizes, dim=2) for x in (q, k, v)), attention_masks, strict=True)
-        attend = nn.functional.scaled_dot_product_attention
-        out = [attend(q, k, v, attn_mask=mask, scale=scale) for q, k, v, mask in of_trees]
-        return torch.cat(out, dim=2).transpose(1, 2)
+        """q, k, v and the result are [1, L, heads, head_dim]; attention_masks are of L tokens in all."""
+        return attend_trees(*(x.transpose(1, 2) for x in (q, k, v)), attention_masks, scale).transpose(1, 2)
 
 
 class FloatHead(Linear):
@@ -156,9 +148,10 @@ class FloatHead(Linear):
         def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return token_logprobs(self._logits(hidden), targets, temperature)
 
-        if len(targets) <= _HEAD_CHUNK_TOKENS:
+        tokens = max(1, HEAD_CHUNK_BYTES // (4 * self.weight.shape[0]))
+        if len(targets) <= tokens:
             return score(hidden, targets)
-        chunks = zip(hidden.split(_HEAD_CHUNK_TOKENS), targets.split(_HEAD_CHUNK_TOKENS), strict=True)
+        chunks = zip(hidden.split(tokens), targets.split(tokens), strict=True)
         scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
         return logprobs, entropy

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3.parallelize import parallelize_llama
@@ -25,6 +24,7 @@ from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.platform import device_type, local_device, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.checkpointing import checkpointing_of
 from forge_rl.engines.titan.model import attention_mask, build_model
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.saving import StateSaver
@@ -135,7 +135,8 @@ class TitanEngine:
     def offload(self) -> int:
         if self._offloaded is not None:
             return 0
-        self._offloaded = OffloadedState(self._held())
+        on_device = (tensor for tensor in self._held() if tensor.device.type == self.device.type)
+        self._offloaded = OffloadedState(on_device)
         return self._offloaded.bytes
 
     def onload(self) -> int:
@@ -254,18 +255,22 @@ class TitanEngine:
     def _build(self) -> Decoder:
         world = dist.get_world_size()
         dtype = resolve_dtype(self._settings.dtype)
-        shard = world > 1 or dtype != torch.float32
+        shard = world > 1 or dtype != torch.float32 or self._settings.cpu_offload
+        home = torch.device("cpu") if self._settings.cpu_offload else self.device
         with torch.device("meta" if shard else self.device):
             model = build_model(self.architecture, max_positions=self._settings.row_tokens)
         if shard:
             self._parallelize(model, world, dtype)
-            model.to_empty(device=self.device)
-        elif self._settings.recompute:
-            FullAC.Config().build(dump_folder="").apply(model)
+            model.to_empty(device=home)
+        elif (checkpointing := checkpointing_of(self._settings)) is not None:
+            checkpointing.build(dump_folder="").apply(model)
         with torch.no_grad():
             model.init_states()
         load_weights(model, self._folder, tied=self.architecture.tied)
-        return model.to(self.device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
+        return model
 
     def _parallelize(self, model: Decoder, world: int, dtype: torch.dtype) -> None:
         # A single rank gathers nothing: it only casts, and once is enough for forward and backward.
@@ -279,10 +284,11 @@ class TitanEngine:
                 seq_len=self._settings.row_tokens,
                 mixed_precision_param=str(dtype).removeprefix("torch."),
                 mixed_precision_reduce="float32",
+                enable_cpu_offload=self._settings.cpu_offload,
             ),
             parallelism=parallelism,
             compile_config=CompileConfig(enable=False),
-            ac_config=FullAC.Config() if self._settings.recompute else None,
+            ac_config=checkpointing_of(self._settings),
             dump_folder="",
         )
         # The loss is a sum over a global token count: gradients of ranks add up, they are not averaged.

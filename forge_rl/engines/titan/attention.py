@@ -1,0 +1,141 @@
+"""Attention over trees on a CPU: the fused kernel over blocks of queries, with no mask of a whole row, nor one kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from forge_rl.data.packing import Row
+
+MASK_BYTES = 32 << 20
+"""Most bytes of a mask, which the kernel takes in the format of the queries: it bounds the queries of a block."""
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """What the queries of one tree see: the keys before them in the shared prefix and in their own branch."""
+
+    first: int
+    """Index of the tree's first key in the row."""
+    branches: torch.Tensor
+    """[m] int32, branch of each key, 0 in the prefix; see `Row.branches`."""
+    queries: int
+    """Number of queries, which are the last of the m positions."""
+    branched: bool
+    """False where there is one branch at most: then a query sees all that is before it."""
+    _kept: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+        """Yield blocks of queries, the keys that they may see, and what is added to their scores, [n, m] of `dtype`.
+
+        None stands for the causal mask of as many queries as keys.
+        """
+        keys, offset = len(self.branches), len(self.branches) - self.queries
+        if not self.branched and offset == 0:
+            yield slice(0, keys), slice(0, keys), None
+            return
+        rows = max(1, MASK_BYTES // (keys * dtype.itemsize))
+        for first in range(0, self.queries, rows):
+            end = min(first + rows, self.queries)
+            queries, seen = slice(first, end), slice(0, offset + end)
+            if end - first < self.queries:
+                yield queries, seen, self._bias(offset + first, offset + end, dtype)
+            else:  # one block: all layers share it
+                if dtype not in self._kept:
+                    self._kept[dtype] = self._bias(offset, keys, dtype)
+                yield queries, seen, self._kept[dtype]
+
+    def _bias(self, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return 0 where a position from `first` to `end` sees a key, else -inf, `[1, 1, end - first, end]`."""
+        device, branches = self.branches.device, self.branches
+        index = torch.arange(end, device=device)
+        hidden = (branches[:end] != 0) & (branches[:end] != branches[first:end, None])
+        hidden |= index > index[first:, None]
+        return torch.zeros(1, 1, end - first, end, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def tree_masks(row: Row, queries: slice) -> tuple[TreeMask, ...]:
+    """Return the mask of each tree that has some of the queries, in their order."""
+    first, end = queries.start, queries.stop
+    ends = torch.unique_consecutive(row.trees, return_counts=True)[1].cumsum(0).tolist()
+    spans = ((key, max(key, first), min(stop, end)) for key, stop in zip([0, *ends], ends, strict=False))
+    return tuple(
+        TreeMask(key, row.branches[key:stop], stop - query, bool(row.branches[key:stop].max() > 1))
+        for key, query, stop in spans
+        if query < stop
+    )
+
+
+def attend_trees(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Sequence[TreeMask], scale: float | None
+) -> torch.Tensor:
+    """Return the attention of packed queries, `[1, heads, L, head_dim]`.
+
+    What is kept for the backward pass is q, k, v, the result, and one float a head and query.
+
+    Args:
+        q: [1, heads, L, head_dim].
+        k, v: [1, key heads, M, head_dim], of the whole row; the number of heads is a multiple of that of key heads.
+        masks: of the trees that have these queries.
+        scale: factor of the scores; None takes 1 / sqrt(head_dim).
+    """
+    found: torch.Tensor = _TreeAttention.apply(q, k, v, tuple(masks), scale)
+    return found
+
+
+def _pieces(masks: Sequence[TreeMask], dtype: torch.dtype) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Yield blocks of queries of the row, their keys, and what is added to their scores."""
+    begun = 0
+    for mask in masks:
+        for queries, keys, bias in mask.blocks(dtype):
+            yield (
+                slice(begun + queries.start, begun + queries.stop),
+                slice(mask.first + keys.start, mask.first + keys.stop),
+                bias,
+            )
+        begun += mask.queries
+
+
+class _TreeAttention(torch.autograd.Function):
+    """The kernel's own forward and backward, block by block; SDPA would keep each layer's mask between them.
+
+    The kernel wants as many key heads as query heads: keys and values are repeated a block at a time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: tuple[TreeMask, ...], scale: float | None
+    ) -> torch.Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        for queries, keys, bias in _pieces(masks, q.dtype):
+            ours, theirs = (x[:, :, keys].repeat_interleave(repeats, dim=1) for x in (k, v))
+            out[:, :, queries], sums[:, :, queries] = _attend(
+                q[:, :, queries], ours, theirs, 0.0, bias is None, attn_mask=bias, scale=scale
+            )
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.masks, ctx.scale, ctx.repeats = masks, scale, repeats
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q, k, v, out, sums = ctx.saved_tensors
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for queries, keys, bias in _pieces(ctx.masks, q.dtype):
+            ours, theirs = (x[:, :, keys].repeat_interleave(ctx.repeats, dim=1) for x in (k, v))
+            found = _attend_backward(
+                *(grad[:, :, queries], q[:, :, queries], ours, theirs, out[:, :, queries], sums[:, :, queries]),
+                *(0.0, bias is None),
+                attn_mask=bias,
+                scale=ctx.scale,
+            )
+            grad_q[:, :, queries] = found[0]
+            for whole, part in ((grad_k, found[1]), (grad_v, found[2])):
+                whole[:, :, keys] += part.unflatten(1, (-1, ctx.repeats)).sum(2)
+        return grad_q, grad_k, grad_v, None, None
