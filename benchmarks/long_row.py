@@ -50,9 +50,7 @@ def as_before() -> None:
     """Score and attend as without chunks: all logits at once, and SDPA under a dense mask."""
     dense: dict[int, torch.Tensor] = {}
 
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: object, scale: float | None
-    ) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: object, scale: float | None) -> torch.Tensor:
         if q.shape[2] not in dense:
             dense[q.shape[2]] = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -11,9 +11,12 @@ the plan says that it goes is printed beside.
 from __future__ import annotations
 
 import json
+import os
+import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +24,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.engines.factory import plan_training
+from forge_rl.engines.factory import plan_training, train_environment
 from forge_rl.engines.protocol import TrainSettings
 
 _STEP = 128
@@ -68,8 +71,12 @@ def measure(config: Config, report: Report) -> None:
         process = psutil.Process().memory_info().rss
         errors: list[float] = []
 
-        def peak(how: str, tokens: int) -> int:
-            found = _try(model, how, tokens)
+        def peak(how: str, tokens: int) -> float:
+            found = _try(model, how, tokens, limit)
+            if found["peak"] == float("inf"):
+                print(f"{how}, {tokens} tokens: does not fit by far", flush=True)
+                report.rows.append({"how": how, "tokens": tokens, "peak": None})
+                return found["peak"]
             row: dict[str, object] = {"how": how, "tokens": tokens, **found}
             said = f"{how}, {tokens} tokens: peak {found['peak'] / 2**30:.2f} GiB in {found['seconds']:.0f} s"
             if how != "before":
@@ -79,7 +86,7 @@ def measure(config: Config, report: Report) -> None:
                 said += f", planned {expected / 2**30:.2f} GiB ({expected / found['peak'] - 1:+.1%})"
             report.rows.append(row)
             print(said, flush=True)
-            return round(found["peak"])
+            return found["peak"]
 
         for how in ("none", "selective", "full"):
             peak(how, config.small)
@@ -97,9 +104,67 @@ def measure(config: Config, report: Report) -> None:
         }
 
 
-def _longest(peak: object, limit: int, *, first: int, most: int) -> int:
-    raise NotImplementedError
+def _longest(peak: Callable[[int], float], limit: int, *, first: int, most: int) -> int:
+    """Return the longest row within the limit, and at most `most`, that was found; peaks grow with the tokens."""
+    found: dict[int, float] = {}
+    tokens = first
+    while True:
+        found[tokens] = peak(tokens)
+        fits = max((each for each in found if found[each] <= limit), default=0)
+        over = min((each for each in found if found[each] > limit), default=most + _STEP)
+        if fits >= most or (fits and over / fits <= _CLOSE) or over <= _STEP:
+            if not fits:
+                raise BenchmarkError(f"no row trains in {limit} bytes", hint="raise --gib")
+            return fits
+        known = sorted(each for each in found if found[each] < float("inf"))
+        if len(known) > 1:
+            (a, b) = known[-2:]
+            guess = a + (0.98 * limit - found[a]) * (b - a) / (found[b] - found[a])
+        else:
+            guess = tokens * (2 if fits else 0.6)
+        tokens = min(max(_rounded(guess), fits + _STEP), over - _STEP, most)
+        if tokens <= fits:
+            return fits
 
 
 def _rounded(tokens: float) -> int:
-    return max(_STEP, round(tokens / _STEP) * _STEP)
+    return max(_STEP, int(tokens // _STEP) * _STEP)
+
+
+def _try(model: Path, how: str, tokens: int, limit: int) -> dict[str, float]:
+    """Run one update in a process of its own; its peak is infinite if it asked for half as much again."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.long_row", str(model), how, str(tokens)],
+        env=os.environ | train_environment(1),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit * 3 // 2, limit * 3 // 2)),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    if "allocate memory" in done.stderr or "MemoryError" in done.stderr:
+        return {"peak": float("inf"), "seconds": 0.0}
+    raise BenchmarkError(f"a row of {tokens} tokens, {how}: {done.stderr[-500:]}", hint="see what it says")
+
+
+def _make_model(folder: Path, layers: int) -> None:
+    """Write a random model of SmolLM2-135M's shape with so many layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=1 << 20,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    run_benchmark("long_rows", Config, measure)

@@ -27,7 +27,9 @@ from forge_rl.redaction import is_secret, without_credentials
 from forge_rl.runtime.isolation import Isolation
 
 _LIBRARY = Path(__file__).parent.parent
-_UNSAID = {"out", "display", "wandb", "cache", "force_continue"} | {f"isolation.{name}" for name in vars(Isolation())}
+_UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan"} | {
+    f"isolation.{name}" for name in vars(Isolation())
+}
 """Fields that are no part of a run: a change is not even told."""
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),

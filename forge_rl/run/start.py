@@ -44,6 +44,7 @@ from forge_rl.run.control import Control, serving_control
 from forge_rl.run.evaluator import HELD_OUT, Evaluator
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.plan import check_state_fits
 from forge_rl.run.run import Run
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_digests, prepare_folder
 from forge_rl.run.services import running_services, stored_bytes
@@ -176,7 +177,8 @@ class Starting(Generic[C]):
                 if not callable(self.environment):
                     await stack.enter_async_context(self.environment.serving(folder / "logs"))
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
-                read_architecture(model)  # a family that cannot be trained is refused before anything starts
+                # A family that cannot be trained, and a state that cannot fit, are refused before anything starts.
+                check_state_fits(config, read_architecture(model), reference=self.loss.needs_reference)
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:
                         self.mixture.restore_sources(saved)  # refuses files that have changed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Minibatch, Packed
-from forge_rl.engines.factory import thread_environment
+from forge_rl.engines.factory import train_environment
 from forge_rl.engines.platform import device_type, gpus
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
@@ -156,7 +156,7 @@ class Trainer:
                 hint=f"set --trainer.ranks to {gpus()} or less",
             )
         service = Service("trainer", cluster, faults)
-        env = thread_environment(config.ranks)
+        env = train_environment(config.ranks)
 
         def spawn() -> Replica:
             args = model, config, reference, config.ranks

@@ -102,7 +102,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
         del logprobs, _
         handle.remove()
         peaks.append(live.most)
-    return peaks[0], peaks[1] - peaks[0]
+    return peaks[0], max(0, peaks[1] - peaks[0])
 
 
 class _LiveBytes(TorchDispatchMode):
