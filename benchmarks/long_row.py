@@ -58,7 +58,7 @@ def as_before() -> None:
         return attended(q, k, v, attn_mask=dense[q.shape[2]], scale=scale)
 
     titan_model.HEAD_CHUNK_BYTES = 1 << 62
-    titan_model.attend_trees = attend  # type: ignore[assignment]
+    titan_model.attend_trees = attend
 
 
 def main() -> None:

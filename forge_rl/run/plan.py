@@ -41,12 +41,13 @@ class Need:
         return sum(self.parts.values())
 
 
-def show_plan(config: RunConfig) -> None:
-    """Print what `plan_run` finds.
+def show_plan(config: object) -> None:
+    """Print what `plan_run` finds for a recipe's settings.
 
     Raises:
         ConfigError: it cannot fit.
     """
+    assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
     model = resolve_model(config.model, config.cache).resolve()
     loss = getattr(config, "loss", None)
     needs = plan_run(config, model, reference=bool(getattr(loss, "needs_reference", False)))

@@ -123,7 +123,8 @@ class TreeAttention(Module):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """q, k, v and the result are [1, L, heads, head_dim]; attention_masks are of L tokens in all."""
-        return attend_trees(*(x.transpose(1, 2) for x in (q, k, v)), attention_masks, scale).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attend_trees(q, k, v, attention_masks, scale).transpose(1, 2)
 
 
 class FloatHead(Linear):
