@@ -42,7 +42,7 @@ class Config(BenchmarkConfig):
     """Layers of the model, which otherwise has SmolLM2-135M's shape."""
     after: str = "full"
     """Activation checkpointing of "after"."""
-    stop_at: float = 4.0
+    stop_at: float = 3.5
     """How many times as long as before a row is tried at most."""
     small: int = 1024
     """Tokens of the rows that the plan is compared on, besides the long ones."""

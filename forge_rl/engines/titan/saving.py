@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -79,20 +81,22 @@ class StateSaver:
             made = Export(training, source, dtype, parts)
             made.write(folder / "model", rank=dist.get_rank(), ranks=dist.get_world_size())
 
-        self._on_all_ranks(f"the training state in {training}", write_state)
-        self._on_all_ranks(f"the model in {folder / 'model'}", export)
+        self._on_all_ranks("the training state", training, write_state)
+        self._on_all_ranks("the model", folder / "model", export)
 
-    def _on_all_ranks(self, what: str, work: Callable[[], None]) -> None:
+    def _on_all_ranks(self, what: str, folder: Path, work: Callable[[], None]) -> None:
         """Do the work; what fails on any rank is raised on all."""
         failed = ""
         try:
             work()
         except (Exception, CheckpointException) as error:
             failed = cause_of(error)
+            with contextlib.suppress(OSError):
+                failed += f" ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free there)"
         causes = [failed] * dist.get_world_size()
         dist.all_gather_object(causes, failed, group=self._group)
         if failed := next(filter(None, causes), ""):
             raise CheckpointError(
-                f"{what} cannot be written: {failed}",
+                f"{what} in {folder} cannot be written: {failed}",
                 hint="free space, or choose another --out; earlier checkpoints are as they were",
             )

@@ -124,4 +124,8 @@ def cause_of(error: BaseException) -> str:
     """Return one line; what fails on any rank reaches all as a CheckpointException, which is not an Exception."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):  # torch's own errors hide that a disk is full
+        behind = behind.__context__
+    error = behind or error
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
