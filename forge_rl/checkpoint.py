@@ -1,7 +1,8 @@
-"""Checkpoints of a run: written whole or not at all, the newest found again, old ones removed.
+"""Checkpoints of a run: written whole or not at all, checked when they are read, old ones removed.
 
 A checkpoint is `checkpoints/step-000012/` with `model/` (Hugging Face safetensors, tokenizer), `training/` (weights and
-optimizer state in float32) and `controller.json`. It is written beside and renamed, so a folder of that name is whole.
+optimizer state in float32), `controller.json`, and `manifest.json`: bytes and XXH3 of each file. It is written beside
+and renamed, so a folder of that name was whole once; whether it still is, its manifest tells.
 `checkpoints/best` is a link to the one with the best score, where that is known.
 """
 
@@ -9,17 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from forge_rl.errors import CheckpointError
 
 _NAME = re.compile(r"step-\d{6,}")
+_MANIFEST = "manifest.json"
+_READ_BYTES = 8 << 20
+_HASHING_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,29 @@ class Checkpoint:
     def training(self) -> Path:
         """Weights and optimizer state to continue from."""
         return self.folder / "training"
+
+    def damage(self) -> str:
+        """Read all files, and return what is wrong with one of them, on one line; "" if they are as they were written.
+
+        It finds what a disk or a copy did to them; whoever wants to deceive can write another manifest.
+        """
+        there = _files(self.folder)
+        try:
+            written = json.loads((self.folder / _MANIFEST).read_text())["files"]
+            expected = {str(name): (int(size), str(digest)) for name, (size, digest) in written.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return f"{_MANIFEST} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        for name, (size, _) in expected.items():
+            if name not in there:
+                return f"{name} is missing"
+            if (found := there[name].lstat().st_size) != size:
+                return f"{name} has {found} bytes, and was written with {size}"
+        try:
+            digests = _digests({name: there[name] for name in expected})
+        except OSError as error:
+            return f"{error.filename} cannot be read: {error.strerror or error}"
+        changed = (name for name, (_, digest) in expected.items() if digests[name] != digest)
+        return next((f"{name} is not as it was written" for name in changed), "")
 
     def controller_state(self) -> dict[str, object]:
         """Read what the controller saved.
@@ -64,6 +95,7 @@ class Checkpoints:
     checkpoints = Checkpoints(Path("run/checkpoints"), keep=2)
     async with checkpoints.writing(12, {"step": 12}, bytes_needed=1 << 30) as folder:
         await trainer.save(folder, model=model)
+        await trainer.finish_save()
     checkpoints.latest().model  # a Hugging Face folder
     """
 
@@ -73,14 +105,40 @@ class Checkpoints:
         self._best = folder / "best"
 
     def all(self) -> list[Checkpoint]:
-        """List the whole ones, oldest first."""
+        """List those that were written whole, oldest first."""
         paths = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
         found = [Checkpoint(step=int(path.name.removeprefix("step-")), folder=path) for path in paths]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest whole one; None if there is none."""
+        """Return the newest that was written whole; None if there is none."""
         return next(reversed(self.all()), None)
+
+    def set_damaged_aside(self, tell: Callable[[str], None]) -> Checkpoint | None:
+        """Return the newest one whose files are as they were written; None if there is none.
+
+        Newer ones, which are not, get other names; `tell` is called with a line about each.
+
+        Raises:
+            CheckpointError: one cannot be renamed.
+        """
+        for checkpoint in reversed(self.all()):
+            damage = checkpoint.damage()
+            if not damage:
+                return checkpoint
+            folder = checkpoint.folder
+            aside = next(
+                path for n in itertools.count() if not (path := folder.with_name(f"{folder.name}.damaged-{n}")).exists()
+            )
+            try:
+                folder.rename(aside)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{folder} is damaged ({damage}), and cannot be renamed: {error.strerror or error}",
+                    hint="move it away to continue from the checkpoint before it",
+                ) from error
+            tell(f"{folder} is damaged, and the one before it is used: {damage}; it is kept as {aside.name}")
+        return None
 
     def best(self) -> Checkpoint | None:
         """Return the one that was marked as the best; None if there is none."""
@@ -150,6 +208,10 @@ class Checkpoints:
     def _commit(self, partial: Path, final: Path, controller_state: dict[str, object], spare: int | None) -> None:
         """Bring all to the disk, give it its name, and remove old checkpoints."""
         (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
+        files = _files(partial)
+        digests = _digests(files)
+        manifest = {"files": {name: [path.stat().st_size, digests[name]] for name, path in files.items()}}
+        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         for path in (partial, *partial.rglob("*")):  # so that the rename never outruns the data
             _sync(path)
         if final.exists():
@@ -162,6 +224,26 @@ class Checkpoints:
         old = [checkpoint.folder for checkpoint in self.all()[: -self._keep] if checkpoint.step not in spared]
         for folder in (*old, *self._folder.glob(".step-*")):
             shutil.rmtree(folder)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Map the name of each file of a checkpoint to its path; links are no files of it."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    return {path.relative_to(folder).as_posix(): path for path in paths if path != folder / _MANIFEST}
+
+
+def _digests(files: dict[str, Path]) -> dict[str, str]:
+    """Map each file to the XXH3 of its bytes, as 32 hexadecimal digits."""
+
+    def digest(path: Path) -> str:
+        found = xxhash.xxh3_128()
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(_READ_BYTES):
+                found.update(piece)
+        return found.hexdigest()
+
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        return dict(zip(files, threads.map(digest, files.values()), strict=True))
 
 
 async def _in_thread(work: Callable[[], None]) -> None:

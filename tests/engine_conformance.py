@@ -540,7 +540,7 @@ def a_run_continues_bit_by_bit(trainers: Trainers) -> None:
         step(through, seed)
     for part in ("model", "training"):
         (trainers.scratch / part).mkdir(parents=True)
-    through.save(trainers.scratch, trainers.folder, version=7)
+    through.save(trainers.scratch, trainers.folder, version=7).result()
     resumed = trainers.make()
     assert resumed.load_training_state(trainers.scratch / "training") == 7
     assert resumed.updates == 2

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,84 @@ def test_the_loop_goes_on_while_the_disk_is_slow_and_a_cancelled_write_is_over_w
         assert [checkpoint.step for checkpoint in checkpoints.all()] == [3], "no thread writes on behind it"
 
     asyncio.run(run())
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def replace_by_a_link(path: Path) -> None:
+    path.rename(path.parent.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent.parent / "elsewhere")
+
+
+def nonsense(path: Path) -> None:
+    path.write_text('{"files": [1]}')
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("model/weights", flip, "model/weights is not as it was written"),
+        ("controller.json", flip, "controller.json is not as it was written"),
+        ("model/weights", truncate, "model/weights has 1 bytes, and was written with 2"),
+        ("model/weights", Path.unlink, "model/weights is missing"),
+        ("model/weights", replace_by_a_link, "model/weights is missing"),
+        ("manifest.json", Path.unlink, "manifest.json cannot be read: .*No such file"),
+        ("manifest.json", truncate, "manifest.json cannot be read: "),
+        ("manifest.json", nonsense, "manifest.json cannot be read: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_and_set_aside_and_the_one_before_it_is_used(
+    name: str, harm: Callable[[Path], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    for step in (9, 10):
+        write(checkpoints, step)
+    (tmp_path / "checkpoints" / "step-000009" / "notes.txt").write_text("mine")
+    told: list[str] = []
+    for _ in range(2):  # a second one of that step is kept beside the first
+        write(checkpoints, 11)
+        latest = checkpoints.latest()
+        assert latest is not None
+        assert latest.damage() == ""
+        (latest.model / "weights").write_text("22")
+        truncated = (latest.folder / "manifest.json").read_text()
+        assert "is not as it was written" in latest.damage() or "has 2 bytes" in latest.damage(), truncated
+        (latest.model / "weights").write_text("11")
+        assert latest.damage() == ""
+        harm(latest.folder / name)
+        found = checkpoints.set_damaged_aside(told.append)
+        assert found is not None
+        assert found.step == 10
+    assert len(told) == 2
+    for number, line in enumerate(told):
+        assert line.startswith(f"{latest.folder} is damaged, and the one before it is used: ")
+        assert re.search(said, line)
+        assert line.endswith(f"it is kept as step-000011.damaged-{number}")
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [9, 10]
+    assert checkpoints.all()[0].damage() == "", "files of others are no damage"
+    told.clear()
+    for checkpoint in checkpoints.all():
+        truncate(checkpoint.model / "weights")
+    assert checkpoints.set_damaged_aside(told.append) is None
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("name", ["../secret", "{}/secret", "model/../../secret"])
+def test_a_manifest_that_names_a_file_outside_of_its_folder_opens_none(name: str, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+    latest = checkpoints.latest()
+    assert latest is not None
+    (tmp_path / "secret").write_text("")
+    name = name.format(tmp_path)
+    (latest.folder / "manifest.json").write_text(json.dumps({"files": {name: [0, "99aa06d3014798d86001c324468d497f"]}}))
+    assert latest.damage() == f"{name} is missing"

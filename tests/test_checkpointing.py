@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from forge_rl.checkpoint import Checkpoints
+from forge_rl.checkpoint import Checkpoint, Checkpoints
 from forge_rl.errors import CheckpointError, ReplicaError, ServiceError
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpointing import Checkpointer
@@ -24,6 +24,9 @@ class Parts:
         self.parameters = 1
         self.dtype = "float32"
         self.deaths = list(deaths)
+        self.failures: list[Exception] = []
+        self.disk = asyncio.Event()
+        self.disk.set()
         self.done: list[str] = []
 
     def state(self) -> dict[str, object]:
@@ -35,6 +38,12 @@ class Parts:
     async def save(self, folder: Path, *, model: Path) -> None:
         self.done.append("save")
         (folder / "training" / "updates").write_text(str(self.updates))
+
+    async def finish_save(self) -> None:
+        await self.disk.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.done.append("saved")
 
     async def free_devices(self) -> None:
         self.done.append("devices cleared")
@@ -90,8 +99,20 @@ def checkpointer_of(parts: Parts, folder: Path) -> Checkpointer:
     one = cast(Any, parts)
     services = Services(trainer=one, generator=one, weights=one, reward=one, environment=None, devices=one)
     return Checkpointer(
-        Checkpoints(folder, keep=2), services, cast(RolloutExecutor, parts), folder, cast(Any, Unchanged())
+        Checkpoints(folder, keep=2),
+        services,
+        cast(RolloutExecutor, parts),
+        folder,
+        cast(Any, Unchanged()),
+        warn=parts.done.append,
     )
+
+
+async def save(checkpointer: Checkpointer) -> Checkpoint:
+    await checkpointer.begin_save()
+    saved = await checkpointer.finish_save()
+    assert saved is not None
+    return saved
 
 
 def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_it(tmp_path: Path) -> None:
@@ -101,7 +122,7 @@ def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_i
         first.scores[0] = 0.25
         parts.step(first)
         parts.step(first)
-        saved = await first.save()
+        saved = await save(first)
         assert (saved.step, first.saved) == (2, 2)
         state = saved.controller_state()
         assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
@@ -122,8 +143,8 @@ def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_
         checkpointer = checkpointer_of(parts, tmp_path)
         for _ in range(2):
             parts.step(checkpointer)
-        await checkpointer.save()
-        assert parts.done == ["devices to the trainer", "save"], "an evaluation before it left them to the engines"
+        await save(checkpointer)
+        assert parts.done == ["devices to the trainer", "save", "saved"], "engines had them"
         parts.done.clear()
         parts.step(checkpointer)
         checkpointer.scores |= {0: 0.1, 2: 0.2, 3: 0.3}
@@ -156,7 +177,7 @@ def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_
             parts.step(checkpointer)
             if score is not None:
                 checkpointer.evaluation = step, step
-            await checkpointer.save()
+            await save(checkpointer)
             found.append(best())
             if score is not None and step != 4:
                 checkpointer.note_score(step, score)
@@ -175,7 +196,9 @@ def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_
         assert again.evaluation == (4, 4), "its score was not known when step 5 was saved"
         assert best() == 2
 
-        unkept = Checkpointer(checkpoints, again._services, again._rollouts, tmp_path, again._live, keep_best=False)
+        unkept = Checkpointer(
+            checkpoints, again._services, again._rollouts, tmp_path, again._live, warn=print, keep_best=False
+        )
         unkept.note_score(5, 9.0)
         assert best() == 2, "it is not asked for"
 
@@ -189,7 +212,7 @@ def test_a_rollback_forgets_an_evaluation_of_a_step_that_is_done_again(tmp_path:
         for step in (1, 2):
             parts.step(checkpointer)
             checkpointer.note_score(step, 0.1 * step)
-            await checkpointer.save()
+            await save(checkpointer)
         checkpointer.evaluation = 2, 2
         await checkpointer.rollback()
         assert checkpointer.evaluation == (2, 2), "the weights are the same: it is started again"
@@ -242,11 +265,95 @@ def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
         parts = Parts()
         checkpointer = checkpointer_of(parts, tmp_path)
         parts.step(checkpointer)
-        saved = await checkpointer.save()
+        saved = await save(checkpointer)
         path = saved.folder / "controller.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | broken))
         parts.updates = updates
         with pytest.raises(CheckpointError, match=said):
             await checkpointer.resume(saved)
+
+    asyncio.run(check())
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        assert await checkpointer.finish_save() is None
+        parts.step(checkpointer)
+        parts.disk.clear()
+        await checkpointer.begin_save()
+        assert (checkpointer.saved, checkpointer._checkpoints.latest()) == (None, None)
+        parts.step(checkpointer)
+        second = asyncio.create_task(checkpointer.begin_save())
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        assert parts.done == ["devices to the trainer", "save"]
+        parts.disk.set()
+        await second
+        saved = await checkpointer.finish_save()
+        assert saved is not None
+        found = [(each.step, each.controller_state()["updates"]) for each in checkpointer._checkpoints.all()]
+        assert found == [(1, 2), (2, 4)], "each is of the step that it was begun in"
+        assert [(each.training / "updates").read_text() for each in checkpointer._checkpoints.all()] == ["2", "4"]
+        assert (saved.step, checkpointer.saved) == (2, 2)
+
+    asyncio.run(check())
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_the_second_in_a_row_ends_the_run(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+
+        async def step(failure: Exception | None) -> None:
+            parts.failures = [] if failure is None else [failure]
+            parts.step(checkpointer)
+            await checkpointer.begin_save()
+            await checkpointer.close()
+
+        def told() -> list[str]:
+            return [line for line in parts.done if line.startswith("step ")]
+
+        full = OSError(28, "No space left on device")
+        await step(None)
+        await step(full)
+        assert len(told()) == 1
+        assert "step 2: there is no checkpoint of it: " in told()[0]
+        assert "No space left on device" in told()[0]
+        with pytest.raises(CheckpointError, match="No space left"):
+            await checkpointer.finish_save()
+        await step(None)
+        await step(full)
+        await step(full)
+        assert len(told()) == 3
+        assert [each.step for each in checkpointer._checkpoints.all()] == [1, 3]
+        with pytest.raises(CheckpointError, match="No space left"):
+            await step(None)
+
+    asyncio.run(check())
+
+
+def test_a_rollback_drops_what_was_being_written_and_takes_the_last_that_is_whole(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        for _ in range(2):
+            parts.step(checkpointer)
+            await save(checkpointer)
+        latest = checkpointer._checkpoints.latest()
+        assert latest is not None
+        (latest.training / "updates").write_text("8")
+        parts.step(checkpointer)
+        parts.disk.clear()
+        await checkpointer.begin_save()
+        assert await checkpointer.rollback() == 1
+        assert "restart at 1" in parts.done
+        assert any(f"{latest.folder} is damaged" in line for line in parts.done)
+        parts.disk.set()
+        parts.step(checkpointer)
+        await save(checkpointer)
+        assert [each.step for each in checkpointer._checkpoints.all()] == [1, 2]
+        assert all(each.damage() == "" for each in checkpointer._checkpoints.all())
 
     asyncio.run(check())

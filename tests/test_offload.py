@@ -176,7 +176,7 @@ def test_a_checkpoint_is_written_and_read_while_the_state_is_offloaded(tmp_path:
     for part in ("model", "training"):
         (tmp_path / "checkpoint" / part).mkdir(parents=True)
     engine.offload()
-    engine.save(tmp_path / "checkpoint", tmp_path / "hf", version=1)
+    engine.save(tmp_path / "checkpoint", tmp_path / "hf", version=1).result()
     other.offload()
     other.load_training_state(tmp_path / "checkpoint" / "training")
     assert other.updates == 1

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import socket
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def kill_the_trainer_past_a_checkpoint(command: Command, out: Path, *, every: in
     """Waits until steps would be lost, kills a rank, and sees them done again on the same tasks."""
     saved = every * (metrics(out)[-1]["step"] // every + 1)
     command.wait_for(f"step +{saved + 2}/")
+    while not (out / "checkpoints" / f"step-{saved:06d}").exists():  # it is written while steps go on
+        time.sleep(0.1)
     lost = tasks_by_step(out)
     actor_of(command, "trainer").kill()
     command.wait_for("trainer/0 failed.*SIGKILL")

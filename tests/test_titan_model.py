@@ -15,13 +15,14 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan import attention
 from forge_rl.engines.titan import model as titan_model
 from forge_rl.engines.titan.model import FloatHead, TreeAttention, attention_mask, build_model
 from forge_rl.engines.titan.shards import named_weights, names_of
-from forge_rl.engines.titan.state import load_weights, save_hf
+from forge_rl.engines.titan.state import load_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
-from tests.fakes import make_model, packed, random_batch, unpack
+from tests.fakes import empty_row, make_model, packed, random_batch, unpack
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -131,7 +132,7 @@ def test_gradients_are_those_of_transformers(family: str, tmp_path: Path):
     model = engine_of(tmp_path).model
     token_ids = torch.randint(0, 43, (60,), generator=torch.Generator().manual_seed(2))
     row = row_of(token_ids)
-    masks = attention_mask(row, read_architecture(tmp_path).window)
+    masks = attention_mask(row, window=read_architecture(tmp_path).window)
     found = model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
     pull = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
     for logits in (found, reference(token_ids[None]).logits[0]):
@@ -155,20 +156,26 @@ def test_what_is_exported_is_the_folder_that_it_came_from(name: str, tmp_path: P
     from transformers import AutoModelForCausalLM
 
     family, config = MODELS[name]
-    (tmp_path / "exported").mkdir()
+    for part in ("training", "model"):
+        (tmp_path / "saved" / part).mkdir(parents=True)
     reference = make_model(tmp_path, family, **config)
-    save_hf(engine_of(tmp_path).model, tmp_path, tmp_path / "exported", torch.float32)
-    exported, origin = (load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", tmp_path))
+    engine_of(tmp_path).save(tmp_path / "saved", tmp_path, version=0).result()
+    folder = tmp_path / "saved" / "model"
+    exported, origin = (load_file(folder / "model.safetensors") for folder in (folder, tmp_path))
     assert exported.keys() == origin.keys()
     assert all(torch.equal(exported[name], origin[name]) for name in origin)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    opened = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     token_ids = torch.arange(40)[None]
     with torch.no_grad():
         assert torch.equal(opened(token_ids).logits, reference(token_ids).logits)
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 64])
-def test_attention_by_tree_is_attention_under_the_whole_mask(pad_multiple: int):
+@pytest.mark.parametrize("mask_bytes", [1 << 20, 4 * 7 * 20])
+def test_attention_by_tree_and_in_blocks_is_attention_under_the_whole_mask(
+    pad_multiple: int, mask_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "MASK_BYTES", mask_bytes)
     laid = pack(
         batch := random_batch(0, vocab=43, groups=3),
         torch.ones(batch.rewards.shape),
@@ -178,8 +185,11 @@ def test_attention_by_tree_is_attention_under_the_whole_mask(pad_multiple: int):
     (row,) = laid.rows
     masks = attention_mask(row)
     trees = row.trees.tolist()
-    assert [len(tree.mask) for tree in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
+    assert [len(mask.branches) for mask in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
     assert len(masks) >= 3
+    sizes = [bias.nbytes for mask in masks for _, _, bias in mask.blocks(torch.float32) if bias is not None]
+    assert max(sizes) <= mask_bytes
+    assert len(sizes) > 3 or mask_bytes > 1000
     generator = torch.Generator().manual_seed(0)
     found, expected = (
         [torch.randn(1, len(row), heads, 8, generator=generator.manual_seed(heads)) for heads in (4, 2, 2)]
@@ -209,7 +219,7 @@ def test_sinks_and_windows_over_trees_are_a_softmax_with_one_more_score(window: 
     given = [3 * torch.randn(size, dtype=torch.float64) for size in ((1, len(row), n, 8) for n in (4, 2, 2))]
     given.append(3 * torch.randn(4, dtype=torch.float64))
     found, expected = ([x.clone().requires_grad_() for x in given] for _ in range(2))
-    masks = attention_mask(row, 4)
+    masks = attention_mask(row, window=4)
     own = masks["basic_mask" if window is None else "sliding_window_mask"]
     sinks = found.pop()
     attention = TreeAttention(TreeAttention.Config())(
@@ -232,13 +242,50 @@ def test_sinks_and_windows_over_trees_are_a_softmax_with_one_more_score(window: 
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("queries", [slice(0, 23), slice(20, 46), slice(46, 92), slice(91, 92)])
+def test_attention_of_a_part_of_a_row_to_all_its_keys_is_that_of_the_whole(
+    queries: slice, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "MASK_BYTES", 1400)
+    trees, branches = ([0] * 50, [1] * 30, [2] * 7, [-1] * 5), ([0] * 20, [1] * 10, [2] * 20, [0] * 10, [1] * 20)
+    row = replace(
+        empty_row(),
+        token_ids=torch.zeros(92),
+        trees=torch.tensor([each for part in trees for each in part]),
+        branches=torch.tensor([each for part in branches for each in part] + [0] * 12),
+    )
+    q, k, v = (torch.randn(1, heads, 92, 8) for heads in (4, 2, 2))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row), enable_gqa=True)
+    part, _ = attention.attend_trees(q[:, :, queries], k, v, attention.tree_masks(row, queries), None)
+    torch.testing.assert_close(part, whole[:, :, queries])
+
+
+@pytest.mark.parametrize("size", [4096, 6000])
+def test_a_row_of_one_branch_has_no_mask_and_keeps_none(size: int):
+    at = torch.arange(size)
+
+    def mask_of(branch: int, *, branched: bool, window: int | None = None) -> attention.TreeMask:
+        branches = torch.full((size,), branch, dtype=torch.int32)
+        return attention.TreeMask(
+            first=0, branches=branches, queries=size, branched=branched, positions=at, window=window
+        )
+
+    mask = mask_of(0, branched=False, window=size)
+    assert [bias for _, _, bias in mask.blocks(torch.float32)] == [None]
+    assert all(bias is not None for *_, bias in mask_of(0, branched=False, window=size - 1).blocks(torch.float32))
+    branched = mask_of(1, branched=True)
+    biases = [bias for _, _, bias in branched.blocks(torch.float32) if bias is not None]
+    assert sum(bias.numel() for bias in biases) < size * size * 0.8, "keys past a block are left out"
+    assert branched._kept == {}
+
+
 def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     head = FloatHead(FloatHead.Config(in_features=8, out_features=43))
     hidden, targets = torch.randn(10, 8), torch.randint(0, 43, (10,))
     results = []
     for chunk in (10, 4):
-        monkeypatch.setattr(titan_model, "_HEAD_CHUNK_TOKENS", chunk)
+        monkeypatch.setattr(titan_model, "HEAD_CHUNK_BYTES", chunk * 43 * 4)
         given = hidden.clone().requires_grad_()
         sizes: list[int] = []
         monkeypatch.setattr(

@@ -1,19 +1,28 @@
 """State: shards of ranks make whole versions, checkpoints continue exactly, exports open in transformers."""
 
 import asyncio
+import itertools
 import json
+import resource
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_rl.engines.families import FAMILIES
+from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.shards import freeze, local_shards, named_weights, specs
+from forge_rl.engines.titan.blocks import Block, SavePlanner, training_state
+from forge_rl.engines.titan.export import Export
+from forge_rl.engines.titan.shards import block, freeze, local_shards, named_weights, specs
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.weights.fingerprints import fingerprint
@@ -52,7 +61,7 @@ def save(engine: TitanEngine, folder: Path, model: Path) -> None:
         for part in ("model", "training"):
             (folder / part).mkdir(parents=True)
     torch.distributed.barrier()
-    engine.save(folder, model, version=7)
+    engine.save(folder, model, version=7).result()
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -213,6 +222,16 @@ def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
         engine.load_training_state(base / "saved" / "by_one" / "broken")
     except CheckpointError as error:
         results["refusal"] = error.message
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # its disk is full
+    try:
+        save(engine, base / "saved" / "full", base / "hf" / "untied")
+    except CheckpointError as error:
+        results["full"] = error.message
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    save(engine, base / "saved" / "freed", base / "hf" / "untied")
+    results["freed"] = hf_weights(engine.model)
     return results
 
 
@@ -282,9 +301,103 @@ def test_two_ranks_refuse_a_damaged_training_state(two_ranks: TwoRanks):
         assert "by_one/broken cannot be read" in rank["refusal"]
 
 
+def test_a_disk_that_is_full_for_one_rank_is_an_error_of_all_and_the_next_save_is_whole(two_ranks: TwoRanks):
+    base, ranks, _ = two_ranks
+    for rank in ranks:
+        assert "training state in" in rank["full"]
+        assert "saved/full/training cannot be written: " in rank["full"]
+    assert same(load_file(base / "saved" / "freed" / "model" / "model.safetensors"), ranks[0]["freed"])
+
+
+def test_an_export_of_two_ranks_shards_is_cut_into_files_that_open_in_transformers(two_ranks: TwoRanks, tmp_path: Path):
+    base, ranks, _ = two_ranks
+    source = base / "hf" / "untied"
+    (tmp_path / "many").mkdir()
+    for rank in (1, 0):
+        export = Export(
+            base / "saved" / "untied" / "training", source, torch.bfloat16, LLAMA.names.parts, file_bytes=8192
+        )
+        export.write(tmp_path / "many", rank=rank, ranks=2)
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3
+    assert [path.name for path in files[:2]] == [f"model-0000{n}-of-0000{len(files)}.safetensors" for n in (1, 2)]
+    held = [load_file(path) for path in files]
+    assert all(len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 8192 for tensors in held)
+    found = {name: tensor for tensors in held for name, tensor in tensors.items()}
+    assert same(found, {name: tensor.bfloat16() for name, tensor in ranks[0]["untied"][2].items()})
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert {name: file for file, tensors in zip(files, held, strict=True) for name in tensors} == {
+        name: tmp_path / "many" / file for name, file in index["weight_map"].items()
+    }
+    assert logits_of(tmp_path / "many").isfinite().all()
+
+
+def test_a_stack_of_experts_is_exported_a_few_at_a_time(tmp_path: Path):
+    model = Stacked()
+    counts: dict[str, int] = {}
+    dcp.save(
+        training_state(model, torch.optim.AdamW(model.parameters()), counts),
+        checkpoint_id=tmp_path / "training",
+        planner=SavePlanner(),
+    )
+    for folder in ("hf", "model"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"quantization_config": {}}')
+    export = Export(tmp_path / "training", tmp_path / "hf", torch.float32, LLAMA.names.parts, file_bytes=3 * 3 * 8 * 4)
+    export.write(tmp_path / "model")
+    files = [load_file(path) for path in sorted((tmp_path / "model").glob("*.safetensors"))]
+    assert sorted(sorted(name.split(".")[5] for name in file if "experts" in name) for file in files) == [
+        ["0", "1", "2"],
+        ["3"],
+    ]
+    stack = dict(named_weights(model))["layers.0.moe.routed_experts.inner_experts.w1_EFD"]
+    for file in files:
+        for name, tensor in file.items():
+            if "experts" in name:
+                assert torch.equal(tensor, stack[int(name.split(".")[5])])
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == {"dtype": "float32"}
+
+
+def test_blocks_tile_a_weight_that_expert_and_data_parallelism_cut_unevenly():
+    placements, mesh = (_StridedShard(0, split_factor=2), Shard(0)), (3, 2)
+    plans = []
+    for place in itertools.product(*map(range, mesh)):
+        here = block((7, 4), mesh, place, placements)
+        planner = SavePlanner()
+        planner.set_up_planner({"w": Block(shape=(7, 4), tensor_slice=here, values=torch.empty(here.size))})
+        plans.append(planner.create_local_plan())
+    _, index = SavePlanner().create_global_plan(plans)
+    assert index.state_dict_metadata["w"].size == (7, 4)
+    with pytest.raises(ValueError, match="validate"):
+        SavePlanner().create_global_plan(plans[1:])
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    engine, before = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf")
+    for each in (engine, before):
+        train(each, range(1))
+    disk = threading.Event()
+    engine._saver._thread.submit(disk.wait, 60)  # it is slow
+    for part in ("model", "training"):
+        (tmp_path / "saved" / part).mkdir(parents=True)
+    saving = engine.save(tmp_path / "saved", tmp_path / "hf", version=1)
+    train(engine, range(1, 2))
+    assert not saving.done()
+    disk.set()
+    saving.result()
+    resumed = engine_of(tmp_path / "hf")
+    resumed.load_training_state(tmp_path / "saved" / "training")
+    assert same(hf_weights(resumed.model), hf_weights(before.model)), "it is of when it was begun"
+    assert same(load_file(tmp_path / "saved" / "model" / "model.safetensors"), hf_weights(before.model))
+    train(resumed, range(1, 2))
+    assert same(hf_weights(resumed.model), hf_weights(engine.model))
+
+
 def test_a_run_continues_with_and_without_recomputing(tmp_path: Path):
     make_model(tmp_path / "hf")
-    plain, recomputing = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf", recompute=True)
+    plain, recomputing = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf", activation_checkpointing="full")
     train(recomputing, range(1))
     save(recomputing, tmp_path / "saved", tmp_path / "hf")
     plain.load_training_state(tmp_path / "saved" / "training")
@@ -295,7 +408,7 @@ def test_a_training_state_that_cannot_be_written_is_an_error(tmp_path: Path):
     make_model(tmp_path / "hf")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file/training cannot be written: .*Not a directory") as caught:
-        engine_of(tmp_path / "hf").save(tmp_path / "file", tmp_path / "hf", version=0)
+        engine_of(tmp_path / "hf").save(tmp_path / "file", tmp_path / "hf", version=0).result()
     assert "--out" in caught.value.hint
 
 

@@ -286,17 +286,19 @@ def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
 
 def test_recomputing_activations_changes_nothing(tmp_path: Path):
     make_model(tmp_path)
-    kept, recomputed = engine_of(tmp_path), engine_of(tmp_path, recompute=True)
+    kept, *recomputed = (engine_of(tmp_path, activation_checkpointing=each) for each in ("none", "selective", "full"))
     laid = packed(random_batch(0, vocab=43))
-    assert reduce(step(kept, laid)) == reduce(step(recomputed, laid))
-    assert furthest(hf_weights(kept.model), hf_weights(recomputed.model)) == 0
+    expected = reduce(step(kept, laid))
+    for each in recomputed:
+        assert reduce(step(each, laid)) == expected
+        assert furthest(hf_weights(kept.model), hf_weights(each.model)) == 0
 
 
 def test_recomputing_activations_runs_the_layers_twice(tmp_path: Path):
     make_model(tmp_path)
     counts = []
-    for recompute in (False, True):
-        engine = engine_of(tmp_path, recompute=recompute)
+    for checkpointing in ("none", "full"):
+        engine = engine_of(tmp_path, activation_checkpointing=checkpointing)
         calls: list[int] = []
         for module in engine.model.modules():
             if type(module).__name__ == "TreeAttention":
@@ -334,10 +336,11 @@ def test_scoring_leaves_the_shards_in_place_and_steps_as_they_were(tmp_path: Pat
 FROZEN = ("model.embed_tokens.*", "model.layers.0.*", "model.norm.*")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_freezing_weights_changes_nothing_for_the_others(recompute: bool, tmp_path: Path):
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_freezing_weights_changes_nothing_for_the_others(checkpointing: str, tmp_path: Path):
     make_model(tmp_path)
-    engine, masked = engine_of(tmp_path, frozen=FROZEN, recompute=recompute), engine_of(tmp_path)
+    engine = engine_of(tmp_path, frozen=FROZEN, activation_checkpointing=checkpointing)
+    masked = engine_of(tmp_path)
     frozen = {name for name, parameter in named_weights(engine.model) if not parameter.requires_grad}
     assert frozen == {n for n, _ in named_weights(masked.model) if n.startswith(("tok_", "layers.0.", "norm."))}
     for name, parameter in named_weights(masked.model):
@@ -423,7 +426,8 @@ def train_as_rank(
     """Three steps on each model, the last with nothing for rank 1; metrics and whole weights; and a broken update."""
     results = {}
     for name, folder in folders.items():
-        engine = engine_of(folder, recompute=name == "llama tied", frozen=FROZEN_OF.get(name, ()))
+        checkpointing = "full" if name == "llama tied" else "none"
+        engine = engine_of(folder, activation_checkpointing=checkpointing, frozen=FROZEN_OF.get(name, ()))
         metrics = []
         for batch, loss, epochs, minibatches in zip(batches(), (LOSS, SEQUENCES), (1, 2), (1, 2), strict=False):
             laid = packed(batch, shares=2, row_tokens=32, minibatches=minibatches)

@@ -165,6 +165,7 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             for part in ("model", "training"):
                 (tmp_path / "saved" / part).mkdir(parents=True)
             await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
+            await trainer.finish_save()
             stats = await trainer.step(laid, ClippedSurrogate())
             assert (trainer.updates, trainer.version) == (8, 0)
             assert stats["lr"] == pytest.approx(1e-2 * 4 / 8), "that of update 4"

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
+from forge_rl.checkpoint import Checkpoints
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
@@ -113,6 +114,7 @@ async def save(trainer: Trainer, folder: Path) -> Path:
     for part in ("model", "training"):
         (folder / part).mkdir(parents=True)
     await trainer.save(folder, model=folder.parent / "hf")
+    await trainer.finish_save()
     return folder / "training"
 
 
@@ -151,7 +153,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
 
     async def run() -> None:
         async with (
-            open_trainer(tmp_path, port=port, max_restarts=7) as (trainer, faults),
+            open_trainer(tmp_path, port=port, max_restarts=8) as (trainer, faults),
             contextlib.AsyncExitStack() as stack,
         ):
             store = await WeightStore.start(
@@ -224,6 +226,28 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             await trainer.publish(store, dtype="float32")
             assert sum(path.stat().st_size for path in segments(shm)) == held
 
+            # In the middle of a save: the one before it stays as it was.
+            checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+            async with checkpoints.writing(1, {}, bytes_needed=0) as folder:
+                await trainer.save(folder, model=tmp_path / "hf")
+                await trainer.finish_save()
+
+            async def save_and_die() -> None:
+                async with checkpoints.writing(2, {}, bytes_needed=0) as folder:
+                    await trainer.save(folder, model=tmp_path / "hf")
+                    os.kill(list(trainer._service.replicas[0].tree.roots)[1], signal.SIGKILL)
+                    await asyncio.wait_for(trainer.finish_save(), 30)
+
+            with pytest.raises(ReplicaError, match=r"call finish_save: rank 1: .*SIGKILL"):
+                await save_and_die()
+            assert (tmp_path / "checkpoints" / ".step-000002.partial").exists()
+            whole = checkpoints.set_damaged_aside(pytest.fail)
+            assert whole is not None
+            assert whole.step == 1
+            await trainer.restart(whole.training)
+            assert (trainer.version, trainer.updates) == (2, 2)
+            assert await step(trainer, 2) == pytest.approx(losses[2], abs=1e-6)
+
             # A rank that is stopped is noticed; the other one waits for it in a collective.
             with pytest.raises(ReplicaError, match="call step: hung: its process was stopped"):
                 await asyncio.wait_for(step(trainer, 1, Deadly(signal.SIGSTOP)), 30)
@@ -269,7 +293,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             assert all(fault.recovered_s is not None for fault in faults.seen)
             causes = ["SIGKILL" if "SIGKILL" in fault.cause else fault.cause for fault in faults.seen]
             assert causes == [
-                *("SIGKILL", "SIGKILL", "it is restarted though it lives"),
+                *("SIGKILL", "SIGKILL", "it is restarted though it lives", "SIGKILL"),
                 *("hung: its process was stopped", "hung: no answer within 2 s", "it is in the way", "SIGKILL"),
             ]
             fatal, death = asyncio.create_task(faults.wait()), asyncio.create_task(trainer.death())
@@ -284,16 +308,16 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             assert "SIGKILL" in str(error)
             assert str(error).startswith(f"trainer: {await death}")
             assert not trainer.alive
-            assert str(error).endswith("; it has been restarted 7 times, of at most 7")
+            assert str(error).endswith("; it has been restarted 8 times, of at most 8")
             with pytest.raises(ReplicaError, match=r"call step: .*SIGKILL"):
                 await step(trainer, 0)
-            with pytest.raises(ServiceError, match=r"SIGKILL.*; it has been restarted 7 times, of at most 7"):
+            with pytest.raises(ServiceError, match=r"SIGKILL.*; it has been restarted 8 times, of at most 8"):
                 await trainer.restart(saved)
             assert trainer._service.replicas == [dead]
 
     asyncio.run(run())
     logs = {path.name for path in tmp_path.glob("trainer-*.log")}
-    assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 8))}
+    assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 9))}
 
 
 def test_a_trainer_that_may_not_be_restarted_ends_the_run_at_its_first_death(tmp_path: Path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -45,8 +47,19 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def memory_bytes() -> int:
+    """Return the memory of a GPU, or of this machine: its container's limit, if that is less."""
+    if device_type() == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            found.append(int(Path(path).read_text()))
+    return min(found)
+
+
 def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:
-    """Join the trainer's process group: NCCL on CUDA, gloo on CPU. A single rank needs no network.
+    """Join the trainer's process group: NCCL for CUDA, gloo for CPUs. A single rank needs no network.
 
     Rank 0 listens at the address alone, where torch by itself would on all of the machine's: who connects there is not
     asked for a name.
@@ -54,7 +67,8 @@ def init_distributed(rank: int, world_size: int, address: str, port: int) -> Non
     Raises:
         ConfigError: the port cannot be bound or reached.
     """
-    backend = "nccl" if device_type() == "cuda" else "gloo"
+    # gloo for what is in host memory: offloaded weights and gradients.
+    backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
     if device_type() == "cuda":
         torch.cuda.set_device(local_device(rank))
     if world_size == 1:

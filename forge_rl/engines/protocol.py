@@ -7,6 +7,7 @@ must pass `tests/engine_conformance.py`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -118,8 +119,12 @@ class TrainSettings:
     CPU."""
     row_tokens: int = 1024
     """Most tokens of a packed row that one device holds; a row is one microbatch, and no episode is longer."""
-    recompute: bool = False
-    """Recompute activations in the backward pass: less memory, a third more work."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass, to keep less until then: full keeps each layer's input alone, for a
+    third more work; selective also keeps attention's and every second matrix product's result; none keeps all."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, and bring a layer's weights to the GPU when it needs
+    them (FSDP2's own offload): for models that do not fit, at the price of copies and of an optimizer on the CPU."""
     frozen: tuple[str, ...] = ()
     """Weights that are not trained: patterns of Hugging Face names, such as "model.embed_tokens.*"
     "model.layers.[0-9].*". What is frozen is published once."""
@@ -220,14 +225,15 @@ class TrainEngine(Protocol):
     def local_shards(self) -> Iterator[LocalShard]:
         """This rank's part of what is published: views that, with those of all ranks, tile each weight once."""
 
-    def save(self, folder: Path, model: Path, *, version: int) -> None:
-        """Write `folder/model` for Hugging Face and `folder/training` to continue from; both exist, empty.
+    def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
+        """Begin to write `folder/model` for Hugging Face and `folder/training` to continue from; both exist, empty.
 
-        Config and tokenizer are copied from `model`, the folder that the run started from; `version` is kept beside
-        the weights.
+        The state is copied first, so that the engine may go on when this returns; what was begun before is finished
+        before that. Config and tokenizer are copied from `model`, the folder that the run started from; `version` is
+        kept beside the weights.
 
-        Raises:
-            CheckpointError: a rank could not write.
+        Returns:
+            A future, done when all ranks have written; it raises CheckpointError if one could not.
         """
 
     def load_training_state(self, folder: Path) -> int:

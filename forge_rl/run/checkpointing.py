@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from forge_rl.checkpoint import Checkpoint, Checkpoints
@@ -16,11 +17,16 @@ from forge_rl.run.services import Services
 class Checkpointer:
     """Saves a run between two steps, and rolls it back to what was saved.
 
+        await checkpointer.begin_save()  # the trainer's state is copied
+        ...  # steps; what was copied is written meanwhile
+        checkpoint = await checkpointer.finish_save()
+
     Args:
         services: the trainer saves; after its restart, engines and weight store follow it.
         rollouts: saved and restored with the trainer.
         model: folder that the run started from.
         live: what was changed while the run goes: saved, taken up again, and no part of a rollback.
+        warn: is told what went wrong where the run goes on.
         keep_best: mark the checkpoint with the best score, which then stays.
     """
 
@@ -32,6 +38,7 @@ class Checkpointer:
         model: Path,
         live: LiveSettings,
         *,
+        warn: Callable[[str], None],
         keep_best: bool = True,
     ) -> None:
         self._checkpoints = checkpoints
@@ -39,7 +46,10 @@ class Checkpointer:
         self._rollouts = rollouts
         self._model = model
         self._live = live
+        self._warn = warn
         self._keep_best = keep_best
+        self._saving: asyncio.Task[Checkpoint | CheckpointError] | None = None
+        self._failed = False
         self._began = time.monotonic()
         self._seconds_before = 0.0
         self.step = 0
@@ -49,7 +59,7 @@ class Checkpointer:
         self.evaluation: tuple[int, int] | None = None
         """Step and version of the evaluation that is under way: what goes on from a checkpoint starts it again."""
         self.saved: int | None = None
-        """Step of the newest checkpoint; None where there is none."""
+        """Step of the newest checkpoint that is written; None where there is none."""
         self._first = rollouts.state()
         self._note()
 
@@ -98,12 +108,57 @@ class Checkpointer:
         self._note()
         self._mark_best()
 
-    async def save(self) -> Checkpoint:
-        """Writes a checkpoint of the last finished step.
+    async def begin_save(self) -> None:
+        """Begins to write a checkpoint of the last finished step; returns once the trainer's state is copied.
+
+        What was begun before is finished first. One that cannot be written is told, and the run goes on.
+
+        Raises:
+            CheckpointError: it is the second in a row that cannot be written.
+            ReplicaError: the trainer died.
+        """
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
+            failed = self._saving.result()
+            if isinstance(failed, CheckpointError) and self._failed:
+                raise failed
+            self._failed = isinstance(failed, CheckpointError)
+        copied = asyncio.get_running_loop().create_future()
+        self._saving = asyncio.create_task(self._save(copied))
+        await asyncio.wait([self._saving, copied], return_when=asyncio.FIRST_COMPLETED)
+        if self._saving.done():
+            self._saving.result()
+
+    async def finish_save(self) -> Checkpoint | None:
+        """Waits until the checkpoint that was begun last is written; returns it, or None if there is none.
 
         Raises:
             CheckpointError: no space, or the folder cannot be written.
+            ReplicaError: the trainer died before.
         """
+        if self._saving is None:
+            return None
+        await asyncio.wait([self._saving])
+        found = self._saving.result()
+        if isinstance(found, CheckpointError):
+            raise found
+        return found
+
+    async def close(self) -> None:
+        """Waits until nothing is written any more, whatever becomes of it."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
+
+    async def _save(self, copied: asyncio.Future[None]) -> Checkpoint | CheckpointError:
+        """Writes a checkpoint of the last finished step; returns the error if it cannot be written."""
+        step = self.step
+        try:
+            return await self._write(copied)
+        except CheckpointError as error:
+            self._warn(f"step {step}: there is no checkpoint of it: {error}")
+            return error
+
+    async def _write(self, copied: asyncio.Future[None]) -> Checkpoint:
         trainer, step = self._services.trainer, self.step
         if self.trained:
             self._note()
@@ -118,6 +173,8 @@ class Checkpointer:
         needed = trainer.parameters * 16
         async with self._checkpoints.writing(step, state, bytes_needed=needed, spare=spare) as folder:
             await trainer.save(folder, model=self._model)
+            copied.set_result(None)
+            await trainer.finish_save()
         self.saved = step
         self._mark_best()
         latest = self._checkpoints.latest()
@@ -125,7 +182,7 @@ class Checkpointer:
         return latest
 
     async def rollback(self) -> int:
-        """Restarts the trainer from the last checkpoint, and rolls everything else back to it.
+        """Restarts the trainer from the last checkpoint that is whole, and rolls everything else back to it.
 
         Returns:
             The step that the run goes on from.
@@ -133,8 +190,12 @@ class Checkpointer:
         Raises:
             ServiceError: the trainer died once too often.
         """
+        if self._saving is not None:  # its writers are gone; what it still does to the disk is over when it ends
+            self._saving.cancel()
+            await asyncio.wait([self._saving])
+            self._saving = None
         while True:
-            checkpoint = self._checkpoints.latest()
+            checkpoint = await asyncio.to_thread(self._checkpoints.set_damaged_aside, self._warn)
             try:
                 await self._services.devices.free_devices()
                 await self._services.trainer.restart(checkpoint.training.resolve() if checkpoint else None)

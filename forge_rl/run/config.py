@@ -56,6 +56,9 @@ class RunConfig:
     """Run folder; by default one under runs/, named by the settings. The same command continues a stopped run."""
     force_continue: bool = False
     """Continue the run in the folder although settings or code that make it what it is have changed."""
+    plan: bool = False
+    """Print the memory that each part of the run needs, and end: 0 if it fits on this machine, else 1. It counts the
+    trainer's step on tensors without memory; nothing is loaded or started."""
     cache: Path = field(default_factory=default_cache)
     """Folder that the bundled model is unpacked to, once."""
     display: Literal["auto", "live", "plain", "none"] = "auto"

@@ -115,7 +115,9 @@ class Control:
 
     async def checkpoint(self) -> str:
         """Write a checkpoint after the step that is going on."""
-        return str((await self._run.after_step(self._run.checkpoint)).folder)
+        checkpoint = await self._run.after_step(functools.partial(self._run.checkpoint, wait=True))
+        assert checkpoint is not None, "it was waited for"
+        return str(checkpoint.folder)
 
     async def evaluate(self) -> object:
         """Evaluate after the step that is going on."""

@@ -13,9 +13,12 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.private_network import enter, is_private
+
+_REPLACED = {"--trainer.recompute": "--trainer.activation-checkpointing full"}
+"""Flags of before, and what to give now."""
 
 C = TypeVar("C")
 
@@ -36,17 +39,26 @@ def launch(
 
     Args:
         config_class: a frozen dataclass; its fields become flags, and its docstrings their help. One named `isolation`
-            says whether it runs in a network of its own.
+            says whether it runs in a network of its own; one named `plan`, whether its memory is shown instead.
         main: the recipe.
         prog: how the user called it, for `--help`; `python -m` and its module by default.
         args: flags to parse; those of the command line by default.
     """
     try:
+        for given in sys.argv[1:] if args is None else args:
+            if now := _REPLACED.get(given.partition("=")[0].replace("_", "-").replace(".no-", ".")):
+                raise ConfigError(f"{given} is no flag any more", hint=f"give {now}, or nothing for none")
         config = tyro.cli(config_class, prog=prog or _command_of(main), args=args, description=config_class.__doc__)
-        isolation = vars(config).get("isolation", Isolation())
-        if isolation.private_network and not is_private():
-            enter([sys.executable, *sys.orig_argv[1:]])
-        status = asyncio.run(_run(main, config))
+        if vars(config).get("plan"):
+            from forge_rl.run.plan import show_plan
+
+            show_plan(config)
+            status = 0
+        else:
+            isolation = vars(config).get("isolation", Isolation())
+            if isolation.private_network and not is_private():
+                enter([sys.executable, *sys.orig_argv[1:]])
+            status = asyncio.run(_run(main, config))
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         status = 130

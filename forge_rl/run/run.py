@@ -236,10 +236,22 @@ class Run(Generic[C]):
         self._asked.append((work, done))
         return await done
 
-    async def checkpoint(self) -> Checkpoint:
-        """Writes a checkpoint of the last finished step."""
+    async def checkpoint(self, *, wait: bool | None = None) -> Checkpoint | None:
+        """Writes a checkpoint of the last finished step; returns it where it waits until it is written, else None.
+
+        By default that is after the last step. Before, it returns once the trainer's state is copied: the bytes are
+        written while the next steps run. One that cannot be written is told; two in a row end the run.
+
+        Args:
+            wait: whether to wait.
+
+        Raises:
+            CheckpointError: it, or the second in a row, cannot be written.
+        """
         with self.phase("checkpoint"):
-            return await self._checkpointer.save()
+            await self._checkpointer.begin_save()
+            wait = self.step >= self.config.steps if wait is None else wait
+            return await self._checkpointer.finish_save() if wait else None
 
     async def save_interrupted(self) -> None:
         """Saves what was trained since the last checkpoint, where the run writes any."""
@@ -248,8 +260,10 @@ class Run(Generic[C]):
         await self.trainer.wait_idle()
         if self._checkpointer.trained:  # it was stopped in a step, whose updates ended
             self.log({}, self.rollouts.last)
+        await self._checkpointer.close()
         if self.step not in (0, self._checkpointer.saved):
-            await self._checkpointer.save()
+            await self._checkpointer.begin_save()
+            await self._checkpointer.finish_save()
             self._log.event(f"saved step {self.step}; the same command continues from there")
 
     def __repr__(self) -> str:

@@ -27,13 +27,16 @@ from forge_rl.redaction import is_secret, without_credentials
 from forge_rl.runtime.isolation import Isolation
 
 _LIBRARY = Path(__file__).parent.parent
-_UNSAID = {"out", "display", "wandb", "cache", "force_continue"} | {f"isolation.{name}" for name in vars(Isolation())}
+_UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan"} | {
+    f"isolation.{name}" for name in vars(Isolation())
+}
 """Fields that are no part of a run: a change is not even told."""
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
     *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
-    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens", "trainer.recompute"),
+    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens"),
     *("trainer.tensor_parallel", "trainer.context_parallel", "trainer.expert_parallel", "trainer.replicate"),
+    *("trainer.activation_checkpointing", "trainer.cpu_offload"),
     "trainer.max_skipped_updates",
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
     *("generator.tensor_parallel", "generator.data_parallel", "generator.expert_parallel"),

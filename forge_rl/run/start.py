@@ -47,6 +47,7 @@ from forge_rl.run.control import Control, serving_control
 from forge_rl.run.evaluator import HELD_OUT, Evaluator
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.plan import check_state_fits
 from forge_rl.run.run import Run
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_digests, prepare_folder
 from forge_rl.run.services import running_services, stored_bytes
@@ -131,11 +132,12 @@ class Starting(Generic[C]):
         rewards = parts_of(self.reward).values()
         code = code_digests(config, *rewards, self.environment, self.agent, self.loss, *generators)
         folder, notes = choose_folder(config, self.recipe, config.out, code)
+        damaged: list[str] = []
         run: Run[C] | None = None
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(os.close, prepare_folder(folder, config, code))
             checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep_checkpoints)
-            checkpoint = checkpoints.latest()
+            checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
             display = Display(config.display, phase_clock=clock)
             sinks: list[Sink] = [
                 JSONLSink(folder / "metrics.jsonl"),
@@ -161,6 +163,8 @@ class Starting(Generic[C]):
             )
             for note in notes:
                 log.event(note)
+            for note in damaged:
+                log.event(note, "warning")
             if open_to:
                 log.event(open_to, "warning")
             faults.install()
@@ -176,9 +180,10 @@ class Starting(Generic[C]):
                 if not callable(self.environment):
                     await stack.enter_async_context(self.environment.serving(folder / "logs"))
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
-                # A family that cannot be trained, or not in this layout, is refused before anything starts.
+                # What cannot be trained, or not in this layout, or cannot fit, is refused before anything starts.
                 architecture = read_architecture(model)
                 check_model(config.trainer, config.trainer.ranks, architecture)
+                check_state_fits(config, architecture, reference=self.loss.needs_reference)
                 if architecture.quantized:
                     log.event(f"{config.model} is quantised: engines and trainer have its weights in bfloat16")
                     model = await asyncio.to_thread(dequantized, model, config.cache, display.progress)
@@ -257,8 +262,12 @@ class Starting(Generic[C]):
                     tell=log.event,
                 )
                 stack.callback(live.close)
+                warn = partial(log.event, level="warning")
                 keep_best = config.evaluation.keep_best
-                checkpointer = Checkpointer(checkpoints, services, rollouts, model, live, keep_best=keep_best)
+                checkpointer = Checkpointer(
+                    checkpoints, services, rollouts, model, live, warn=warn, keep_best=keep_best
+                )
+                stack.push_async_callback(checkpointer.close)
                 await checkpointer.resume(checkpoint)
                 if checkpoint is not None:
                     log.event(f"continued from {checkpoint.folder}")
@@ -288,13 +297,13 @@ class Starting(Generic[C]):
                     close=partial(self.__aexit__, None, None, None),
                 )
                 run.restart_evaluation()
-                warn = partial(log.event, level="warning")
                 await stack.enter_async_context(serving_control(folder, Control(run, live), warn))
                 gc.freeze()  # also what was imported meanwhile: see responsive_loop
                 with interrupted_by(raise_fault):
                     yield run
                     if run.step >= config.steps:
                         await run.finish_evaluation()
+                        await checkpointer.finish_save()
                 if run.step >= config.steps:
                     best = checkpoints.best()
                     monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest(), best)

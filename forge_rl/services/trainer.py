@@ -12,7 +12,7 @@ from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Minibatch, Packed
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model, check_ranks, least_ranks
-from forge_rl.engines.factory import thread_environment
+from forge_rl.engines.factory import train_environment
 from forge_rl.engines.platform import device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
@@ -75,6 +75,11 @@ class Trainer:
                 above={"deadline_s": 0},
                 below={"port": 65536},
             )
+            if self.cpu_offload and device_type() == "cpu":
+                raise ConfigError(
+                    "weights and optimizer state are in host memory already, where the ranks are on a CPU",
+                    hint="leave out --trainer.cpu-offload",
+                )
             if self.row_tokens % (multiple := _pad_multiple()):
                 raise ConfigError(
                     f"a row of {self.row_tokens} tokens cannot be packed",
@@ -159,7 +164,7 @@ class Trainer:
         """
         check_model(config, config.ranks, read_architecture(model))
         service = Service("trainer", cluster, faults)
-        env = thread_environment(config.ranks)
+        env = train_environment(config.ranks)
 
         def spawn() -> Replica:
             args = model, config, reference, config.ranks
@@ -347,12 +352,21 @@ class Trainer:
         return self.updates
 
     async def save(self, folder: Path, *, model: Path) -> None:
-        """Write a checkpoint; see `TrainEngine.save`.
+        """Begin to write a checkpoint, whose end `finish_save` waits for; see `TrainEngine.save`.
 
         Its version is the published one, or, where the weights were updated since, the one they will be published as.
         """
         updated = self._published not in (None, self.updates)
         await self._all("save", folder, model, self.version + updated)
+
+    async def finish_save(self) -> None:
+        """Wait until what `save` began is written; the ranks train on meanwhile, and answer between two calls.
+
+        Raises:
+            CheckpointError: a rank could not write.
+            DeadlineError: it took twice the longest time of a call.
+        """
+        await self._call_ranks(self._replica, "finish_save", lambda _: (), 2 * self.config.deadline_s)
 
     async def stop(self) -> None:
         """End the ranks."""

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import socket
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ class TrainerActor(ServiceActor):
         self._ranks = ranks
         self._engine: TrainEngine | None = None
         self._lock = asyncio.Lock()
+        self._saved: Future[None] | None = None
 
     @concurrent_endpoint
     async def meeting_point(self, port: int) -> tuple[str, int]:
@@ -79,7 +81,8 @@ class TrainerActor(ServiceActor):
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
                     f"a step found no room on the device: {str(error).splitlines()[0]}",
-                    hint="set --trainer.recompute, or lower --trainer.row-tokens or --generator.memory-share",
+                    hint="set --trainer.activation-checkpointing full, or lower --trainer.row-tokens or "
+                    "--generator.memory-share",
                 ) from error
             return metrics, time.monotonic() - began
 
@@ -119,8 +122,15 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def save(self, folder: Path, model: Path, version: int) -> None:
+        """Begin to write a checkpoint; returns once the state is copied."""
         async with self._lock:
-            self.engine.save(folder, model, version=version)
+            self._saved = self.engine.save(folder, model, version=version)
+
+    @concurrent_endpoint
+    async def finish_save(self) -> None:
+        """Wait for what `save` began; other calls go on meanwhile."""
+        assert self._saved is not None, "save comes first"
+        await asyncio.wrap_future(self._saved)
 
     @property
     def engine(self) -> TrainEngine:

@@ -45,7 +45,7 @@ def original(engine: TitanEngine, model: Path, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("saved")
     for part in ("model", "training"):
         (folder / part).mkdir()
-    engine.save(folder, model, version=1)
+    engine.save(folder, model, version=1).result()
     engine.load_training_state(folder / "training")
     return folder / "training"
 

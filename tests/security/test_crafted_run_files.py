@@ -18,7 +18,7 @@ from forge_rl.metrics.boards import WandbSink
 from forge_rl.metrics.sinks import EpisodeSink, EventSink, JSONLSink
 from forge_rl.metrics.trace import Trace
 from forge_rl.run.run_dir import choose_folder, prepare_folder
-from tests.test_checkpointing import Parts, checkpointer_of
+from tests.test_checkpointing import Parts, checkpointer_of, save
 from tests.test_run_dir import Config
 
 NONSENSE = {
@@ -92,7 +92,7 @@ def test_settings_of_nonsense_are_refused_or_written_anew(name: str, content: by
 def test_a_controllers_state_of_nonsense_is_refused(content: bytes | dict[str, object], tmp_path: Path):
     async def check() -> None:
         checkpointer = checkpointer_of(Parts(), tmp_path)
-        saved = await checkpointer.save()
+        saved = await save(checkpointer)
         path = saved.folder / "controller.json"
         state = json.loads(path.read_text())
         path.write_bytes(json.dumps(state | content).encode() if isinstance(content, dict) else content)

@@ -133,7 +133,7 @@ class _TreeAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: tuple[TreeMask, ...], scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         repeats = q.shape[1] // k.shape[1]
-        out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for queries, keys, bias in _pieces(masks, q.dtype):
             ours, theirs = (x[:, :, keys].repeat_interleave(repeats, dim=1) for x in (k, v))
             out[:, :, queries], sums[:, :, queries] = _attend(

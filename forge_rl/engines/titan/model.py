@@ -29,8 +29,9 @@ from forge_rl.engines.titan.vocabulary import split_token_logprobs
 LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
 
-_HEAD_CHUNK_TOKENS = 1024
-"""Targets that are scored at a time."""
+
+HEAD_CHUNK_BYTES = 128 << 20
+"""Most bytes of the logits that are held at a time, and as many again of their gradient."""
 
 
 def build_model(
@@ -247,9 +248,10 @@ class FloatHead(Linear):
                 return split_token_logprobs(logits, targets, temperature, self.weight.device_mesh, self.out_features)
             return token_logprobs(logits, targets, temperature)
 
-        if len(targets) <= _HEAD_CHUNK_TOKENS:
+        tokens = max(1, HEAD_CHUNK_BYTES // (4 * self.weight.shape[0]))
+        if len(targets) <= tokens:
             return score(hidden, targets)
-        chunks = zip(hidden.split(_HEAD_CHUNK_TOKENS), targets.split(_HEAD_CHUNK_TOKENS), strict=True)
+        chunks = zip(hidden.split(tokens), targets.split(tokens), strict=True)
         scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
         return logprobs, entropy

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import set_spmd_backend
@@ -21,6 +20,7 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from forge_rl.engines.platform import device_type
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.checkpointing import checkpointing_of
 
 _BACKEND = "partial_dtensor"
 """torchtitan's way to annotate tensors: its default needs DTensors on the mesh of all axes."""
@@ -30,7 +30,7 @@ class Parallelism:
     """Place of this rank among the others, by the parallel flags of its settings.
 
         parallelism = Parallelism(settings)  # once the process group is initialised
-        parallelism.apply(model, dtype=torch.float32, recompute=False)  # a model on the meta device
+        parallelism.apply(model, dtype=torch.float32)  # a model on the meta device
 
     Ranks are numbered as in torchtitan, from the outermost axis: copies (HSDP), shards (FSDP), parts of a row (context
     parallel), parts of a matrix (tensor parallel). So a data-parallel share, which trains rows of its own, is a run of
@@ -39,6 +39,7 @@ class Parallelism:
 
     def __init__(self, settings: TrainSettings) -> None:
         set_spmd_backend(_BACKEND)
+        self._settings = settings
         world = dist.get_world_size()
         self.shares = world // settings.peers
         """Number of data-parallel shares."""
@@ -54,7 +55,7 @@ class Parallelism:
         )
         self._cp = self._dims.get_optional_mesh("cp") if world > 1 else None
 
-    def apply(self, model: Decoder, *, dtype: torch.dtype, recompute: bool) -> None:
+    def apply(self, model: Decoder, *, dtype: torch.dtype) -> None:
         """Shard a model, in place, with torchtitan's parts in the order of its own `parallelize_*` functions."""
         dims = self._dims
         if self._cp is not None:
@@ -68,8 +69,8 @@ class Parallelism:
             for module in model.modules():
                 if isinstance(module, RoutedExperts):
                     module.register_forward_pre_hook(_wait)
-        if recompute:
-            FullAC.Config().build(dump_folder="").apply(model)
+        if (checkpointing := checkpointing_of(self._settings)) is not None:
+            checkpointing.build(dump_folder="").apply(model)
         copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
         # A single rank gathers nothing: it only casts, and once is enough for forward and backward.
         gathers = dims.fsdp_enabled or dims.ep_enabled
@@ -79,6 +80,7 @@ class Parallelism:
             param_dtype=dtype,
             reduce_dtype=torch.float32,
             pp_enabled=False,
+            cpu_offload=self._settings.cpu_offload,
             reshard_after_forward_policy="default" if gathers else "never",
             ep_degree=dims.ep,
             edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,

@@ -1,24 +1,22 @@
-"""Reads and writes a torchtitan model: Hugging Face folders, and training state to continue from."""
+"""Reads into a torchtitan model: a Hugging Face folder, or a training state to continue from."""
 
 from __future__ import annotations
 
 import json
 import operator
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from forge_rl.data import mxfp4
+from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import TrainingStateReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
@@ -94,59 +92,10 @@ def _open(path: Path) -> safe_open:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
 
 
-def save_hf(model: nn.Module, source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the model as a Hugging Face folder: every rank takes part, rank 0 writes.
-
-    The config and tokenizer files come from `source`, which the run started from; `folder` exists.
-    """
-    from huggingface_hub import save_torch_state_dict
-
-    state: dict[str, torch.Tensor] = {}
-    for name, parameter in named_weights(model):
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if dist.get_rank() == 0:
-            for part in names_of(model).parts(name, full.shape):
-                state[part.name] = part.of(full.detach()).to("cpu", torch.float32 if part.float32 else dtype, copy=True)
-    if dist.get_rank() == 0:
-        for path in source.iterdir():
-            if (
-                path.is_file()
-                and path.suffix in (".json", ".jinja", ".model", ".txt")
-                and "safetensors" not in path.name
-            ):
-                shutil.copy(path, folder / path.name)
-        config = json.loads((folder / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        for stale in ("torch_dtype", "quantization_config"):
-            config.pop(stale, None)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_torch_state_dict(state, folder, metadata={"format": "pt"})
-    dist.barrier()
-
-
-def save_training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int], folder: Path
-) -> None:
-    """Write float32 weights, optimizer state and counts, each rank its shards; any number of ranks can read them.
-
-    Frozen weights are written without optimizer state.
-
-    Raises:
-        CheckpointError: a rank could not write.
-    """
-    try:
-        dcp.save(_training_state(model, optimizer, counts), checkpoint_id=folder)
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"the training state in {folder} cannot be written: {_cause(error)}",
-            hint="free space, or choose another --out; earlier checkpoints are as they were",
-        ) from error
-
-
 def load_training_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, counts: Iterable[str], folder: Path
 ) -> dict[str, int]:
-    """Read what save_training_state wrote, into the model and the optimizer.
+    """Read what a StateSaver wrote, in whatever layout, into the model and the optimizer.
 
     Returns:
         The counts of these names.
@@ -154,22 +103,22 @@ def load_training_state(
     Raises:
         CheckpointError: it is incomplete, corrupt, crafted, or of another model.
     """
-    state = _training_state(model, optimizer, dict.fromkeys(counts, 0))
+    state = training_state(model, optimizer, dict.fromkeys(counts, 0))
     try:
         reader = TrainingStateReader(folder)
         _check_frozen(set(reader.read_metadata().state_dict_metadata), set(state), folder)
-        dcp.load(state, storage_reader=reader)
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner())
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"the training state in {folder} cannot be read: {_cause(error)}",
+            f"the training state in {folder} cannot be read: {cause_of(error)}",
             hint="delete that step's folder to continue from the one before it",
         ) from error
     for parameter in model.parameters():
         if parameter.requires_grad:
-            optimizer.state[parameter]["step"].copy_(state["steps"])
-    return {name: int(state[name]) for name in counts}
+            optimizer.state[parameter]["step"].copy_(state["steps"].values)
+    return {name: int(state[name].values) for name in counts}
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
@@ -187,30 +136,12 @@ def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
         )
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """Return one line; what fails on any rank reaches all as a CheckpointException, which is not an Exception."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):  # torch's own errors hide that a disk is full
+        behind = behind.__context__
+    error = behind or error
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]
-) -> dict[str, torch.Tensor]:
-    """Return flat views of all state by name; AdamW makes its own only at the first step, so it is made here."""
-    state: dict[str, torch.Tensor] = {name: torch.tensor(count) for name, count in counts.items()}
-    steps = torch.tensor(0.0)
-    for name, parameter in named_weights(model):
-        state[f"model.{name}"] = parameter.detach()
-        if not parameter.requires_grad:
-            continue
-        moments = optimizer.state[parameter]
-        if not moments:
-            moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW wants it
-            moments["exp_avg"] = torch.zeros_like(parameter)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter)
-        steps = moments["step"].detach().clone().cpu()
-        state[f"exp_avg.{name}"] = moments["exp_avg"]
-        state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
-    state["steps"] = steps
-    return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.decoder import Decoder
 
@@ -20,11 +20,13 @@ from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.platform import local_device, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.checkpointing import checkpointing_of
 from forge_rl.engines.titan.model import attention_mask, build_model
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.parallel import Parallelism, whole_hidden
+from forge_rl.engines.titan.saving import StateSaver
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
-from forge_rl.engines.titan.state import load_training_state, load_weights, save_hf, save_training_state
+from forge_rl.engines.titan.state import load_training_state, load_weights
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import Max, Mean, Sum, Value, merge_all
 from forge_rl.weights.manifest import TensorSpec
@@ -54,6 +56,7 @@ class TitanEngine:
             fused=True,
         )
         self._offloaded: OffloadedState | None = None
+        self._saver = StateSaver()
 
     def train_batch(
         self,
@@ -132,7 +135,8 @@ class TitanEngine:
     def offload(self) -> int:
         if self._offloaded is not None:
             return 0
-        self._offloaded = OffloadedState(self._held())
+        on_device = (tensor for tensor in self._held() if tensor.device.type == self.device.type)
+        self._offloaded = OffloadedState(on_device)
         return self._offloaded.bytes
 
     def onload(self) -> int:
@@ -151,11 +155,10 @@ class TitanEngine:
     def specs(self) -> tuple[TensorSpec, ...]:
         return specs(self.model)
 
-    def save(self, folder: Path, model: Path, *, version: int) -> None:
+    def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
         self.onload()
-        counts = {"updates": self.updates, "version": version}
-        save_training_state(self.model, self.optimizer, counts, folder / "training")
-        save_hf(self.model, model, folder / "model", self.architecture.dtype)
+        counts, dtype = {"updates": self.updates, "version": version}, self.architecture.dtype
+        return self._saver.save(self.model, self.optimizer, counts, folder, source=model, dtype=dtype)
 
     def load_training_state(self, folder: Path) -> int:
         self.onload()
@@ -255,7 +258,8 @@ class TitanEngine:
     def _build(self) -> Decoder:
         world = dist.get_world_size()
         dtype = resolve_dtype(self._settings.dtype)
-        shard = world > 1 or dtype != torch.float32
+        shard = world > 1 or dtype != torch.float32 or self._settings.cpu_offload
+        home = torch.device("cpu") if self._settings.cpu_offload else self.device
         with torch.device("meta" if shard else self.device):
             model = build_model(
                 self.architecture,
@@ -264,14 +268,17 @@ class TitanEngine:
                 expert_parallel=self._settings.expert_parallel > 1,
             )
         if shard:
-            self._parallelism.apply(model, dtype=dtype, recompute=self._settings.recompute)
-            model.to_empty(device=self.device)
-        elif self._settings.recompute:
-            FullAC.Config().build(dump_folder="").apply(model)
+            self._parallelism.apply(model, dtype=dtype)
+            model.to_empty(device=home)
+        elif (checkpointing := checkpointing_of(self._settings)) is not None:
+            checkpointing.build(dump_folder="").apply(model)
         with torch.no_grad():
             model.init_states()
         load_weights(model, self._folder, tied=self.architecture.tied)
-        return model.to(self.device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
+        return model
 
 
 def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:

@@ -1,0 +1,101 @@
+"""One update on a long row, in a process of its own; prints its memory as JSON. A part of `long_rows`.
+
+python -m benchmarks.long_row MODEL before|none|selective|full TOKENS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Literal, cast
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.data.packing import Minibatch, Row
+from forge_rl.engines.factory import make_train_engine
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.platform import init_distributed
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan import model as titan_model
+
+_FEW_TOKENS = 64
+
+
+def row_of(tokens: int, vocab: int) -> Row:
+    """A row that one episode of so many tokens fills; all but the first are trained."""
+    whole = torch.full((tokens,), 0, dtype=torch.int32)
+    token_ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
+    return Row(
+        token_ids=token_ids,
+        positions=torch.arange(tokens),
+        trees=whole,
+        branches=whole + 1,
+        targets=token_ids.roll(-1),
+        mask=torch.ones(tokens, dtype=torch.bool),
+        behaviour=torch.full((tokens,), -10.0),
+        advantages=torch.ones(tokens),
+        versions=whole,
+        episodes=whole,
+        segments=whole,
+        turns=whole,
+        lengths=whole + tokens,
+    )
+
+
+def as_before() -> None:
+    """Score and attend as without chunks: all logits at once, and SDPA under a dense mask."""
+    dense: dict[int, torch.Tensor] = {}
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: object, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if q.shape[2] not in dense:
+            dense[q.shape[2]] = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention
+        return attended(q, k, v, attn_mask=dense[q.shape[2]], scale=scale), q.new_empty(q.shape[:3])
+
+    titan_model.HEAD_CHUNK_BYTES = 1 << 62
+    titan_model.attend_trees = attend
+
+
+def main() -> None:
+    """Take two updates, the second on the long row, when all that lasts is there."""
+    model, how, tokens = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    if how == "before":
+        as_before()
+    init_distributed(0, 1, "127.0.0.1", 0)
+    loaded = psutil.Process().memory_info().rss
+    checkpointing = cast(Literal["none", "selective", "full"], "none" if how == "before" else how)
+    settings = TrainSettings(
+        dtype="float32",
+        row_tokens=tokens,
+        activation_checkpointing=checkpointing,
+        optimizer=OptimizerConfig(lr=1e-5),
+    )
+    engine = make_train_engine(model, settings)
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    few, many = row_of(_FEW_TOKENS, vocab), row_of(tokens, vocab)
+
+    def update(*rows: Row) -> None:
+        minibatch = Minibatch(rows=rows, tokens=sum(len(row) for row in rows), sequences=len(rows))
+        found = engine.train_batch(
+            [minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=4, version=None
+        )
+        assert found[0] is not None, "its gradient is not finite"
+
+    update(few)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+    began = time.monotonic()
+    update(few, many)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak = int(status["VmHWM"].split()[0]) * 1024
+    print(json.dumps({"loaded": loaded, "peak": peak, "seconds": round(time.monotonic() - began, 1)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Longest row that trains in 8 GiB, before and after chunks and recomputation; and the plan's bytes beside the peak.
+
+python -m benchmarks.long_rows --json out.json
+
+Each try is a process that takes an update on one long row, when gradients and the optimizer's state are there. "Before"
+is the same code with all logits at once, a dense mask, and nothing computed again. A row fits if the process's peak
+resident memory is within the limit. After takes minutes a try, so it stops where it is --stop-at times as long; how far
+the plan says that it goes is printed beside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.engines.factory import plan_training, train_environment
+from forge_rl.engines.protocol import TrainSettings
+
+_STEP = 128
+_CLOSE = 1.08
+"""Ratio of the shortest row that does not fit to the longest that does, at which the search ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Find the longest row that trains, and compare the plan with the peak."""
+
+    gib: float = 8.0
+    """Memory of the process."""
+    layers: int = 30
+    """Layers of the model, which otherwise has SmolLM2-135M's shape."""
+    after: str = "full"
+    """Activation checkpointing of "after"."""
+    stop_at: float = 3.5
+    """How many times as long as before a row is tried at most."""
+    small: int = 1024
+    """Tokens of the rows that the plan is compared on, besides the long ones."""
+
+    def __post_init__(self) -> None:
+        if self.stop_at < 3 or self.small < _STEP or self.after not in ("none", "selective", "full"):
+            raise BenchmarkError(
+                f"nothing to find with --stop-at {self.stop_at}, --small {self.small}, --after {self.after}",
+                hint=f"set --stop-at to 3 or more, --small to {_STEP} or more, --after to none, selective or full",
+            )
+
+
+def measure(config: Config, report: Report) -> None:
+    """Search both, and compare each try but those of before with the plan."""
+    limit = round(config.gib * 2**30)
+    with tempfile.TemporaryDirectory(prefix="forge_rl-rows-") as made:
+        model = Path(made)
+        _make_model(model, config.layers)
+
+        def planned(how: str, tokens: int) -> int:
+            settings = TrainSettings(dtype="float32", row_tokens=tokens)
+            settings = replace(settings, activation_checkpointing=how)  # type: ignore[arg-type]
+            return plan_training(model, settings, ranks=1, reference=False).total
+
+        plan_itself = planned(config.after, config.small)  # now all that a trainer imports is imported
+        process = psutil.Process().memory_info().rss
+        errors: list[float] = []
+
+        def peak(how: str, tokens: int) -> float:
+            found = _try(model, how, tokens, limit)
+            if found["peak"] == float("inf"):
+                print(f"{how}, {tokens} tokens: does not fit by far", flush=True)
+                report.rows.append({"how": how, "tokens": tokens, "peak": None})
+                return found["peak"]
+            row: dict[str, object] = {"how": how, "tokens": tokens, **found}
+            said = f"{how}, {tokens} tokens: peak {found['peak'] / 2**30:.2f} GiB in {found['seconds']:.0f} s"
+            if how != "before":
+                expected = process + planned(how, tokens)
+                errors.append(abs(expected - found["peak"]) / found["peak"])
+                row |= {"planned": expected}
+                said += f", planned {expected / 2**30:.2f} GiB ({expected / found['peak'] - 1:+.1%})"
+            report.rows.append(row)
+            print(said, flush=True)
+            return found["peak"]
+
+        for how in ("none", "selective", "full"):
+            peak(how, config.small)
+        before = _longest(lambda tokens: peak("before", tokens), limit, first=config.small, most=1 << 20)
+        most = _rounded(before * config.stop_at)
+        after = _longest(lambda tokens: peak(config.after, tokens), limit, first=most, most=most)
+        slope = (planned(config.after, 2 * most) - planned(config.after, most)) / most
+        report.results |= {
+            "longest_over_before": after / before,
+            "plan_error": max(errors),
+            "longest_before_tokens": float(before),
+            "longest_after_tokens": float(after),
+            "longest_after_tokens_planned": most + (limit - process - planned(config.after, most)) / slope,
+            "planned_state_gib": plan_itself / 2**30,
+        }
+
+
+def _longest(peak: Callable[[int], float], limit: int, *, first: int, most: int) -> int:
+    """Return the longest row within the limit, and at most `most`, that was found; peaks grow with the tokens."""
+    found: dict[int, float] = {}
+    tokens = first
+    while True:
+        found[tokens] = peak(tokens)
+        fits = max((each for each in found if found[each] <= limit), default=0)
+        over = min((each for each in found if found[each] > limit), default=most + _STEP)
+        if fits >= most or (fits and over / fits <= _CLOSE) or over <= _STEP:
+            if not fits:
+                raise BenchmarkError(f"no row trains in {limit} bytes", hint="raise --gib")
+            return fits
+        known = sorted(each for each in found if found[each] < float("inf"))
+        if len(known) > 1:
+            (a, b) = known[-2:]
+            guess = a + (0.98 * limit - found[a]) * (b - a) / (found[b] - found[a])
+        else:
+            guess = tokens * (2 if fits else 0.6)
+        tokens = min(max(_rounded(guess), fits + _STEP), over - _STEP, most)
+        if tokens <= fits:
+            return fits
+
+
+def _rounded(tokens: float) -> int:
+    return max(_STEP, int(tokens // _STEP) * _STEP)
+
+
+def _try(model: Path, how: str, tokens: int, limit: int) -> dict[str, float]:
+    """Run one update in a process of its own; its peak is infinite if it asked for half as much again."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.long_row", str(model), how, str(tokens)],
+        env=os.environ | train_environment(1),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit * 3 // 2, limit * 3 // 2)),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    if "allocate memory" in done.stderr or "MemoryError" in done.stderr:
+        return {"peak": float("inf"), "seconds": 0.0}
+    raise BenchmarkError(f"a row of {tokens} tokens, {how}: {done.stderr[-500:]}", hint="see what it says")
+
+
+def _make_model(folder: Path, layers: int) -> None:
+    """Write a random model of SmolLM2-135M's shape with so many layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=1 << 20,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    run_benchmark("long_rows", Config, measure)

@@ -1,0 +1,36 @@
+"""Memory that engines take, part by part; what counts it needs torchtitan, what reads it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainMemory:
+    """Bytes of one trainer rank at its peak: in the backward pass of a full row, after the first update."""
+
+    weights: int
+    """float32, this rank's shards."""
+    gradients: int
+    """float32, as the weights."""
+    optimizer: int
+    """Both moments of AdamW."""
+    reference: int
+    """Frozen copy for a KL penalty."""
+    gathered: int
+    """Weights that FSDP gathers or casts for the layers at work."""
+    activations: int
+    """What a row's forward pass keeps, and what one layer's two passes add to it."""
+    head: int
+    """What the output projection and its chunk of logits add to that, if it is more."""
+    masks: int
+    """Masks of a block of queries, on a CPU."""
+
+    @property
+    def state(self) -> int:
+        """What lasts from step to step."""
+        return self.weights + self.optimizer + self.reference
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())

@@ -1,0 +1,122 @@
+"""Training state as blocks of whole tensors, for `torch.distributed.checkpoint`: any layout writes, any other reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
+
+from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
+from forge_rl.weights.slices import TensorSlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One rank's slice of a tensor.
+
+    torch would work out itself which slice a DTensor holds, and is wrong where tensor or expert parallelism and FSDP
+    cut the same dim unevenly; see `shards.block`.
+    """
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    tensor_slice: TensorSlice
+    """Place of the values in it."""
+    values: torch.Tensor
+    """The slice, where it lies."""
+
+    @staticmethod
+    def whole(values: torch.Tensor) -> Block:
+        """A tensor that each rank holds; one of them writes it."""
+        shape = tuple(values.shape)
+        return Block(shape=shape, tensor_slice=TensorSlice.whole(shape), values=values)
+
+    def copied(self) -> Block:
+        """The same in host memory of its own; the bytes are there once the device's queue has run."""
+        held = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
+        held.copy_(self.values, non_blocking=True)
+        return Block(shape=self.shape, tensor_slice=self.tensor_slice, values=held)
+
+    def size(self) -> torch.Size:
+        """Shape of the whole tensor, as torch asks for it."""
+        return torch.Size(self.shape)
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(
+            offsets=torch.Size(self.tensor_slice.start), sizes=torch.Size(self.tensor_slice.size)
+        )
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        if not self.tensor_slice.numel:
+            return []
+        properties = TensorProperties.create_from_tensor(self.values)
+        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=self.size())
+        at = MetadataIndex(name, torch.Size(self.tensor_slice.start))
+        return [WriteItem(index=at, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()] if self.tensor_slice.numel else []
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes blocks."""
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return cast(Block, self.state_dict[index.fqn]).values
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads into blocks, which torch's own would flatten into something else."""
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "set_up_planner comes first"
+        return create_default_local_load_plan(self.state_dict, self.metadata)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return cast(Block, self.state_dict[index.fqn]).values
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]) -> dict[str, Block]:
+    """Return this rank's block of all state by name; AdamW makes its own only at the first step, so it is made here."""
+    state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
+    steps = torch.tensor(0.0)
+    for name, parameter in named_weights(model):
+        shape, tensor_slice = tuple(parameter.shape), slice_of(parameter)
+
+        def block(values: torch.Tensor, shape: tuple[int, ...] = shape, at: TensorSlice = tensor_slice) -> Block:
+            return Block(shape=shape, tensor_slice=at, values=values_of(values))
+
+        state[f"model.{name}"] = block(parameter)
+        if not parameter.requires_grad:
+            continue
+        moments = optimizer.state[parameter]
+        if not moments:
+            moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW wants it
+            moments["exp_avg"] = torch.zeros_like(parameter)
+            moments["exp_avg_sq"] = torch.zeros_like(parameter)
+        steps = moments["step"].detach().clone().cpu()
+        state[f"exp_avg.{name}"] = block(moments["exp_avg"])
+        state[f"exp_avg_sq.{name}"] = block(moments["exp_avg_sq"])
+    state["steps"] = Block.whole(steps)
+    return state

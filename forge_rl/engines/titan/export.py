@@ -1,0 +1,133 @@
+"""Hugging Face exports made from a training state on the disk, whatever layout wrote it, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from forge_rl.engines.titan.blocks import Block, LoadPlanner
+from forge_rl.engines.titan.index import TrainingStateReader
+from forge_rl.weights.names import Part
+from forge_rl.weights.slices import TensorSlice
+
+_FILE_BYTES = 2 << 30
+Parts = Callable[..., Iterator[Part]]
+_COPIED = (".json", ".jinja", ".model", ".txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Region:
+    """Rows of one torchtitan weight that are exported together: all of it, or some of a stack of experts."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensor_slice: TensorSlice
+
+
+class Export:
+    """Plan of an export, the same in each process that makes it: which weights go into which file.
+
+        Export(folder / "training", source, torch.bfloat16, parts).write(folder / "model")
+
+    No process holds more than one file's tensors, and one weight in float32: of a stack of experts only as many as
+    fill a file, and the shards of the training state that they lie in.
+
+    Args:
+        training: folder of the training state.
+        source: Hugging Face folder that config and tokenizer are copied from.
+        dtype: format of the weights.
+        parts: lists the published tensors that a block of a torchtitan weight holds; see `weights.names.Names.parts`.
+        file_bytes: most bytes of a file; a weight that is larger has one of its own.
+
+    Raises:
+        ValueError, pickle.UnpicklingError: it is no training state.
+    """
+
+    def __init__(
+        self, training: Path, source: Path, dtype: torch.dtype, parts: Parts, *, file_bytes: int = _FILE_BYTES
+    ) -> None:
+        self._reader, self._planner = TrainingStateReader(training), LoadPlanner()
+        self._index = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._index, is_coordinator=True)
+        self._source = source
+        self._dtype = dtype
+        self._parts = parts
+        self._files: list[list[_Region]] = []
+        room = 0
+        for region in self._regions(file_bytes):
+            size = region.tensor_slice.numel * dtype.itemsize
+            if size > room:
+                self._files.append([])
+                room = file_bytes
+            self._files[-1].append(region)
+            room -= size
+
+    def write(self, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
+        """Write this process's share of the files into a folder that exists; the first one writes what is no weight."""
+        for index in range(rank, len(self._files), ranks):
+            tensors: dict[str, torch.Tensor] = {}
+            for region in self._files[index]:
+                tensors |= self._read(region)
+            save_file(tensors, folder / self._name(index), metadata={"format": "pt"})
+        if rank == 0:
+            self._write_rest(folder)
+
+    def _regions(self, file_bytes: int) -> Iterator[_Region]:
+        for key, stored in self._index.state_dict_metadata.items():
+            if not key.startswith("model.") or not isinstance(stored, TensorStorageMetadata):
+                continue
+            name, shape = key.removeprefix("model."), tuple(stored.size)
+            rows = 0
+            if next(self._parts(name, shape)).index is not None:  # a stack, which may be cut between two of it
+                row_bytes = torch.Size(shape[1:]).numel() * self._dtype.itemsize
+                rows = max(1, file_bytes // row_bytes)
+            for first in range(0, shape[0], rows) if rows else [0]:
+                start = (first, *(0 for _ in shape[1:])) if shape else ()
+                size = (min(rows, shape[0] - first), *shape[1:]) if rows else shape
+                yield _Region(name=name, shape=shape, tensor_slice=TensorSlice(start=start, size=size))
+
+    def _read(self, region: _Region) -> dict[str, torch.Tensor]:
+        """Return the tensors of a region by Hugging Face's names, each with storage of its own."""
+        held = torch.empty(region.tensor_slice.size, dtype=torch.float32)
+        block = Block(shape=region.shape, tensor_slice=region.tensor_slice, values=held)
+        self._planner.set_up_planner({f"model.{region.name}": block}, self._index, is_coordinator=True)
+        self._reader.read_data(self._planner.finish_plan(self._planner.create_local_plan()), self._planner).wait()
+        return {
+            part.name: part.of(held).to(
+                torch.float32 if part.float32 else self._dtype, copy=True, memory_format=torch.contiguous_format
+            )
+            for part in self._parts(region.name, region.shape, region.tensor_slice)
+        }
+
+    def _name(self, index: int) -> str:
+        count = len(self._files)
+        return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+    def _write_rest(self, folder: Path) -> None:
+        for path in self._source.iterdir():
+            if path.is_file() and path.suffix in _COPIED and "safetensors" not in path.name:
+                shutil.copy(path, folder / path.name)
+        config = json.loads((folder / "config.json").read_text())
+        for stale in ("torch_dtype", "quantization_config"):
+            config.pop(stale, None)
+        config["dtype"] = str(self._dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if len(self._files) > 1:
+            regions = [region for file in self._files for region in file]
+            index = {
+                "metadata": {"total_size": sum(each.tensor_slice.numel for each in regions) * self._dtype.itemsize},
+                "weight_map": {
+                    part.name: self._name(at)
+                    for at, file in enumerate(self._files)
+                    for each in file
+                    for part in self._parts(each.name, each.shape, each.tensor_slice)
+                },
+            }
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,140 @@
+"""Bytes that a training step takes, counted on tensors without memory: the model's own code, one row, both passes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forge_rl.engines.architecture import Architecture
+from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.attention import MASK_BYTES, TreeMask
+from forge_rl.engines.titan.checkpointing import checkpointing_of
+from forge_rl.engines.titan.model import TreeAttention, build_model
+from forge_rl.engines.titan.shards import freeze
+
+
+def plan_training(
+    architecture: Architecture, settings: TrainSettings, *, ranks: int, reference: bool, tokens: int | None = None
+) -> TrainMemory:
+    """Count one rank's memory, before anything is loaded.
+
+    States are split over all ranks of one copy of the policy; what a row takes is split by tensor parallelism, as
+    torchtitan also splits the sequence between its matrices.
+
+    Args:
+        tokens: of a row on one device; by default as many as the settings allow.
+    """
+    dtype = resolve_dtype(settings.dtype)
+    tokens = tokens or settings.row_tokens
+    tensor_parallel, context_parallel = _degree(settings, "tensor_parallel"), _degree(settings, "context_parallel")
+    split = ranks // _degree(settings, "replicate")
+    with torch.device("meta"):
+        model = build_model(architecture, max_positions=tokens)
+    freeze(model, settings.frozen)
+    count, trained = (
+        sum(each.numel() for each in model.parameters() if each.requires_grad or of_all) for of_all in (True, False)
+    )
+    gathered, windowed = _gathered(model, dtype, split), architecture.window is not None
+    row, head = (found // tensor_parallel for found in _row_bytes(model, settings, dtype, tokens, windowed))
+    if context_parallel > 1:  # each rank keeps the keys and values of the whole row
+        kept = architecture.layers if settings.activation_checkpointing == "none" else 1
+        others = tokens * (context_parallel - 1) * architecture.kv_heads * architecture.head_dim
+        row += 2 * kept * others * dtype.itemsize // tensor_parallel
+    return TrainMemory(
+        weights=4 * count // split,
+        gradients=4 * trained // split,
+        optimizer=8 * trained // split,
+        reference=4 * count // split if reference else 0,
+        gathered=gathered // tensor_parallel,
+        activations=row,
+        head=head,
+        masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
+    )
+
+
+def _degree(settings: TrainSettings, name: str) -> int:
+    return int(getattr(settings, name, 1))
+
+
+def _gathered(model: nn.Module, dtype: torch.dtype, split: int) -> int:
+    """Bytes of whole weights in the format of the passes: of two units, as FSDP fetches one ahead."""
+    if split == 1:  # they are cast once, and stay
+        return 0 if dtype == torch.float32 else dtype.itemsize * sum(p.numel() for p in model.parameters())
+    layers: list[Any] = list(model.get_submodule("layers").children())
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    units = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    units.append(sum(p.numel() for p in model.parameters() if id(p) not in inside))
+    return dtype.itemsize * sum(sorted(units)[-2:])
+
+
+def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: int, windowed: bool) -> tuple[int, int]:
+    """Return the peak of what the two passes over one row hold in the layers, weights and their gradients aside, and
+    what the head adds to it."""
+    model.to(dtype)
+    for layer in model.layers.values():
+        layer.attention.inner_attention = TreeAttention(TreeAttention.Config())  # keeps what FlexAttention does
+    checkpointing = checkpointing_of(settings)
+    if checkpointing is not None:
+        checkpointing.build(dump_folder="").apply(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+    ids, targets = (torch.zeros(1, tokens, dtype=torch.int64, device="meta") for _ in range(2))
+    positions = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    zeros = torch.zeros(tokens, dtype=torch.int32)
+    mask = TreeMask(first=0, branches=zeros, queries=tokens, branched=False, positions=zeros)
+    masks: Any = (mask,)
+    if windowed:
+        masks = {"basic_mask": (mask,), "sliding_window_mask": (mask,)}
+    peaks = []
+    for score in (False, True):
+        chosen = slice(None) if score else slice(0, 1)
+        handle = model.lm_head.register_forward_pre_hook(
+            lambda _, inputs, chosen=chosen: (inputs[0][0, chosen], targets[0, chosen], 1.0)
+        )
+        with _LiveBytes() as live:
+            logprobs, _ = model(ids, positions=positions, attention_masks=masks)
+            logprobs.sum().backward()
+        del logprobs, _
+        handle.remove()
+        peaks.append(live.most)
+    return peaks[0], max(0, peaks[1] - peaks[0])
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        for tensor in _tensors(found):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in given or key in self._known:
+                continue
+            self._known.add(key)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._gone, key, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return found
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _tensors(values: object) -> Iterator[torch.Tensor]:
+    return (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))

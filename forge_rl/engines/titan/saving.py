@@ -1,0 +1,102 @@
+"""Writes training state and Hugging Face exports in a thread, from copies in host memory, while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from forge_rl.engines.titan.blocks import Block, SavePlanner, training_state
+from forge_rl.engines.titan.export import Export, Parts
+from forge_rl.engines.titan.shards import names_of
+from forge_rl.engines.titan.state import cause_of
+from forge_rl.errors import CheckpointError
+
+
+class StateSaver:
+    """Saves the state of an engine; all ranks call it in the same order.
+
+        saved = saver.save(model, optimizer, {"updates": 3}, folder, source=source, dtype=torch.bfloat16)
+        ...  # the model may change
+        saved.result()
+
+    Host memory holds a copy of this rank's shards until they are written: 12 bytes a parameter.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._group: dist.ProcessGroup | None = None
+        self._last: Future[None] | None = None
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        counts: Mapping[str, int],
+        folder: Path,
+        *,
+        source: Path,
+        dtype: torch.dtype,
+    ) -> Future[None]:
+        """Copy the state, and begin to write `folder/training` and `folder/model`, which exist and are empty.
+
+        What another call began is finished first. Any number of ranks, in any layout, can read what is written.
+        Frozen weights are written without optimizer state.
+
+        Args:
+            counts: written beside, by name.
+            source: Hugging Face folder that config and tokenizer are copied from.
+            dtype: format of the export; the training state is in float32.
+
+        Returns:
+            A future, done once all ranks have written. It raises CheckpointError if one could not.
+        """
+        if self._last is not None:
+            wait_for([self._last])
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")  # of its own: training uses the other one meanwhile
+        state = {name: block.copied() for name, block in training_state(model, optimizer, counts).items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model).parts)
+        return self._last
+
+    def _write(self, state: dict[str, Block], folder: Path, source: Path, dtype: torch.dtype, parts: Parts) -> None:
+        training = folder / "training"
+
+        def write_state() -> None:
+            dcp.save(state, checkpoint_id=training, planner=SavePlanner(), process_group=self._group)
+            state.clear()
+
+        def export() -> None:
+            made = Export(training, source, dtype, parts)
+            made.write(folder / "model", rank=dist.get_rank(), ranks=dist.get_world_size())
+
+        self._on_all_ranks("the training state", training, write_state)
+        self._on_all_ranks("the model", folder / "model", export)
+
+    def _on_all_ranks(self, what: str, folder: Path, work: Callable[[], None]) -> None:
+        """Do the work; what fails on any rank is raised on all."""
+        failed = ""
+        try:
+            work()
+        except (Exception, CheckpointException) as error:
+            failed = cause_of(error)
+            with contextlib.suppress(OSError):
+                failed += f" ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free there)"
+        causes = [failed] * dist.get_world_size()
+        dist.all_gather_object(causes, failed, group=self._group)
+        if failed := next(filter(None, causes), ""):
+            raise CheckpointError(
+                f"{what} in {folder} cannot be written: {failed}",
+                hint="free space, or choose another --out; earlier checkpoints are as they were",
+            )

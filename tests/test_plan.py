@@ -1,0 +1,135 @@
+"""Plan of memory: its bytes are those that a real step allocates, and what cannot fit is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.long_row import row_of
+from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.data.packing import Minibatch, Row
+from forge_rl.engines.factory import plan_training
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan import model as titan_model
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ConfigError
+from forge_rl.run.plan import Need, plan_run, refuse
+from recipes.grpo import Config
+from tests.fakes import make_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+SHAPE: dict[str, object] = {
+    "vocab_size": 3000,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "max_position_embeddings": 4096,
+}
+
+
+def peak_of(engine: TitanEngine, *rows: Row) -> int:
+    """Most bytes that an update has allocated at a time, by torch's profiler."""
+    minibatch = Minibatch(rows=rows, tokens=sum(map(len, rows)), sequences=len(rows))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        engine.train_batch([minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=9, version=None)
+    assert prof.profiler is not None
+    assert prof.profiler.kineto_results is not None
+    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_the_plan_is_what_an_update_allocates(
+    family: str, checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(titan_model, "HEAD_CHUNK_BYTES", 1 << 20)
+    make_model(tmp_path, family, **SHAPE)
+    settings = TrainSettings(dtype="float32", row_tokens=768, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+    planned = plan_training(tmp_path, settings, ranks=1, reference=False)
+    engine = TitanEngine(tmp_path, settings)
+    few, many = row_of(16, 3000), row_of(768, 3000)
+    peak_of(engine, few)  # makes what lasts
+    found = peak_of(engine, few, many)  # the gradient of the first row is there when the second one begins
+    expected = planned.gradients + planned.activations + planned.head
+    assert expected == pytest.approx(found, rel=0.1)
+    held = sum(parameter.nbytes for parameter in engine.model.parameters())
+    moments = sum(each.nbytes for state in engine.optimizer.state.values() for each in state.values() if each.dim())
+    assert (planned.weights, planned.gradients, planned.optimizer) == (held, held, moments)
+
+
+def test_a_plan_splits_states_over_ranks_and_counts_a_reference_and_what_is_frozen(tmp_path: Path):
+    make_model(tmp_path, **SHAPE)
+    settings = TrainSettings(dtype="bfloat16", row_tokens=128)
+    one = plan_training(tmp_path, settings, ranks=1, reference=True)
+    two = plan_training(tmp_path, settings, ranks=2, reference=True)
+    assert (two.weights, two.optimizer, two.reference) == (one.weights // 2, one.optimizer // 2, one.weights // 2)
+    assert two.activations == one.activations
+    assert one.gathered == one.weights // 2, "a single rank casts all to bfloat16, and keeps it"
+    assert 0 < two.gathered < one.gathered
+    frozen = TrainSettings(dtype="bfloat16", row_tokens=128, frozen=("model.embed_tokens.*", "lm_head.*"))
+    less = plan_training(tmp_path, frozen, ranks=1, reference=False)
+    assert less.weights == one.weights
+    assert one.gradients - less.gradients == 2 * 4 * 3000 * 96
+    assert less.optimizer == 2 * less.gradients
+
+
+def test_a_plan_of_longer_rows_grows_by_what_is_kept(tmp_path: Path):
+    make_model(tmp_path, **SHAPE)
+
+    def bytes_per_token(checkpointing: str) -> float:
+        totals = [
+            plan_training(
+                tmp_path,
+                TrainSettings(dtype="float32", row_tokens=tokens, activation_checkpointing=checkpointing),  # type: ignore[arg-type]
+                ranks=1,
+                reference=False,
+            ).activations
+            for tokens in (1024, 2048)
+        ]
+        return (totals[1] - totals[0]) / 1024
+
+    none, selective, full = map(bytes_per_token, ("none", "selective", "full"))
+    assert none > 1.5 * selective
+    assert selective > 1.5 * full
+    assert full > 4 * 96 * 4, "the input of each of four layers"
+
+
+def test_what_cannot_fit_is_refused_with_the_flags_of_the_largest_part():
+    needs = [
+        Need(who="trainer rank", count=2, parts={"weights": 3, "activations": 4}, hint="lower this"),
+        Need(who="engine", count=1, parts={"weights": 5}, hint="lower that"),
+    ]
+    refuse(needs, available=19, together=True)
+    with pytest.raises(ConfigError, match=r"2 x .* for each trainer rank, and this machine has") as caught:
+        refuse(needs, available=18, together=True)
+    assert "lower this" in caught.value.hint
+    assert "--plan" in caught.value.hint
+    refuse(needs, available=7, together=False)
+    with pytest.raises(ConfigError, match="each trainer rank needs"):
+        refuse(needs, available=6, together=False)
+
+
+def test_a_run_is_planned_by_its_flags(tmp_path: Path):
+    make_model(tmp_path, **SHAPE)
+    config = Config(model=str(tmp_path))
+    trainer, engine, store = plan_run(config, tmp_path, reference=False)
+    assert (trainer.count, engine.count, store.count) == (1, 1, 1)
+    assert "frozen reference" not in trainer.parts
+    assert trainer.parts["copy of the state, while a checkpoint is written"] == 3 * trainer.parts["weights, float32"]
+    assert engine.parts["keys and values"] == 2**30
+    with_reference = plan_run(config, tmp_path, reference=True)[0]
+    assert with_reference.total - trainer.total == trainer.parts["weights, float32"]
+    assert (
+        torch.finfo(torch.float32).bits // 8 * sum(each.numel() for each in make_model(tmp_path, **SHAPE).parameters())
+        == trainer.parts["weights, float32"]
+    )
