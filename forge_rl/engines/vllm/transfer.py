@@ -147,7 +147,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                     yield name, tensor
 
             try:
-                self._loaded |= self.model.load_weights(weights())
+                with internals.collecting(self.model):
+                    self._loaded |= self.model.load_weights(weights())
             except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
                 raise WeightsError(
                     f"version {version} does not fit the engine's model: {last} of shape "
@@ -159,8 +160,9 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         self._entries += bucket.entries
 
     def _check_complete(self) -> None:
+        tied = self.model_config.hf_config.tie_word_embeddings
         missing = sorted(self._expected - self._loaded)
-        missing += [f"part of {name}" for name in internals.partly_loaded(self.model)]
+        missing += [f"part of {name}" for name in internals.partly_loaded(self.model, tied=tied)]
         if missing:
             raise WeightsError(
                 f"version {self._version} leaves {len(missing)} of the engine's weights as they were: {missing[:3]}",
