@@ -39,11 +39,14 @@ def completion(seed: int, **settings: object) -> Sampling:
     return Sampling(**{"max_tokens": TOKENS, "seed": seed, **settings})
 
 
-def publish(model: torch.nn.Module, folder: Path, version: int, *, bucket_bytes: int) -> Manifest:
+def publish(
+    model: torch.nn.Module, folder: Path, version: int, *, bucket_bytes: int, dtype: torch.dtype = torch.float32
+) -> Manifest:
     """A version in the folder's files."""
     weights = dict(model.named_parameters())
-    specs = [TensorSpec(name=name, shape=tuple(weight.shape)) for name, weight in weights.items()]
-    drafted = draft(specs, version=version, dtype=torch.float32, bucket_bytes=bucket_bytes)
+    exact = {name: "float32" if name.endswith("e_score_correction_bias") else "" for name in weights}
+    specs = [TensorSpec(name=name, shape=tuple(w.shape), dtype=exact[name]) for name, w in weights.items()]
+    drafted = draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes)
     refs = {
         bucket.key: segment.create(folder / bucket.key.replace("/", "-"), bucket.bytes) for bucket in drafted.buckets
     }

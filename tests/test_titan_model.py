@@ -390,6 +390,39 @@ def test_a_config_that_is_not_supported_is_refused(change: dict, said: str, tmp_
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("gpt_oss", {"attention_bias": False}, "asks for attention_bias false"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "asks for swiglu_alpha 1.5"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0, not a number above 0"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, r"layer_types is \['full_attention'\], not"),
+        ("gpt_oss", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is"),
+        ("gpt_oss", {"sliding_window": -1}, "sliding_window is -1"),
+        ("gpt_oss", {"rope_parameters": YARN | {"attention_factor": 1.0}}, "asks for YaRN with attention_factor"),
+        ("gpt_oss", {"rope_parameters": YARN | {"factor": None}}, "factor is None, not a number above 0"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', and the trainer supports 'noaux_tc'"),
+        ("deepseek_v3", {"scoring_func": None}, "scoring_func is None, and the trainer supports 'sigmoid'"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "asks for fewer key heads than heads"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "asks for moe_layer_freq 2"),
+        ("deepseek_v3", {"n_group": 3}, "asks for 8 experts in 3 groups, 3 of 2 groups"),
+        ("deepseek_v3", {"topk_group": 1}, "asks for 8 experts in 4 groups, 3 of 1 groups"),
+        ("deepseek_v3", {"first_k_dense_replace": 9}, "first_k_dense_replace is 9, not a number of layers"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0}}, "asks for YaRN whose mscale"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "asks for quantization_config"),
+        ("deepseek_v3", {"attention_bias": True}, "asks for attention_bias"),
+    ],
+)
+def test_what_a_family_does_not_support_is_refused(family: str, change: dict, said: str, tmp_path: Path):
+    make_model(tmp_path, family)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=said) as caught:
+        read_architecture(tmp_path)
+    assert str(path) in caught.value.message
+    assert caught.value.hint
+
+
 def test_an_unknown_family_is_refused_with_those_that_are_known(tmp_path: Path):
     make_model(tmp_path)
     path = tmp_path / "config.json"

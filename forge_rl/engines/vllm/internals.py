@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import operator
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from forge_rl.errors import ForgeError
 
@@ -31,6 +35,8 @@ _OF_ENGINE = (
     "output_processor.external_req_ids",
     "output_processor.request_states",
 )
+_COPIED = ("sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias")
+"""Parameters of gpt-oss that vLLM's loader copies into."""
 _OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights")
 
 
@@ -105,8 +111,27 @@ def release_kv_cache(worker: Any) -> None:
 
 def begin_reload(model: torch.nn.Module) -> None:
     """Have the model's loaders collect the weights of a layer until they are complete."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is not None and next(layer.parameters()).device.type == "cpu":
+            _repack_experts(method, experts)
     initialize_layerwise_reload(model)
     check_names(get_layerwise_info(model), _OF_LAYER)
+
+
+def _repack_experts(method: Any, experts: Any) -> None:
+    """Have a layer's experts packed for the CPU in each reload: vLLM does it after the first load only, and would then
+    compute with unpacked weights as if they were packed."""
+    if "process_weights_after_loading" in vars(method):
+        return
+    original = method.process_weights_after_loading
+
+    def process_weights_after_loading(layer: torch.nn.Module) -> None:
+        original(layer)
+        experts.process_weights_after_loading(layer)
+
+    method.process_weights_after_loading = process_weights_after_loading
 
 
 def finish_reload(model: Any, model_config: Any) -> None:
@@ -128,12 +153,52 @@ def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
 
 
-def partly_loaded(model: torch.nn.Module) -> Iterator[str]:
-    """Names of linear layers that have some of their weights and not all; embeddings may be padded."""
+def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
+    """Names of linear layers that have some of their weights and not all, and of layers that have none.
+
+    Embeddings may be padded, attention may have scales that no folder has, and an output projection that is tied to the
+    embedding has no weights of its own.
+    """
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+        missing = info.can_load() and info.load_numel < (info.load_numel_total or 0)
+        if not missing or is_deferred_attention_layer(layer) or (tied and name == "lm_head"):
+            continue
+        if isinstance(layer, LinearBase) if info.load_numel else any(True for _ in layer.parameters(recurse=False)):
             yield name
+
+
+@contextlib.contextmanager
+def collecting(model: torch.nn.Module) -> Iterator[None]:
+    """Have a reload also collect what gpt-oss's loader copies straight into parameters, past their weight loaders."""
+    if type(model).__name__ != "GptOssForCausalLM":
+        yield
+        return
+    places: dict[int, torch.nn.Parameter] = {}
+    for layer in model.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name in _COPIED and parameter.is_meta and get_layerwise_info(layer).can_load():
+                parameter.weight_loader = default_weight_loader  # type: ignore[attr-defined]
+                parameter.weight_loader = make_online_process_loader(layer, name)  # type: ignore[attr-defined]
+                places[parameter.untyped_storage()._cdata] = parameter
+    with _CollectCopies(places):
+        yield
+
+
+class _CollectCopies(TorchDispatchMode):
+    """Hands copies into parameters on the meta device, which would be lost, to the parameters' loaders."""
+
+    def __init__(self, places: Mapping[int, torch.nn.Parameter]) -> None:
+        super().__init__()
+        self._places = places
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            parameter = self._places.get(args[0].untyped_storage()._cdata)
+            if parameter is not None and args[0].shape == parameter.shape:
+                parameter.weight_loader(parameter, args[1])  # type: ignore[attr-defined]
+                return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def copy_held(

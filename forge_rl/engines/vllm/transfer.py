@@ -178,7 +178,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
 
             try:
                 with self._watch.reading({entry: tensors[entry.name] for entry in bucket.entries}):
-                    with self._watch:
+                    with internals.collecting(self.model), self._watch:
                         self._loaded |= self.model.load_weights(weights())
                     internals.copy_held(self.model, tensors, self._watch.keep)
             except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
@@ -215,8 +215,9 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         pass
 
     def _check_complete(self) -> None:
+        tied = self.model_config.hf_config.tie_word_embeddings
         missing = sorted(self._expected - self._loaded)
-        missing += [f"part of {name}" for name in internals.partly_loaded(self.model)]
+        missing += [f"part of {name}" for name in internals.partly_loaded(self.model, tied=tied)]
         if missing:
             raise WeightsError(
                 f"version {self._version} leaves {len(missing)} of the engine's weights as they were: {missing[:3]}",

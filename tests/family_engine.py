@@ -1,0 +1,66 @@
+"""A vLLM engine on a small model of a family, whose logprobs are compared with transformers'.
+
+python -m tests.family_engine FOLDER OTHER SCRATCH DTYPE: starts on FOLDER, then loads OTHER's weights as a version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file
+
+from forge_rl.engines.factory import start_decode_engine
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, Dtype
+from forge_rl.types import Sampling
+from tests.engine_conformance import Stream, fetch, gaps, publish
+
+
+class Weights(torch.nn.Module):
+    """Weights of a folder under the names that they have there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._weights = load_file(folder / "model.safetensors")
+
+    def named_parameters(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        return iter((name, torch.nn.Parameter(values)) for name, values in self._weights.items())
+
+
+async def largest_gap(engine: DecodeEngine, *folders: Path) -> list[float]:
+    """Largest distance of the engine's logprobs from those of transformers, on each folder."""
+    from transformers import AutoModelForCausalLM
+
+    turns = [
+        await Stream(engine, Sampling(max_tokens=24, seed=seed), [5 + seed, 17, 3, 31, 8] * 3).turn()
+        for seed in range(3)
+    ]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        for folder in folders
+    ]
+    return [max(float(gaps(model, turn).max()) for turn in turns) for model in models]
+
+
+async def main(folder: Path, other: Path, scratch: Path, dtype: Dtype) -> None:
+    settings = DecodeSettings(dtype=dtype, max_model_tokens=256, kv_cache_gib=0.25)
+    engine = await start_decode_engine(folder, settings, seed=0)
+    try:
+        (started,) = await largest_gap(engine, folder)
+        (scratch / "versions").mkdir(parents=True)
+        manifest = publish(Weights(other), scratch / "versions", 1, bucket_bytes=64 << 20, dtype=resolve_dtype(dtype))
+        report = await engine.load(manifest, fetch(manifest, scratch, -1), reader="the engine")
+        changed, loaded = await largest_gap(engine, folder, other)
+    finally:
+        engine.close()
+    gaps_found = {"started": started, "loaded": loaded, "changed": changed}
+    print(json.dumps(gaps_found | {"version": report.version, "in_place": report.in_place}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*map(Path, sys.argv[1:4]), cast(Dtype, sys.argv[4])))
