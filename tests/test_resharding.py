@@ -111,6 +111,9 @@ def build(layout: Layout) -> nn.Module:
             moe_comm_backend="standard",
             **attention,
         )
+        for layer in layers:
+            if layer.moe is not None:
+                layer.moe.load_balance_coeff = None  # as families build it
     config = qwen3.Qwen3Model.Config(
         vocab_size=s.vocab,
         dim=s.dim,

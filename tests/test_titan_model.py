@@ -105,7 +105,7 @@ def titan_logits(folder: Path, token_ids: torch.Tensor) -> torch.Tensor:
         model.init_states()
         load_weights(model, folder, tied=architecture.tied)
         row = row_of(token_ids)
-        masks = attention_mask(row, architecture.window)
+        masks = attention_mask(row, window=architecture.window)
         return model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.llama import LLAMA
+from forge_rl.engines.families.qwen3_moe import QWEN3_MOE
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.blocks import Block, SavePlanner, training_state
@@ -349,7 +350,8 @@ def test_a_stack_of_experts_is_exported_a_few_at_a_time(tmp_path: Path):
     for folder in ("hf", "model"):
         (tmp_path / folder).mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"quantization_config": {}}')
-    export = Export(tmp_path / "training", tmp_path / "hf", torch.float32, LLAMA.names.parts, file_bytes=3 * 3 * 8 * 4)
+    parts = QWEN3_MOE.names.parts
+    export = Export(tmp_path / "training", tmp_path / "hf", torch.float32, parts, file_bytes=3 * 3 * 8 * 4)
     export.write(tmp_path / "model")
     files = [load_file(path) for path in sorted((tmp_path / "model").glob("*.safetensors"))]
     assert sorted(sorted(name.split(".")[5] for name in file if "experts" in name) for file in files) == [

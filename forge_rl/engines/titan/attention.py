@@ -97,14 +97,14 @@ def attend_trees(
     Args:
         q: [1, heads, L, head_dim].
         k: [1, key heads, M, head_dim], of the whole row; the number of heads is a multiple of that of key heads.
-        v: [1, key heads, M, width], of the whole row; width is head_dim at most.
+        v: [1, key heads, M, width], of the whole row.
         masks: of the trees that have these queries.
         scale: factor of the scores; None takes 1 / sqrt(head_dim).
     """
-    width = v.shape[-1]
-    if width < q.shape[-1]:
-        v = nn.functional.pad(v, (0, q.shape[-1] - width))  # the kernel wants one width
-    out, sums = _TreeAttention.apply(q, k, v, tuple(masks), scale)
+    head_dim, width = q.shape[-1], v.shape[-1]
+    if width != head_dim:  # the kernel wants one
+        q, k, v = (nn.functional.pad(x, (0, max(head_dim, width) - x.shape[-1])) for x in (q, k, v))
+    out, sums = _TreeAttention.apply(q, k, v, tuple(masks), scale or head_dim**-0.5)
     return out[..., :width], sums
 
 
@@ -130,7 +130,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: tuple[TreeMask, ...], scale: float | None
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: tuple[TreeMask, ...], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         repeats = q.shape[1] // k.shape[1]
         out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -140,7 +140,7 @@ class _TreeAttention(torch.autograd.Function):
                 q[:, :, queries], ours, theirs, 0.0, bias is None, attn_mask=bias, scale=scale
             )
         ctx.save_for_backward(q, k, v, out, sums)
-        ctx.masks, ctx.scale, ctx.repeats = masks, scale or q.shape[-1] ** -0.5, repeats
+        ctx.masks, ctx.scale, ctx.repeats = masks, scale, repeats
         ctx.set_materialize_grads(False)
         return out, sums
 
