@@ -31,6 +31,8 @@ _OF_ENGINE = (
     "output_processor.external_req_ids",
     "output_processor.request_states",
 )
+PACKED = (".w13_weight", ".w2_weight")
+"""Ends of the names of experts' weights, which a kernel may order otherwise without a change of their shape."""
 _OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights")
 
 
