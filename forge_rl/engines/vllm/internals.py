@@ -37,6 +37,8 @@ _OF_ENGINE = (
 )
 _COPIED = ("sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias")
 """Parameters of gpt-oss that vLLM's loader copies into."""
+PACKED = (".w13_weight", ".w2_weight")
+"""Ends of the names of experts' weights, which a kernel may order otherwise without a change of their shape."""
 _OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights")
 
 
@@ -111,27 +113,8 @@ def release_kv_cache(worker: Any) -> None:
 
 def begin_reload(model: torch.nn.Module) -> None:
     """Have the model's loaders collect the weights of a layer until they are complete."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-        if experts is not None and next(layer.parameters()).device.type == "cpu":
-            _repack_experts(method, experts)
     initialize_layerwise_reload(model)
     check_names(get_layerwise_info(model), _OF_LAYER)
-
-
-def _repack_experts(method: Any, experts: Any) -> None:
-    """Have a layer's experts packed for the CPU in each reload: vLLM does it after the first load only, and would then
-    compute with unpacked weights as if they were packed."""
-    if "process_weights_after_loading" in vars(method):
-        return
-    original = method.process_weights_after_loading
-
-    def process_weights_after_loading(layer: torch.nn.Module) -> None:
-        original(layer)
-        experts.process_weights_after_loading(layer)
-
-    method.process_weights_after_loading = process_weights_after_loading
 
 
 def finish_reload(model: Any, model_config: Any) -> None:

@@ -158,7 +158,11 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def start_weight_update(self) -> None:
         self._version = -1
         self._loaded: set[str] = set()
-        before = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        before = {
+            name: parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if not name.endswith(internals.PACKED)
+        }
         internals.begin_reload(self.model)
         self._watch = SliceWatch(self.model, before)
         self._expected = {name for name, _ in self.model.named_parameters()}
