@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.state import save_hf
 from forge_rl.engines.titan.train import TitanEngine
 from tests.fakes import make_model, packed, random_batch, train_batch
 
@@ -41,7 +39,7 @@ ENGINE_DTYPE = {"deepseek_v3": "bfloat16"}
 
 
 NO_RELOAD = pytest.mark.xfail(
-    reason="with AMX, vLLM 0.32 drops kv_b_proj of latent attention once it is packed: a version does not load again"
+    reason="vLLM 0.32 on CPU: kv_b_proj of latent attention is empty after the start, and a load is refused"
 )
 
 
@@ -53,16 +51,23 @@ NO_RELOAD = pytest.mark.xfail(
     ],
 )
 def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: str, tied: bool, tmp_path: Path):
-    folder, trained = tmp_path / "hf", tmp_path / "trained"
+    folder, saved = tmp_path / "hf", tmp_path / "saved"
     make_model(folder, family, **(LARGE | OWN.get(family, {}) | {"tie_word_embeddings": tied}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model(default_cache()) / name, folder / name)
     engine = TitanEngine(folder, TrainSettings(dtype="float32", row_tokens=128, optimizer=OptimizerConfig(lr=1e-2)))
     train_batch(engine, packed(random_batch(0, vocab=43)))
-    trained.mkdir()
-    save_hf(engine.model, folder, trained, torch.float32)
+    for part in ("training", "model"):
+        (saved / part).mkdir(parents=True)
+    engine.save(saved, folder, version=1).result()
     dtype = ENGINE_DTYPE.get(family, "float32")
-    command = [sys.executable, "-m", "tests.family_engine", *map(str, (folder, trained, tmp_path / "scratch")), dtype]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.family_engine",
+        *map(str, (folder, saved / "model", tmp_path / "scratch")),
+        dtype,
+    ]
     ended = subprocess.run(
         command,
         env=os.environ | decode_environment(0, replicas=1),
