@@ -73,6 +73,13 @@ FAMILIES: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 16,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "tie_word_embeddings": False,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "sliding_window": 7,
+    },
 }
 """Families of transformers, by model_type, and what sets their small models apart."""
 
@@ -165,7 +172,7 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
     return [
         Case(family=family, name=name, ranks=ranks, degrees=tuple(degrees.items()))
         for family, (name, ranks, degrees) in itertools.product(families, LAYOUTS)
-        if ranks <= most_ranks and ("expert_parallel" not in degrees or "num_experts" in FAMILIES[family])
+        if ranks <= most_ranks and ("expert_parallel" not in degrees or "num_experts_per_tok" in FAMILIES[family])
     ]
 
 

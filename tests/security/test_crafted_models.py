@@ -121,7 +121,8 @@ def test_json_that_is_none_is_refused(content: bytes, file: str, model: Path):
     ("values", "because"),
     [
         ({"hidden_size": 2**40}, "hidden_size is 1099511627776"),
-        ({"num_hidden_layers": 10**9}, "describes a model of [0-9]+ weights"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_hidden_layers": 10**4}, "describes a model of [0-9]+ weights"),
         ({"vocab_size": 2**30}, "describes a model of [0-9]+ weights"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_attention_heads": 10**6, "head_dim": None}, "head_dim is 0"),

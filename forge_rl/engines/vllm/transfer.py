@@ -221,7 +221,9 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def _check_complete(self) -> None:
         tied = self.model_config.hf_config.tie_word_embeddings
         missing = sorted(self._expected - self._loaded)
-        missing += [f"part of {name}" for name in internals.partly_loaded(self.model, tied=tied)]
+        layers = {name.rpartition(".")[0] for name in missing}
+        partly = internals.partly_loaded(self.model, tied=tied)
+        missing += [f"part of {name}" for name in partly if name not in layers]
         if missing:
             raise WeightsError(
                 f"version {self._version} leaves {len(missing)} of the engine's weights as they were: {missing[:3]}",
