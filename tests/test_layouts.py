@@ -134,7 +134,7 @@ RUNS = {
     "expert": (
         "qwen3_moe",
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-        *("--trainer.expert-parallel", "2"),
+        *("--trainer.expert-parallel", "2", "--trainer.router-replay"),
     ),
 }
 
@@ -160,6 +160,8 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     rows = metrics(out)
     most = [row["tokens/completion_mean"] * 16 + 0.01 for row in rows]
     assert all(0 < row["tokens/trained"] <= limit for row, limit in zip(rows, most, strict=True)), "peers count once"
+    if "--trainer.router-replay" in flags:
+        assert {row["experts/replayed"] for row in rows} == {1.0}
     assert command.strays() == []
 
 
