@@ -136,6 +136,11 @@ LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
     ("FSDP x EP x CP", 4, {"expert_parallel": 2, "context_parallel": 2}),
     ("FSDP x EP x TP", 4, {"expert_parallel": 2, "tensor_parallel": 2}),
     ("HSDP x EP", 4, {"expert_parallel": 2, "replicate": 2}),
+    ("TP, router replay", 2, {"tensor_parallel": 2, "router_replay": True}),
+    ("CP, router replay", 2, {"context_parallel": 2, "router_replay": True}),
+    ("EP, router replay", 2, {"expert_parallel": 2, "router_replay": True}),
+    ("FSDP x EP x CP, router replay", 4, {"expert_parallel": 2, "context_parallel": 2, "router_replay": True}),
+    ("FSDP x EP x TP, router replay", 4, {"expert_parallel": 2, "tensor_parallel": 2, "router_replay": True}),
 )
 """Name, ranks and degrees of each layout."""
 
@@ -172,7 +177,8 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
     return [
         Case(family=family, name=name, ranks=ranks, degrees=tuple(degrees.items()))
         for family, (name, ranks, degrees) in itertools.product(families, LAYOUTS)
-        if ranks <= most_ranks and ("expert_parallel" not in degrees or "num_experts_per_tok" in FAMILIES[family])
+        if ranks <= most_ranks
+        and ("num_experts_per_tok" in FAMILIES[family] or not degrees.keys() & {"expert_parallel", "router_replay"})
     ]
 
 
@@ -191,7 +197,11 @@ def make_models(folder: Path, families: Sequence[str]) -> None:
 
 
 def batches(count: int) -> list[Batch]:
-    """Make batches of groups with a shared prompt, of episodes with two turns and rewards that differ."""
+    """Make batches of groups with a shared prompt, of episodes with two turns and rewards that differ.
+
+    Experts go by position alone, so that it does not matter which rows share a prefix.
+    """
+    experts = np.random.default_rng(1).random((256, 2, 4)).argsort(axis=-1)[..., :2].astype(np.uint8)
     task = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
     drawn = np.random.default_rng(0)
 
@@ -206,7 +216,14 @@ def batches(count: int) -> list[Batch]:
             logprobs = (-drawn.gamma(4.0, 1.0, len(answer))).astype(np.float32)
             versions = np.zeros(len(answer), np.int32)
             turns.append(
-                Turn(prompt_ids=tuple(history), token_ids=tuple(answer), logprobs=logprobs, versions=versions, text="")
+                Turn(
+                    prompt_ids=tuple(history),
+                    token_ids=tuple(answer),
+                    logprobs=logprobs,
+                    versions=versions,
+                    text="",
+                    routed=experts[: len(history) + len(answer) - 1],
+                )
             )
             history += [*answer, *ids(1, 4)]
         return Episode(task=task, turns=tuple(turns), reward=reward)
@@ -284,9 +301,10 @@ def compare(found: Trained, expected: Trained) -> Deviation:
     )
 
 
-def alone(family: str) -> Case:
-    """Return one process, which every layout of a family is compared with."""
-    return Case(family=family, name="one process", ranks=1)
+def alone(case: Case) -> Case:
+    """Return the one process that a layout is compared with."""
+    replays = tuple(degree for degree in case.degrees if degree[0] == "router_replay")
+    return Case(family=case.family, name="one process", ranks=1, degrees=replays)
 
 
 _Shards = list[tuple[str, TensorSlice, torch.Tensor]]
@@ -401,12 +419,13 @@ def measure(config: Config, report: Report) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_models(folder, config.families)
-        every = [*map(alone, config.families), *cases(config.families)]
+        laid_out = cases(config.families)
+        every = [*dict.fromkeys(map(alone, laid_out)), *laid_out]
         trained: dict[Case, Trained] = {}
         for ranks in sorted({case.ranks for case in every}):
             together = [case for case in every if case.ranks == ranks]
             trained |= zip(together, train(folder, together, config.updates), strict=True)
-    found = {case: compare(result, trained[alone(case.family)]) for case, result in trained.items() if case.ranks > 1}
+    found = {case: compare(result, trained[alone(case)]) for case, result in trained.items() if case.ranks > 1}
     for case, deviation in found.items():
         report.rows.append(
             {"family": case.family, "layout": case.name, "ranks": case.ranks, **dict(case.degrees), **vars(deviation)}

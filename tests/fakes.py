@@ -197,7 +197,13 @@ def empty_row() -> Row:
     """Rows of a rank where there are fewer trees than ranks: one token of padding."""
     fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1}
     whole = vars(packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0])
-    return Row(**{name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()})
+    return Row(
+        **{
+            name: torch.full((1,), fields.get(name, 0)).to(value.dtype)
+            for name, value in whole.items()
+            if value is not None
+        }
+    )
 
 
 def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -350,6 +350,7 @@ def test_padding_changes_nothing(tmp_path: Path):
         **{
             name: torch.cat([value, torch.full((9,), fill.get(name, 0), dtype=value.dtype)])
             for name, value in vars(row).items()
+            if value is not None
         },
     )
     plain, more = (engine.logprobs([r], temperature=1.0)[0] for r in (row, padded))

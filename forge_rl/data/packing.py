@@ -59,7 +59,8 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One packed row. All fields are [L]; entry t of the last nine describes targets[t], that is, token t+1."""
+    """One packed row. All fields are [L]; entry t of those from `targets` to `lengths` describes targets[t], that is,
+    token t+1."""
 
     token_ids: torch.Tensor
     """int64; 0 in padding."""
@@ -87,6 +88,9 @@ class Row:
     """int32, index of the target's turn within its episode; -1 where not mask."""
     lengths: torch.Tensor
     """int32, number of trained tokens of the target's episode, over all rows; 1 where not mask."""
+    routed: torch.Tensor | None = None
+    """Experts that the engine sent the token itself to, [L, layers, top_k] int16, dense layers included; -1 in padding
+    and where they are not known. None where they are known of no token."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -276,6 +280,9 @@ _PADDING = (
 def _row(trees: list[Tree], pad_multiple: int, lengths: Mapping[int, int]) -> Row:
     length = round_up(max(1, row_size(trees)), pad_multiple)
     row = {name: np.full(length, padding) for name, padding in _PADDING.items()}
+    routings = [branch.routed for tree in trees for branch in tree.branches if branch.routed is not None]
+    if routings:
+        row["routed"] = np.full((length, *routings[0].shape[1:]), -1, np.int16)
     at = 0
     for t, tree in enumerate(trees):
         row["trees"][at : at + tree.size] = t
@@ -284,6 +291,10 @@ def _row(trees: list[Tree], pad_multiple: int, lengths: Mapping[int, int]) -> Ro
         row["positions"][shared] = np.arange(tree.prefix)
         # The last shared token is followed by another token in each branch, so it has no target.
         row["targets"][at : at + max(0, tree.prefix - 1)] = tree.branches[0].token_ids[1 : tree.prefix]
+        # A branch may have been computed anew, under other weights; the first that is known counts.
+        known = next((branch.routed for branch in tree.branches if branch.routed is not None), None)
+        if known is not None:
+            row["routed"][shared] = known[: tree.prefix]
         at += tree.prefix
         for b, branch in enumerate(tree.branches, start=1):
             following = slice(tree.prefix + 1, None)
@@ -298,6 +309,8 @@ def _row(trees: list[Tree], pad_multiple: int, lengths: Mapping[int, int]) -> Ro
             row["advantages"][here] = branch.advantages[following]
             row["versions"][here] = branch.versions[following]
             row["turns"][here] = branch.turns[following]
+            if branch.routed is not None:
+                row["routed"][here] = branch.routed[tree.prefix : branch.inputs]
             row["lengths"][here][trained] = lengths[branch.episode]
             row["episodes"][here][trained] = branch.episode
             row["segments"][here][trained] = branch.segment

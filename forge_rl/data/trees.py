@@ -7,6 +7,7 @@ import math
 import operator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ class Branch:
     advantages: npt.NDArray[np.float32]
     episode: int
     segment: int
+    routed: npt.NDArray[Any] | None
+    """Experts of each token, see `Segment.routed`; None where they are not known."""
 
     @property
     def inputs(self) -> int:
@@ -88,6 +91,7 @@ def make_branch(segment: Segment, episode: int, index: int, advantages: float | 
         advantages=np.where(mask, advantages, np.float32(0))[:end].astype(np.float32, copy=False),
         episode=episode,
         segment=index,
+        routed=segment.routed,
     )
 
 

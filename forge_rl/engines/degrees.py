@@ -44,6 +44,10 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
             f"--trainer.expert-parallel is {settings.expert_parallel}, and the model has no experts",
             hint="leave --trainer.expert-parallel out",
         )
+    if settings.router_replay and a.experts is None:
+        raise ConfigError(
+            "--trainer.router-replay is set, and the model has no experts", hint="leave --trainer.router-replay out"
+        )
     if a.experts is not None:
         _divides("expert_parallel", settings.expert_parallel, {"experts in a layer": a.experts.count})
     if 0 < gpus() < ranks:

@@ -140,6 +140,10 @@ class TrainSettings:
     weights, rows and matrices also split the experts."""
     replicate: int = 1
     """Copies of the policy, each sharded over its own part of the ranks (HSDP), where 1 shards it over all."""
+    router_replay: bool = False
+    """Send each token to the experts that the engine chose for it (engines then return these), with the trainer's own
+    weights of them. Else rounding has some tokens go elsewhere, and trained logprobs are not those that were sampled
+    with. For mixtures of experts. A frozen reference chooses for itself: its weights are others."""
 
     @property
     def peers(self) -> int:

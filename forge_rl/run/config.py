@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -83,6 +83,8 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
+        if self.trainer.router_replay:
+            object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
         counts = {"steps": 1, "groups_per_batch": 1, "group_size": 2}
         check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
         if self.placement == "colocated" and self.schedule.decodes_while_training:

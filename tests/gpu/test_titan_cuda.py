@@ -22,7 +22,7 @@ def packed_row() -> Row:
 
 
 def on_gpu(row: Row) -> Row:
-    return Row(**{name: value.cuda() for name, value in vars(row).items()})
+    return Row(**{name: value.cuda() for name, value in vars(row).items() if value is not None})
 
 
 @pytest.mark.parametrize("tokens", [7, 3000])

@@ -24,6 +24,7 @@ from forge_rl.engines.families.config import Architecture
 from forge_rl.engines.platform import device_type
 from forge_rl.engines.titan.attention import TreeMask, attend_trees, tree_masks
 from forge_rl.engines.titan.moe import moe_config
+from forge_rl.engines.titan.routing import routers
 from forge_rl.engines.titan.vocabulary import split_token_logprobs
 
 LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
@@ -53,6 +54,9 @@ def build_model(
     titan.set_sharding(config, enable_sp=sequence_parallel, enable_ep=expert_parallel)
     model = cast(Decoder, config.build())
     model.names = architecture.family.names
+    for number, layer in model.layers.items():
+        for router in routers(layer):
+            router.layer = int(number)
     return model
 
 

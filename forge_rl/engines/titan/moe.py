@@ -10,11 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config, make_token_dispatcher_config
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 
 from forge_rl.engines.families.config import Experts
+from forge_rl.engines.titan.routing import ReplayRouter
 
 _GPT_OSS = ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")
 _LOADED = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD", *_GPT_OSS), skip_param_init)
@@ -40,7 +41,7 @@ def moe_config(
         num_experts=experts.count,
         # Makes room for the bias that steers the choice; only torchtitan's own optimizer would change it.
         load_balance_coeff=1.0 if experts.steered else None,
-        router=TokenChoiceTopKRouter.Config(
+        router=ReplayRouter.Config(
             num_experts=experts.count,
             gate=FloatGate.Config(in_features=dim, out_features=experts.count, bias=bias, param_init=_LOADED),
             top_k=experts.top_k,

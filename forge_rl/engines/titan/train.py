@@ -24,6 +24,7 @@ from forge_rl.engines.titan.checkpointing import checkpointing_of
 from forge_rl.engines.titan.model import attention_mask, build_model
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.parallel import Parallelism, whole_hidden
+from forge_rl.engines.titan.routing import routing_counts, routing_metrics, set_routing
 from forge_rl.engines.titan.saving import StateSaver
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights
@@ -78,7 +79,7 @@ class TitanEngine:
         for _ in range(epochs):
             scored = zip(references, proximals, strict=True)
             for minibatch in minibatches:
-                parts = []
+                parts, counts = [], list[torch.Tensor]()
                 for row in minibatch.rows:
                     row_loss, metrics = self._forward(
                         self._to_device(row),
@@ -87,6 +88,8 @@ class TitanEngine:
                         temperature=temperature,
                         version=version if self.updates == before else None,
                     )
+                    if (counted := routing_counts(self.model)) is not None:
+                        counts.append(counted)
                     row_loss = row_loss / loss.aggregation.divisor(
                         tokens=minibatch.tokens, sequences=minibatch.sequences
                     )
@@ -94,9 +97,17 @@ class TitanEngine:
                     # A sum over the rows of all shares: the mean is over updates.
                     share = 1 / (len(minibatch.rows) * self._parallelism.shares)
                     parts.append(metrics | {"loss": Mean(float(row_loss.detach()), share)})
+                if counts:
+                    parts.append(self._routing(counts))
                 updated = self._update(total_updates)
                 found.append(None if updated is None else merge_all([*parts, updated]))
         return found
+
+    def _routing(self, rows: list[torch.Tensor]) -> dict[str, Value]:
+        """Return metrics of all ranks' routing, from this rank's counts of each row."""
+        counts = torch.stack(rows).sum(dim=0)
+        dist.all_reduce(counts)
+        return routing_metrics(counts, replays=self._settings.router_replay)
 
     def _update(self, total_updates: int) -> dict[str, Value] | None:
         """Take an optimizer step on the gradient; None if it is not finite, and then nothing has changed."""
@@ -230,6 +241,8 @@ class TitanEngine:
         wanted = row.mask[own].nonzero().squeeze(1)
         # A chunk without targets (or a row that pads a share) must still run every layer, for the collectives.
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
+        replayed = row.routed if self._settings.router_replay and model is self.model else None
+        set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
         handle = model.lm_head.register_forward_pre_hook(
             lambda _, inputs: (whole_hidden(inputs[0])[0, chosen], targets[chosen], temperature)
         )

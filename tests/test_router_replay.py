@@ -1,0 +1,256 @@
+"""Router replay: the engine's experts in packed rows, and in training, against transformers routed by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge_rl.data.packing import Packed
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.routing import routers, set_routing
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.metrics import reduce
+from forge_rl.run.config import RunConfig
+from forge_rl.services.trainer import Trainer
+from forge_rl.types import Batch
+from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LAYERS, EXPERTS, TOP_K = 2, 4, 2
+
+
+def with_experts(batch: Batch, draw: Any) -> Batch:
+    """The same batch, whose turns have the experts that `draw(group, episode, turn, tokens)` returns."""
+    groups = []
+    for g, group in enumerate(batch.groups):
+        episodes = []
+        for e, episode in enumerate(group.episodes):
+            turns = (replace(turn, routed=draw(g, e, t, len(turn.context) - 1)) for t, turn in enumerate(episode.turns))
+            episodes.append(replace(episode, turns=tuple(turns)))
+        groups.append(replace(group, episodes=tuple(episodes)))
+    return replace(batch, groups=tuple(groups))
+
+
+def random_experts(seed: int = 0, layers: int = LAYERS, experts: int = EXPERTS, top_k: int = TOP_K) -> Any:
+    """Draws different experts for each token of an episode, the same ones for each of its turns."""
+
+    def draw(group: int, episode: int, turn: int, tokens: int) -> np.ndarray:
+        drawn = np.random.default_rng([seed, group, episode])
+        return drawn.random((256, layers, experts)).argsort(axis=-1)[:tokens, :, :top_k].astype(np.uint8)
+
+    return draw
+
+
+def engine_of(folder: Path, **settings: Any) -> TitanEngine:
+    return TitanEngine(folder, TrainSettings(dtype="float32", row_tokens=64, **settings))
+
+
+def own_choices(engine: TitanEngine, laid: Packed) -> Packed:
+    """The rows, with the experts that the engine chooses itself."""
+    chosen: list[torch.Tensor] = []
+    for router in routers(engine.model):
+        router.register_forward_hook(lambda _, __, out: chosen.append(out[1][0]))
+    rows = []
+    for row in laid.rows:
+        chosen.clear()
+        engine.logprobs([replace(row, routed=None)], temperature=1.0)
+        rows.append(replace(row, routed=torch.stack(chosen, dim=1).to(torch.int16)))
+    return replace(laid, minibatches=(replace(laid.minibatches[0], rows=tuple(rows)),))
+
+
+def test_rows_carry_the_experts_of_each_input_token() -> None:
+    unknown = (1, 1)  # an episode of the second group
+    draw = random_experts()
+    batch = with_experts(random_batch(0, vocab=43), lambda g, e, t, n: None if (g, e) == unknown else draw(g, e, t, n))
+    laid = packed(batch, tensor_parallel=8)
+    checked = 0
+    for row in laid.rows:
+        assert row.routed is not None
+        assert row.routed.dtype == torch.int16
+        assert row.routed.shape == (len(row), LAYERS, TOP_K)
+        assert (row.routed[row.trees < 0] == -1).all()
+        for tree in range(int(row.trees.max()) + 1):
+            branches = row.branches[row.trees == tree]
+            here = (row.trees == tree).nonzero()[:, 0]
+            episodes = [int(row.episodes[here[branches == b]].max()) for b in range(1, int(branches.max()) + 1)]
+            known = [e for e in episodes if divmod(e, 3) != unknown]
+            for branch, episode in enumerate([known[0], *episodes]):
+                own = here[branches == branch]
+                expected = -torch.ones(len(own), LAYERS, TOP_K)
+                if divmod(episode, 3) != unknown:
+                    drawn = draw(*divmod(episode, 3), 0, 256)
+                    expected = torch.tensor(drawn)[row.positions[own]]
+                assert row.routed[own].tolist() == expected.tolist()
+                checked += len(own)
+    assert checked == sum(int((row.trees >= 0).sum()) for row in laid.rows)
+    assert any((row.branches[row.trees >= 0] == 0).any() for row in laid.rows), "prefixes are shared"
+    assert all(row.routed is None for row in packed(random_batch(0, vocab=43)).rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_replay_of_the_trainers_own_choice_changes_nothing(family: str, tmp_path: Path) -> None:
+    make_model(tmp_path, family)
+    plain, replaying = engine_of(tmp_path), engine_of(tmp_path, router_replay=True)
+    laid = packed(random_batch(0, vocab=43), row_tokens=32)
+    known = own_choices(plain, laid)
+    if family == "deepseek_v3":  # the first layer is dense: what stands there is of no use
+        known = replace(
+            known,
+            minibatches=(
+                replace(
+                    known.minibatches[0],
+                    rows=tuple(
+                        replace(row, routed=torch.cat([torch.zeros_like(row.routed[:, :1]), row.routed], dim=1))
+                        for row in known.rows
+                        if row.routed is not None
+                    ),
+                ),
+            ),
+        )
+    expected, found = (reduce(train_batch(*given)) for given in ((plain, laid), (replaying, known)))
+    for name in ("loss", "grad_norm", "entropy", "experts/load_max_over_mean"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+    assert expected["experts/load_max_over_mean"] > 1
+    assert (found["experts/replayed"], found["experts/replay_differs"]) == (1, 0)
+    assert "experts/replayed" not in expected
+    theirs = hf_weights(plain.model)
+    assert all(torch.allclose(value, theirs[name], atol=1e-6) for name, value in hf_weights(replaying.model).items())
+
+
+class Routed:
+    """Transformers' Qwen3-MoE, whose routers take the experts that they are told."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.experts = torch.empty(0)
+        for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]
+            layer.mlp.gate.forward = self.gate(layer.mlp.gate, number)
+
+    def gate(self, gate: Any, number: int) -> Any:
+        def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+            scores = logits.softmax(-1).gather(1, self.experts[:, number])
+            return logits, scores / scores.sum(-1, keepdim=True), self.experts[:, number]
+
+        return forward
+
+    def logprobs(self, ids: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        self.experts = experts
+        logits = self.model(ids[None]).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "qwen3_moe")
+    engine = engine_of(tmp_path, router_replay=True)
+    # All episodes of a group share the experts of their prompt.
+    prompts = random_experts(1)
+    draw = random_experts()
+
+    def experts(group: int, episode: int, turn: int, tokens: int) -> np.ndarray:
+        drawn = draw(group, episode, turn, tokens)
+        drawn[:2] = prompts(group, 0, 0, 2)
+        return drawn
+
+    batch = with_experts(random_batch(0, vocab=43), experts)
+    laid = packed(batch, drop_uniform=False)
+    theirs = Routed(model)
+    expected: dict[int, torch.Tensor] = {}
+    for index, episode in enumerate(batch.episodes):
+        (segment,) = episode.segments
+        assert segment.routed is not None
+        routed = torch.tensor(segment.routed).long()
+        # What lies in a tree's shared prefix has the experts of its first branch.
+        row = next(row for row in laid.rows if (row.episodes == index).any())
+        tree = int(row.trees[(row.episodes == index)][0])
+        assert row.routed is not None
+        prefix = row.routed[(row.trees == tree) & (row.branches == 0)]
+        routed[: len(prefix)] = prefix.long()
+        ids = torch.tensor(segment.token_ids, dtype=torch.int64)
+        expected[index] = theirs.logprobs(ids, routed)[torch.tensor(segment.trained[1:])]
+    found = engine.logprobs(laid.rows, temperature=1.0)
+    plain = engine_of(tmp_path).logprobs(laid.rows, temperature=1.0)
+    loss = torch.zeros(())
+    for row, values, own in zip(laid.rows, found, plain, strict=True):
+        for index in row.episodes.unique().tolist():
+            if index >= 0:
+                here = row.episodes == index
+                torch.testing.assert_close(values[here], expected[index].detach(), rtol=1e-4, atol=1e-5)
+                assert (own[here] - expected[index]).abs().max() > 0.01, "without replay it chooses others"
+                loss = loss - expected[index].sum()
+    # Gradients: of the sum of the logprobs.
+    loss.backward()
+    total = torch.zeros(())
+    for row in laid.rows:
+        total = total - engine._score(engine.model, engine._to_device(row), 1.0)[0].sum()
+        total.backward()
+        total = torch.zeros(())
+    for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]
+        titan = engine.model.layers[str(number)].moe.router.gate.weight.grad
+        assert layer.mlp.gate.weight.grad.abs().max() > 1e-3
+        torch.testing.assert_close(titan, layer.mlp.gate.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_whose_experts_are_not_known_go_where_the_trainer_sends_them(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    engine = engine_of(tmp_path, router_replay=True)
+    batch = with_experts(random_batch(0, vocab=43), random_experts())
+    (row,) = packed(batch, row_tokens=128).rows
+    assert row.routed is not None
+    (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
+    (none,) = engine.logprobs([replace(row, routed=torch.full_like(row.routed, -1))], temperature=1.0)
+    assert torch.equal(own, none)
+    partly = row.routed.clone()
+    partly[row.trees == 1] = -1
+    (found,) = engine.logprobs([replace(row, routed=partly)], temperature=1.0)
+    assert torch.allclose(found[row.trees == 1], own[row.trees == 1], atol=1e-5)
+    assert (found - own)[row.trees == 0].abs().max() > 0.01
+    laid = replace(packed(batch, row_tokens=128), minibatches=())
+    minibatch = packed(batch, row_tokens=128).minibatches[0]
+    laid = replace(laid, minibatches=(replace(minibatch, rows=(replace(row, routed=partly),)),))
+    metrics = reduce(train_batch(engine, laid))
+    assert metrics["experts/replayed"] == pytest.approx(float((row.trees == 0).sum() / (row.trees >= 0).sum()))
+    assert 0.3 < metrics["experts/replay_differs"] <= 1, "of 6 pairs of experts one is its own"
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_what_is_computed_again_is_routed_as_before(checkpointing: str, tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    laid = packed(with_experts(random_batch(0, vocab=43), random_experts()), row_tokens=32)
+    assert len(laid.rows) > 1
+    plain = engine_of(tmp_path, router_replay=True)
+    again = engine_of(tmp_path, router_replay=True, activation_checkpointing=checkpointing)
+    expected, found = reduce(train_batch(plain, laid)), reduce(train_batch(again, laid))
+    assert found == pytest.approx(expected, rel=1e-6)
+    weights = hf_weights(plain.model)
+    assert all(torch.allclose(value, weights[name], atol=1e-6) for name, value in hf_weights(again.model).items())
+
+
+def test_the_reference_chooses_for_itself(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    engine = TitanEngine(tmp_path, TrainSettings(dtype="float32", row_tokens=64, router_replay=True), reference=True)
+    row = packed(with_experts(random_batch(0, vocab=43), random_experts())).rows[0]
+    (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
+    (reference,) = engine._logprobs(engine._reference, [row], 1.0)
+    assert torch.equal(own, reference)
+
+
+def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    config = RunConfig(trainer=Trainer.Config(router_replay=True))
+    assert config.generator.routed_experts
+    assert not RunConfig().generator.routed_experts
+    with pytest.raises(ConfigError, match="has no experts") as error:
+        check_model(config.trainer, 1, read_architecture(tmp_path))
+    assert "--trainer.router-replay" in error.value.hint
+    make_model(tmp_path, "qwen3_moe")
+    engine = engine_of(tmp_path)
+    with pytest.raises(ForgeError, match="3 experts for each of 2 layers"):
+        set_routing(engine.model, torch.ones(4, dtype=torch.bool), torch.zeros(4, 2, 3, dtype=torch.int16))
