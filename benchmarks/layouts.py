@@ -40,6 +40,7 @@ from rich.table import Table
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.algorithms import ClippedSurrogate, Loss
 from forge_rl.data.packing import Layout, Packed, pack
+from forge_rl.engines.families import FAMILIES as KNOWN
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce
@@ -79,6 +80,27 @@ FAMILIES: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 32,
         "sliding_window": 7,
+    },
+    "deepseek_v3": {
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "head_dim": 4,  # in transformers that of RoPE
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
     },
 }
 """Families of transformers, by model_type, and what sets their small models apart."""
@@ -178,7 +200,9 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
         Case(family=family, name=name, ranks=ranks, degrees=tuple(degrees.items()))
         for family, (name, ranks, degrees) in itertools.product(families, LAYOUTS)
         if ranks <= most_ranks
-        and ("num_experts_per_tok" in FAMILIES[family] or not degrees.keys() & {"expert_parallel", "router_replay"})
+        and ("num_experts_per_tok" in FAMILIES[family] or "expert_parallel" not in degrees)
+        and (family == "qwen3_moe" or "router_replay" not in degrees)
+        and (KNOWN[family].tensor_parallel or "tensor_parallel" not in degrees)
     ]
 
 

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.packing import dense_mask
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
+from forge_rl.engines.families.gpt_oss import GPT_OSS
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.run.config import RunConfig
@@ -56,9 +57,10 @@ def check(folder: Path, cases: list[layouts.Case], loss: Loss | None = None) -> 
             assert deviation.of_way < 1e-4, (case, deviation)
             first = expected[layouts.alone(case)].metrics[0]
             routed = {name: value for name, value in first.items() if name.startswith("experts/")}
-            assert {name: found.metrics[0][name] for name in routed} == pytest.approx(routed, rel=1e-9)
-            way = {name: found.weights[name] - start for name, start in found.start.items()}
-            assert all(way[name].norm() > 1e-3 * start.norm() for name, start in found.start.items()), "all are trained"
+            assert {name: found.metrics[0][name] for name in routed} == pytest.approx(routed, rel=0.02), "but for ties"
+            for name, start in found.start.items():
+                is_frozen = name.endswith("e_score_correction_bias")
+                assert is_frozen or (found.weights[name] - start).norm() > 1e-3 * start.norm(), f"{name} is trained"
 
 
 def test_layouts_of_two_ranks_train_as_one_process(tmp_path: Path):
@@ -205,6 +207,8 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_numbers_that_work(t
     make_model(tmp_path, hidden_size=72, intermediate_size=96, num_attention_heads=9, num_key_value_heads=3)
     architecture = read_architecture(tmp_path)
     check_model(TrainSettings(tensor_parallel=3, context_parallel=2), 6, architecture)
+    with pytest.raises(ConfigError, match="the gradients of gpt_oss would be others"):
+        check_model(TrainSettings(tensor_parallel=3), 3, replace(architecture, family=GPT_OSS))
     for settings, said, works in (
         (TrainSettings(tensor_parallel=2), "9 heads and 3 key heads", "--trainer.tensor-parallel to 1 or 3"),
         (TrainSettings(tensor_parallel=9), "9 heads and 3 key heads", "--trainer.tensor-parallel to 1 or 3"),

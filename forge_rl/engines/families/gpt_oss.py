@@ -127,4 +127,10 @@ def titan() -> TitanFamily:
     )
 
 
-GPT_OSS = Family(model_type="gpt_oss", read=read, names=Names(layer=LAYER, transposed=_TRANSPOSED), titan=titan)
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    read=read,
+    names=Names(layer=LAYER, transposed=_TRANSPOSED),
+    titan=titan,
+    tensor_parallel=False,  # the gradient of the attention's output bias has another scale then (torchtitan 0.3)
+)
