@@ -102,7 +102,7 @@ class World:
 
 
 class Session:
-    """What one client does with one world."""
+    """Session of one client with a world of its own."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -79,7 +79,7 @@ class Config(BenchmarkConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run took."""
+    """Time of a run, and the weights behind its evaluations."""
 
     seconds: float
     other_versions: float

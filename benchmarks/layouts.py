@@ -172,7 +172,7 @@ class Trained:
     """Result of the updates in one layout."""
 
     metrics: list[dict[str, float]]
-    """Of each update, merged over the data-parallel shares."""
+    """Metrics of each update, merged over the data-parallel shares."""
     start: dict[str, torch.Tensor]
     """Whole weights before the first update, by name, as they would be published."""
     weights: dict[str, torch.Tensor]

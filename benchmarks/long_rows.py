@@ -43,7 +43,7 @@ class Config(BenchmarkConfig):
     after: str = "full"
     """Activation checkpointing of "after"."""
     stop_at: float = 3.5
-    """How many times as long as before a row is tried at most."""
+    """Longest row that is tried, as a multiple of the longest one before."""
     small: int = 1024
     """Tokens of the rows that the plan is compared on, besides the long ones."""
 

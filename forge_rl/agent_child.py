@@ -19,7 +19,7 @@ from forge_rl.user_code import load
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSession:
-    """What an agent knows of its episode: where the policy is."""
+    """Address and key by which an agent finds the policy in its episode."""
 
     base_url: str
     """URL for OpenAI's clients."""

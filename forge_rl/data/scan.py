@@ -40,7 +40,7 @@ _MESSAGE_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """What a pass over the files of a source found."""
+    """Findings of a pass over the files of a source."""
 
     rows: int
     """Number of rows, bad ones included."""

@@ -49,8 +49,6 @@ class TitanFamily:
     """Makes torchtitan's `Decoder.Config` from the architecture and the longest sequence, in tokens."""
     set_sharding: Callable[..., None]
     """torchtitan's `set_*_sharding_config(config, *, enable_sp, enable_ep)`, called before the model is built."""
-    parallelize: Callable[..., Any]
-    """torchtitan's `parallelize_*(model, *, parallel_dims, ...)`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,6 @@ def titan() -> TitanFamily:
     """Build on torchtitan's DeepSeek-V3."""
     from torchtitan.models.common import ComplexRoPE, Linear, RMSNorm
     from torchtitan.models.deepseek_v3.model import Attention, DeepSeekV3Model, DeepSeekV3TransformerBlock
-    from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3
     from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 
     from forge_rl.engines.titan.model import LOADED, HalfRoPE, decoder, inner_attention, network, norm, rope_fields
@@ -144,9 +143,7 @@ def titan() -> TitanFamily:
 
         return decoder(a, DeepSeekV3Model, [layer(index) for index in range(a.layers)])
 
-    return TitanFamily(
-        model_config=model_config, set_sharding=set_deepseek_v3_sharding_config, parallelize=parallelize_deepseekv3
-    )
+    return TitanFamily(model_config=model_config, set_sharding=set_deepseek_v3_sharding_config)
 
 
 DEEPSEEK_V3 = Family(

@@ -82,7 +82,6 @@ def titan() -> TitanFamily:
     from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
     from torchtitan.models.common.param_init import skip_param_init
     from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
-    from torchtitan.models.gpt_oss.parallelize import parallelize_gptoss
     from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
 
     from forge_rl.engines.titan.model import LOADED, decoder, half_rope, inner_attention, norm
@@ -122,9 +121,7 @@ def titan() -> TitanFamily:
 
         return decoder(a, GptOssModel, [layer(index) for index in range(a.layers)])
 
-    return TitanFamily(
-        model_config=model_config, set_sharding=set_gpt_oss_sharding_config, parallelize=parallelize_gptoss
-    )
+    return TitanFamily(model_config=model_config, set_sharding=set_gpt_oss_sharding_config)
 
 
 GPT_OSS = Family(

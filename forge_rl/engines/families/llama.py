@@ -23,7 +23,6 @@ LAYER = {
 def titan(*, qkv_bias: bool = False) -> TitanFamily:
     """Build on torchtitan's Llama 3."""
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
-    from torchtitan.models.llama3.parallelize import parallelize_llama
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
     from forge_rl.engines.titan.model import gqa_decoder
@@ -36,7 +35,7 @@ def titan(*, qkv_bias: bool = False) -> TitanFamily:
     def set_sharding(config: Any, *, enable_sp: bool, enable_ep: bool) -> None:
         set_llama3_sharding_config(config, enable_sp=enable_sp)
 
-    return TitanFamily(model_config=model_config, set_sharding=set_sharding, parallelize=parallelize_llama)
+    return TitanFamily(model_config=model_config, set_sharding=set_sharding)
 
 
 LLAMA = Family(model_type="llama", read=ConfigFile.architecture, names=Names(layer=LAYER), titan=titan)

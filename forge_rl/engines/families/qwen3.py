@@ -17,7 +17,6 @@ LAYER = llama.LAYER | {
 def titan() -> TitanFamily:
     """Build on torchtitan's Qwen3, dense or with experts."""
     from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
-    from torchtitan.models.qwen3.parallelize import parallelize_qwen3
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
     from forge_rl.engines.titan.model import gqa_decoder
@@ -25,7 +24,7 @@ def titan() -> TitanFamily:
     def model_config(architecture: Architecture, max_positions: int) -> Any:
         return gqa_decoder(architecture, max_positions, model=Qwen3Model, block=Qwen3TransformerBlock, qk_norm=True)
 
-    return TitanFamily(model_config=model_config, set_sharding=set_qwen3_sharding_config, parallelize=parallelize_qwen3)
+    return TitanFamily(model_config=model_config, set_sharding=set_qwen3_sharding_config)
 
 
 QWEN3 = Family(model_type="qwen3", read=ConfigFile.architecture, names=Names(layer=LAYER), titan=titan)
