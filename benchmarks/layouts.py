@@ -40,7 +40,6 @@ from rich.table import Table
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.algorithms import ClippedSurrogate, Loss
 from forge_rl.data.packing import Layout, Packed, pack
-from forge_rl.engines.families import FAMILIES as KNOWN
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce
@@ -202,7 +201,6 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
         if ranks <= most_ranks
         and ("num_experts_per_tok" in FAMILIES[family] or "expert_parallel" not in degrees)
         and (family == "qwen3_moe" or "router_replay" not in degrees)
-        and (KNOWN[family].tensor_parallel or "tensor_parallel" not in degrees)
     ]
 
 
@@ -292,7 +290,7 @@ def train(folder: Path, every: Sequence[Case], updates: int, loss: Loss = _LOSS)
         parts = [results[index] for results in by_rank]
         shares = parts[:: case.settings.peers]
         metrics = [reduce(merge_all(metrics[update] for metrics, _, _ in shares)) for update in range(updates)]
-        start, weights = (_assemble(case, [part[at] for part in parts]) for at in (1, 2))
+        start, weights = (assemble(case, [part[at] for part in parts]) for at in (1, 2))
         found.append(Trained(metrics=metrics, start=start, weights=weights))
     return found
 
@@ -331,42 +329,50 @@ def alone(case: Case) -> Case:
     return Case(family=case.family, name="one process", ranks=1, degrees=replays)
 
 
-_Shards = list[tuple[str, TensorSlice, torch.Tensor]]
+Shards = list[tuple[str, TensorSlice, torch.Tensor]]
+"""Parts of weights by their names."""
 
 
 def _train(
     rank: int, folder: Path, every: Sequence[Case], updates: int, loss: Loss
-) -> list[tuple[list[dict[str, Value]], _Shards, _Shards]]:
+) -> list[tuple[list[dict[str, Value]], Shards, Shards]]:
     """Train in each layout, as one of its ranks; returns metrics, and shards before and after."""
     from forge_rl.engines.titan.train import TitanEngine
 
     results = []
     for case in every:
-        settings = case.settings
-        engine = TitanEngine(folder / case.family, settings)
-        start, metrics = _shards(engine), []
-        for batch in batches(updates):
-            laid = packed(case, batch)
-            own = slice(rank // settings.peers, None, case.ranks // settings.peers)
-            (found,) = engine.train_batch(
-                [replace(minibatch, rows=minibatch.rows[own]) for minibatch in laid.minibatches],
-                loss,
-                epochs=1,
-                temperature=0.9,
-                total_updates=updates,
-                version=0,
-            )
-            assert found is not None, "the gradient is not finite"
-            metrics.append(found)
-        results.append((metrics, start, _shards(engine)))
+        engine = TitanEngine(folder / case.family, case.settings)
+        start = shards_of(engine)
+        metrics = [update(engine, case, batch, rank, updates, loss) for batch in batches(updates)]
+        results.append((metrics, start, shards_of(engine)))
     return results
 
 
-def _shards(engine: Any) -> _Shards:
+def update(
+    engine: Any, case: Case, batch: Batch, rank: int, total_updates: int, loss: Loss = _LOSS
+) -> dict[str, Value]:
+    """Train on a batch as one rank of a layout; returns the metrics of the update."""
+    settings = case.settings
+    own = slice(rank // settings.peers, None, case.ranks // settings.peers)
+    (found,) = engine.train_batch(
+        [replace(minibatch, rows=minibatch.rows[own]) for minibatch in packed(case, batch).minibatches],
+        loss,
+        epochs=1,
+        temperature=0.9,
+        total_updates=total_updates,
+        version=0,
+    )
+    assert found is not None, "the gradient is not finite"
+    metrics: dict[str, Value] = found
+    return metrics
+
+
+def shards_of(engine: Any) -> Shards:
+    """Copy what a rank would publish."""
     return [(shard.name, shard.tensor_slice, shard.values.clone()) for shard in engine.local_shards()]
 
 
-def _assemble(case: Case, by_rank: Sequence[_Shards]) -> dict[str, torch.Tensor]:
+def assemble(case: Case, by_rank: Sequence[Shards]) -> dict[str, torch.Tensor]:
     """Put whole weights together from the shards that all ranks would publish."""
     by_name: dict[str, list[tuple[TensorSlice, torch.Tensor]]] = {}
     for name, tensor_slice, values in itertools.chain.from_iterable(by_rank):

@@ -1,8 +1,9 @@
 """Layouts of the trainer: each trains as one process does; one that cannot work is refused before anything starts."""
 
+import itertools
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.packing import dense_mask
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
-from forge_rl.engines.families.gpt_oss import GPT_OSS
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.run.config import RunConfig
@@ -55,12 +55,19 @@ def check(folder: Path, cases: list[layouts.Case], loss: Loss | None = None) -> 
             deviation = layouts.compare(found, expected[layouts.alone(case)])
             assert deviation.worst < 1e-5, (case, deviation)
             assert deviation.of_way < 1e-4, (case, deviation)
-            first = expected[layouts.alone(case)].metrics[0]
-            routed = {name: value for name, value in first.items() if name.startswith("experts/")}
-            assert {name: found.metrics[0][name] for name in routed} == pytest.approx(routed, rel=0.02), "but for ties"
+            if computed_tokens(case) == computed_tokens(layouts.alone(case)):  # a prefix in two rows counts twice
+                first = expected[layouts.alone(case)].metrics[0]
+                routed = {name: value for name, value in first.items() if name.startswith("experts/")}
+                assert {name: found.metrics[0][name] for name in routed} == pytest.approx(routed, rel=1e-6), case
             for name, start in found.start.items():
                 is_frozen = name.endswith("e_score_correction_bias")
                 assert is_frozen or (found.weights[name] - start).norm() > 1e-3 * start.norm(), f"{name} is trained"
+
+
+def computed_tokens(case: layouts.Case) -> int:
+    """Count the tokens of the first batch in a layout's rows, without padding."""
+    (minibatch,) = layouts.packed(case, layouts.batches(1)[0]).minibatches
+    return sum(int((row.trees >= 0).sum()) for row in minibatch.rows)
 
 
 def test_layouts_of_two_ranks_train_as_one_process(tmp_path: Path):
@@ -77,6 +84,58 @@ def test_a_loss_over_whole_sequences_has_one_gradient_where_rows_are_split(tmp_p
     cases = [case for case in layouts.cases(["llama"], most_ranks=4) if dict(case.degrees).get("context_parallel")]
     assert len(cases) > 1
     check(tmp_path, cases, SequenceRatios())
+
+
+def relay(rank: int, folder: Path, first: layouts.Case, then: layouts.Case) -> layouts.Shards:
+    """Train an update in one layout, save, load in another one, and train two more."""
+    from forge_rl.engines.titan.train import TitanEngine
+
+    saved = folder / f"{first.name} to {then.name}"
+    batches = layouts.batches(3)
+    engine = TitanEngine(folder / first.family, first.settings)
+    layouts.update(engine, first, batches[0], rank, 3)
+    if rank == 0:
+        for part in ("model", "training"):
+            (saved / part).mkdir(parents=True)
+    torch.distributed.barrier()
+    engine.save(saved, folder / first.family, version=1).result()
+    torch.distributed.barrier()
+    other = TitanEngine(folder / then.family, then.settings)
+    assert other.load_training_state(saved / "training") == 1
+    for batch in batches[1:]:
+        layouts.update(other, then, batch, rank, 3)
+    return layouts.shards_of(other)
+
+
+def relays(rank: int, folder: Path, pairs: list[tuple[layouts.Case, layouts.Case]]) -> list[layouts.Shards]:
+    return [relay(rank, folder, first, then) for first, then in pairs]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "order"),
+    [
+        (2, ("FSDP", "EP", "TP", "CP", "FSDP")),
+        pytest.param(4, ("FSDP x CP", "FSDP x EP", "FSDP x EP x TP", "HSDP"), marks=pytest.mark.long),
+    ],
+)
+def test_training_goes_on_in_another_layout_as_if_it_had_never_been_in_the_first(
+    ranks: int, order: tuple[str, ...], tmp_path: Path
+):
+    families = ("qwen3_moe", "gpt_oss")
+    layouts.make_models(tmp_path, families)
+    pairs = []
+    for family in families:
+        named = {case.name: case for case in layouts.cases([family]) if case.ranks == ranks}
+        pairs += [(named[first], named[then]) for first, then in itertools.pairwise(order)]
+    alone = [layouts.alone(pairs[index][0]) for index in (0, -1)]
+    trained = layouts.train(tmp_path, alone, 3)
+    expected = dict(zip(families, trained, strict=True))
+    by_rank = run_ranks(relays, ranks, tmp_path, pairs)
+    for index, (first, then) in enumerate(pairs):
+        found = layouts.assemble(then, [parts[index] for parts in by_rank])
+        end = expected[first.family].weights
+        off = sum(float((found[name] - end[name]).norm() ** 2) for name in end)
+        assert (off / sum(float(each.norm() ** 2) for each in end.values())) ** 0.5 < 1e-5, (first.name, then.name)
 
 
 def split_logprobs(rank: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -207,8 +266,6 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_numbers_that_work(t
     make_model(tmp_path, hidden_size=72, intermediate_size=96, num_attention_heads=9, num_key_value_heads=3)
     architecture = read_architecture(tmp_path)
     check_model(TrainSettings(tensor_parallel=3, context_parallel=2), 6, architecture)
-    with pytest.raises(ConfigError, match="the gradients of gpt_oss would be others"):
-        check_model(TrainSettings(tensor_parallel=3), 3, replace(architecture, family=GPT_OSS))
     for settings, said, works in (
         (TrainSettings(tensor_parallel=2), "9 heads and 3 key heads", "--trainer.tensor-parallel to 1 or 3"),
         (TrainSettings(tensor_parallel=9), "9 heads and 3 key heads", "--trainer.tensor-parallel to 1 or 3"),

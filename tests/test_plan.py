@@ -47,7 +47,7 @@ def peak_of(engine: TitanEngine, *rows: Row) -> int:
     return most
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_the_plan_is_what_an_update_allocates(
     family: str, checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -38,12 +38,6 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
         ConfigError: they do not; names the flags and the numbers that work.
     """
     a = architecture
-    if settings.tensor_parallel > 1 and not a.family.tensor_parallel:
-        raise ConfigError(
-            f"--trainer.tensor-parallel is {settings.tensor_parallel}, and the gradients of {a.family.model_type} "
-            "would be others than those of one process",
-            hint="use --trainer.expert-parallel, --trainer.context-parallel or more --trainer.ranks",
-        )
     _divides("tensor_parallel", settings.tensor_parallel, {"heads": a.heads, "key heads": a.kv_heads})
     if settings.expert_parallel > 1 and a.experts is None:
         raise ConfigError(

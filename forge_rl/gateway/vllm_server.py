@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -17,32 +15,21 @@ from vllm.entrypoints.anthropic.protocol import (
     AnthropicMessage,
     AnthropicMessagesRequest,
 )
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs, ChatCompletionRequest
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs, CompletionRequest
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-from vllm.entrypoints.openai.responses.utils import construct_tool_dicts
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import tokens_input
-from vllm.logprobs import Logprob
-from vllm.renderers.online_renderer import OnlineRenderer, ResponsesRenderResult
 from vllm.tokenizers.hf import get_cached_tokenizer
-from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.call import CALL, Call
-from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder
-from forge_rl.gateway.completion import TokenLogprob
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.engine_client import EngineClient
 from forge_rl.gateway.errors import ApiError, invalid
-from forge_rl.gateway.json_text import LazyList
+from forge_rl.gateway.prompt_renderer import PromptRenderer
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.requests import (
     Body,
@@ -51,10 +38,9 @@ from forge_rl.gateway.requests import (
     CountBody,
     MessagesBody,
     ResponsesBody,
-    template_settings,
 )
-from forge_rl.gateway.responses_input import to_messages
-from forge_rl.gateway.tools import ToolParser, read_calls
+from forge_rl.gateway.tools import ToolParser
+from forge_rl.gateway.vllm_handlers import Chat, Completions, Messages, Responses
 
 T = TypeVar("T")
 _MOST_MESSAGE = 500
@@ -114,7 +100,7 @@ class VLLMServer:
         client = EngineClient(backend, tokenizer, model, renderer, config.agent_sampling, replaced)
         names = {"tool_parser": parser.name, "reasoning_parser": config.reasoning_parser or None}
         shared = {"request_logger": None, "chat_template": hf.chat_template, "chat_template_content_format": "string"}
-        online = _Renderer(
+        online = PromptRenderer(
             model,
             renderer,
             **shared,
@@ -125,10 +111,10 @@ class VLLMServer:
         names["reasoning_parser"] = config.reasoning_parser
         given = {**shared, **names, "online_renderer": online, "enable_auto_tools": True}
         models = _Models()
-        chat = _Chat(client, models, "assistant", **given)
-        messages = _Messages(client, models, "assistant", **given)
-        responses = _Responses(client, models, **given)
-        completions = _Completions(client, models, online_renderer=online, request_logger=None)
+        chat = Chat(client, models, "assistant", **given)
+        messages = Messages(client, models, "assistant", **given)
+        responses = Responses(client, models, **given)
+        completions = Completions(client, models, online_renderer=online, request_logger=None)
         for handler in (chat, messages, responses, completions):
             handler.system_fingerprint = None
             handler.forge_rl_tokenizer = tokenizer
@@ -253,267 +239,6 @@ class _Models:
     def model_name(self, lora_request: object = None) -> str:
         """Return the name that the client knows the model by."""
         return CALL.get().model
-
-
-class _Renderer(OnlineRenderer):
-    """Makes prompts in which recorded turns keep their tokens, and text is never a control token."""
-
-    def use(
-        self,
-        tokenizer: Tokenizer,
-        config: GatewayConfig,
-        reader: Reader,
-        parser: ToolParser,
-        replaced: Callable[[str], None],
-    ) -> None:
-        self.parser = parser.cls
-        self._tokenizer, self._config, self._reader, self._replaced = tokenizer, config, reader, replaced
-        self._builder = PromptBuilder(tokenizer, parser.name)
-
-    async def render_chat(self, request: Any, **_: object) -> Any:
-        return await self._beside(super().render_chat(request))
-
-    async def render_completion(self, request: Any, **_: object) -> Any:
-        return await self._beside(super().render_completion(request))
-
-    async def render_responses(self, request: Any, **given: Any) -> Any:
-        return await self._beside(self._render_responses(request, given))
-
-    async def _render_responses(self, request: Any, given: dict[str, Any]) -> Any:
-        asked = CALL.get().converted
-        if self.use_harmony:
-            request.input = asked
-            return await super().render_responses(ResponsesRequest.model_validate(request.model_dump()), **given)
-        messages = to_messages(request.instructions, asked)
-        tools = construct_tool_dicts(request.tools, request.tool_choice)
-        settings = self.effective_chat_template_kwargs(request)
-        _, (engine_input,) = await self.preprocess_chat(
-            request, messages, self.chat_template, "string", settings, tools, self.parser
-        )
-        return ResponsesRenderResult(messages=messages, engine_input=engine_input)
-
-    async def _beside(self, render: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine that waits for nothing, beside the event loop if the request is long."""
-        return await self._reader.run(CALL.get().body_bytes, partial(_finish, render))
-
-    async def preprocess_chat(
-        self,
-        request: Any,
-        messages: list[Any],
-        default_template: str | None,
-        default_template_content_format: Any,
-        default_template_kwargs: dict[str, Any] | None,
-        tool_dicts: list[dict[str, Any]] | None = None,
-        parser: type[Any] | None = None,
-        **_: object,
-    ) -> tuple[list[Any], list[Any]]:
-        call = CALL.get()
-        session, param = call.session, "input" if isinstance(request, ResponsesRequest) else "messages"
-        tools = [_pruned(tool) for tool in tool_dicts or ()]
-        found = [ChatMessage.read(message, f"{param}.{place}") for place, message in enumerate(messages)]
-        texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
-        for message in found:
-            texts += [message.content, *(each.arguments for each in message.calls)]
-        self._reader.check_room(max(len(found), 1), param)
-        self._reader.check_room("\n".join(texts), param)
-        params = request.build_chat_params(default_template, default_template_content_format)
-        settings = template_settings(params.chat_template_kwargs)
-        prompt = self._builder.chat(found, tools, session, settings)
-        if not call.counted:
-            self._check_completion(call, prompt, request)
-        is_free = request.tool_choice in ("auto", "none", None)
-        if tools and session is not None and not is_free and self._config.agent_sampling == "replaced":
-            request.tool_choice = "auto"
-            self._replaced("tool_choice")
-        elif not is_free:
-            _force_arguments(request.tools)
-        reads = None
-        if parser is not None and (tools or parser.reasoning_parser_cls is not None):
-            made = parser(
-                self.renderer.tokenizer,
-                request.tools,
-                model_config=self.model_config,
-                chat_template_kwargs=params.chat_template_kwargs,
-            )
-            if request.tool_choice != "none" or parser.reasoning_parser_cls is not None:
-                made.adjust_request(request)
-            reads = partial(read_calls, made, request)
-        return [], [_engine_input(prompt, reads=reads, temperature=request.temperature)]
-
-    async def preprocess_completion(
-        self, request: Any, prompt_input: Any, prompt_embeds: object, **_: object
-    ) -> list[Any]:
-        call = CALL.get()
-        several = bool(prompt_input) and isinstance(prompt_input, list) and not isinstance(prompt_input[0], int)
-        found = []
-        for given in prompt_input if several else [prompt_input]:
-            self._reader.check_room(given if isinstance(given, str) else len(given), "prompt")
-            prompt = self._builder.completion(given, call.session)
-            size = self._tokenizer.vocab_size
-            if not len(prompt.token_ids):
-                raise ApiError(400, "the prompt is empty", param="prompt")
-            if prompt.token_ids.min() < 0 or prompt.token_ids.max() >= size:
-                raise ApiError(400, f"token ids go from 0 to {size - 1}", param="prompt")
-            self._check_completion(call, prompt, request)
-            text = given if isinstance(given, str) else None
-            if request.echo and text is None:
-                text = self._tokenizer.decode(prompt.token_ids, skip_special=False)
-            found.append(_engine_input(prompt, text=text, temperature=request.temperature))
-        return found
-
-    def _check_completion(self, call: Call, prompt: Prompt, request: Any) -> None:
-        named = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-        asked = next((value for name in named if (value := getattr(request, name, None)) is not None), None)
-        param = {ResponsesRequest: "input", CompletionRequest: "prompt"}.get(type(request), "messages")
-        self._reader.check_completion(len(prompt.token_ids), asked, param, cut=call.session is not None)
-
-
-class _Logprobs:
-    """Lists of logprobs in the form of each API, made as they are written where a response is whole."""
-
-    forge_rl_tokenizer: Tokenizer
-
-    def _create_chat_logprobs(
-        self, token_ids: object, top_logprobs: Sequence[TokenLogprob], *_: object, **__: object
-    ) -> ChatCompletionLogProbs:
-        def entries() -> Iterator[dict[str, object]]:
-            for entry in top_logprobs:
-                top = [self._one(*pair) for pair in entry.top]
-                yield {**self._one(entry.token, entry.logprob), "top_logprobs": top}
-
-        if CALL.get().streamed:
-            return ChatCompletionLogProbs(content=list(entries()))
-        return ChatCompletionLogProbs.model_construct(content=_listed(entries, len(top_logprobs)))
-
-    def _create_completion_logprobs(
-        self,
-        token_ids: object,
-        top_logprobs: Sequence[TokenLogprob],
-        *_: object,
-        initial_text_offset: int = 0,
-        **__: object,
-    ) -> CompletionLogProbs:
-        def likeliest() -> Iterator[dict[str, float]]:
-            for entry in top_logprobs:
-                pairs = (*entry.top, (entry.token, entry.logprob))
-                yield {self._token(token): logprob for token, logprob in pairs}
-
-        texts = [self._token(entry.token) for entry in top_logprobs]
-        offsets = [initial_text_offset]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
-        return CompletionLogProbs.model_construct(
-            text_offset=offsets[:-1],
-            token_logprobs=[entry.logprob for entry in top_logprobs],
-            tokens=texts,
-            top_logprobs=_listed(likeliest, len(top_logprobs)),
-        )
-
-    def _one(self, token: int, logprob: float) -> dict[str, object]:
-        raw = list(self.forge_rl_tokenizer.token_bytes(token))
-        return {"token": self._token(token), "logprob": logprob, "bytes": raw}
-
-    def _token(self, token: int) -> str:
-        return self.forge_rl_tokenizer.decode([token], skip_special=False)
-
-
-class _Chat(_Logprobs, OpenAIServingChat):
-    """vLLM's chat completions."""
-
-
-class _Completions(_Logprobs, OpenAIServingCompletion):
-    """vLLM's completions."""
-
-
-class _Messages(_Logprobs, AnthropicServingMessages):
-    """vLLM's messages of Anthropic's API."""
-
-    def convert(self, request: Any) -> Any:
-        """Make the chat request of a request, which may be long."""
-        return AnthropicServingMessages.to_chat_completion_request(
-            request, merge_inline_system=self._merge_inline_system
-        )
-
-    @classmethod
-    def _build_base_request(cls, anthropic_request: Any, openai_messages: list[Any]) -> Any:
-        request = super()._build_base_request(anthropic_request, [])
-        request.messages = openai_messages  # as they are: vLLM's types for them are slow
-        return request
-
-    @classmethod
-    def to_chat_completion_request(cls, anthropic_request: Any, **given: Any) -> Any:
-        return CALL.get().converted
-
-    def messages_full_converter(self, generator: Any) -> Any:
-        for call in generator.choices[0].message.tool_calls:
-            # What the model wrote may be no object, which it must be here.
-            try:
-                good = isinstance(json.loads(call.function.arguments), dict)
-            except (ValueError, RecursionError):
-                good = False
-            if not good:
-                call.function.arguments = "{}"
-        return super().messages_full_converter(generator)
-
-
-class _Responses(OpenAIServingResponses):
-    """vLLM's responses."""
-
-    forge_rl_tokenizer: Tokenizer
-
-    def _create_response_logprobs(
-        self, token_ids: object, logprobs: Sequence[TokenLogprob], tokenizer: object, top_logprobs: int | None = None
-    ) -> Any:
-        def known(token: int, logprob: float) -> Logprob:
-            return Logprob(logprob, decoded_token=self.forge_rl_tokenizer.decode([token], skip_special=False))
-
-        ids = [entry.token for entry in logprobs]
-        found = [
-            {**{token: known(token, each) for token, each in entry.top}, entry.token: known(entry.token, entry.logprob)}
-            for entry in logprobs
-        ]
-        return super()._create_response_logprobs(ids, found, tokenizer, top_logprobs)
-
-
-def _engine_input(
-    prompt: Prompt, *, reads: Any = None, text: str | None = None, temperature: float | None = None
-) -> dict[str, Any]:
-    found = dict(tokens_input(prompt.token_ids.tolist(), prompt=text))
-    made = Prompt(
-        token_ids=prompt.token_ids, digest=prompt.digest, text=prompt.text, reads=reads, asked_temperature=temperature
-    )
-    return {**found, "forge_rl": made}
-
-
-def _finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    coroutine.close()
-    raise AssertionError("it waits for something")
-
-
-def _pruned(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool without what is None, as it was sent."""
-    function = {name: value for name, value in tool.get("function", {}).items() if value is not None}
-    return {**{name: value for name, value in tool.items() if value is not None}, "function": function}
-
-
-def _force_arguments(tools: Sequence[Any] | None) -> None:
-    """Hold forced calls to their tools' schemas, unless a tool says otherwise: small models write other arguments."""
-    for tool in tools or ():
-        function = getattr(tool, "function", tool)
-        schema = getattr(function, "parameters", None)
-        is_open = getattr(function, "strict", False) is None and isinstance(schema, dict)
-        if is_open and not has_xgrammar_unsupported_json_features(schema):
-            function.strict = True
-
-
-def _listed(make: Callable[[], Iterator[T]], count: int) -> list[T]:
-    """Make a list, as it is written where a response is whole: it may be long."""
-    return LazyList(make()) if count and not CALL.get().streamed else list(make())  # type: ignore[return-value]
 
 
 def _shown(response: Any, call: Call) -> dict[str, Any]:

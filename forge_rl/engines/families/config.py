@@ -37,8 +37,6 @@ class Family:
     """Names of the weights."""
     titan: Callable[[], TitanFamily]
     """Imports what builds the family on torchtitan; in a process that trains."""
-    tensor_parallel: bool = True
-    """False where torchtitan's tensor parallelism is not equal to one process."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,12 +79,11 @@ def titan() -> TitanFamily:
     """Build on torchtitan's gpt-oss."""
     from torchtitan.models.common import Linear
     from torchtitan.models.common.attention import QKVLinear
-    from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
     from torchtitan.models.common.param_init import skip_param_init
     from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
     from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
 
-    from forge_rl.engines.titan.model import LOADED, decoder, half_rope, inner_attention, norm
+    from forge_rl.engines.titan.model import LOADED, RowwiseLinear, decoder, half_rope, inner_attention, norm
     from forge_rl.engines.titan.moe import ClampedExperts, moe_config
 
     def model_config(architecture: Architecture, max_positions: int) -> Any:
@@ -106,7 +105,7 @@ def titan() -> TitanFamily:
                 head_dim=a.head_dim,
                 dim=a.dim,
                 qkv_linear=qkv,
-                wo=linear(ScaledBiasRowwiseLinear, a.heads * a.head_dim, a.dim),
+                wo=linear(RowwiseLinear, a.heads * a.head_dim, a.dim),
                 sliding_window_size=a.window if index in a.window_layers else None,
                 inner_attention=inner_attention(),
                 rope=half_rope(a, max_positions),
@@ -129,5 +128,4 @@ GPT_OSS = Family(
     read=read,
     names=Names(layer=LAYER, transposed=_TRANSPOSED),
     titan=titan,
-    tensor_parallel=False,  # the gradient of the attention's output bias has another scale then (torchtitan 0.3)
 )

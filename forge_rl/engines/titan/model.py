@@ -16,7 +16,9 @@ from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 
 from forge_rl.algorithms import token_logprobs
 from forge_rl.data.packing import Row, attends
@@ -225,6 +227,22 @@ class TreeAttention(FlexAttention):
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))  # torchtitan's shardings know those names
         out, sums = (x.transpose(1, 2) for x in attend_trees(q, k, v, attention_masks, scale))
         return out if out_transform is None else out_transform(out, sums)
+
+
+class RowwiseLinear(ScaledBiasRowwiseLinear):
+    """Linear layer with a bias, whose inputs tensor-parallel ranks share: each adds its part of the bias.
+
+    The bias gets the gradient of the whole all the same, which torchtitan 0.3 divides by the number of ranks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledBiasRowwiseLinear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Project [..., inputs], of which a rank has its part, to [..., outputs], to be added up over the ranks."""
+        weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (self.weight, self.bias))
+        return nn.functional.linear(input, weight, ScaleBiasForward.apply(bias, self.tp_degree, input.dtype))
 
 
 class FloatHead(Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,8 @@ def plan_training(
     count, trained = (
         sum(each.numel() for each in model.parameters() if each.requires_grad or of_all) for of_all in (True, False)
     )
-    gathered, windowed = _gathered(model, dtype, split), architecture.window is not None
+    gathered = _gathered(model, dtype, split, expert_parallel=_degree(settings, "expert_parallel"))
+    windowed = architecture.window is not None
     row, head = (found // tensor_parallel for found in _row_bytes(model, settings, dtype, tokens, windowed))
     if context_parallel > 1:  # each rank keeps the keys and values of the whole row
         kept = architecture.layers if settings.activation_checkpointing == "none" else 1
@@ -64,13 +66,17 @@ def _degree(settings: TrainSettings, name: str) -> int:
     return int(getattr(settings, name, 1))
 
 
-def _gathered(model: nn.Module, dtype: torch.dtype, split: int) -> int:
-    """Bytes of whole weights in the format of the passes: of two units, as FSDP fetches one ahead."""
+def _gathered(model: nn.Module, dtype: torch.dtype, split: int, *, expert_parallel: int) -> int:
+    """Bytes of whole weights in the format of the passes: of two units, as FSDP fetches one ahead. Of experts a rank
+    fetches its own alone."""
     if split == 1:  # they are cast once, and stay
         return 0 if dtype == torch.float32 else dtype.itemsize * sum(p.numel() for p in model.parameters())
     layers: list[Any] = list(model.get_submodule("layers").children())
     inside = {id(p) for layer in layers for p in layer.parameters()}
-    units = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    units = [
+        sum(p.numel() // (expert_parallel if ".inner_experts." in name else 1) for name, p in layer.named_parameters())
+        for layer in layers
+    ]
     units.append(sum(p.numel() for p in model.parameters() if id(p) not in inside))
     return dtype.itemsize * sum(sorted(units)[-2:])
 
@@ -100,13 +106,30 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
         handle = model.lm_head.register_forward_pre_hook(
             lambda _, inputs, chosen=chosen: (inputs[0][0, chosen], targets[0, chosen], 1.0)
         )
-        with _LiveBytes() as live:
+        with _without_autocast(), _LiveBytes() as live:
             logprobs, _ = model(ids, positions=positions, attention_masks=masks)
             logprobs.sum().backward()
         del logprobs, _
         handle.remove()
         peaks.append(live.most)
     return peaks[0], max(0, peaks[1] - peaks[0])
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Let torchtitan's routers run on the meta device, which has no autocast; ours compute in float32 by themselves."""
+    original = torch.autocast
+    torch.autocast = lambda **_: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return what torch._grouped_mm would, without values: torch has this for bfloat16 in some strides alone."""
+    shape = (a.shape[-2], b.shape[-1])
+    return a.new_empty((len(offsets), *shape) if a.ndim == b.ndim == 2 else shape)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -118,7 +141,10 @@ class _LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:
+            found = _grouped_mm(args[0], args[1], args[2])
+        else:
+            found = func(*args, **(kwargs or {}))
         given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         for tensor in _tensors(found):
             storage = tensor.untyped_storage()

@@ -39,7 +39,7 @@ _COPIED = ("sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias")
 """Parameters of gpt-oss that vLLM's loader copies into."""
 PACKED = (".w13_weight", ".w2_weight")
 """Ends of the names of experts' weights, which a kernel may order otherwise without a change of their shape."""
-_OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights")
+_OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights", "restore_metadata")
 
 
 def check_names(owner: Any, names: tuple[str, ...]) -> None:
@@ -113,6 +113,12 @@ def release_kv_cache(worker: Any) -> None:
 
 def begin_reload(model: torch.nn.Module) -> None:
     """Have the model's loaders collect the weights of a layer until they are complete."""
+    for layer in model.modules():
+        if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
+            # Latent attention on a CPU with AMX packs a copy of kv_b_proj and drops the weight, which vLLM would then
+            # load anew into nothing; it is dropped again when that has been packed.
+            was = get_layerwise_info(layer).restore_metadata[0]["weight"]
+            layer.weight = torch.nn.Parameter(torch.empty_like(was, device="cpu"), requires_grad=False)
     initialize_layerwise_reload(model)
     check_names(get_layerwise_info(model), _OF_LAYER)
 

@@ -1,0 +1,176 @@
+"""Makes prompts for vLLM's handlers, in which recorded turns keep their tokens. Imports vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import construct_tool_dicts
+from vllm.inputs import tokens_input
+from vllm.renderers.online_renderer import OnlineRenderer, ResponsesRenderResult
+from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.gateway.call import CALL, Call
+from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder
+from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.reading import Reader
+from forge_rl.gateway.requests import template_settings
+from forge_rl.gateway.responses_input import to_messages
+from forge_rl.gateway.tools import ToolParser, read_calls
+
+T = TypeVar("T")
+
+
+class PromptRenderer(OnlineRenderer):
+    """Makes prompts in which recorded turns keep their tokens, and text is never a control token."""
+
+    def use(
+        self,
+        tokenizer: Tokenizer,
+        config: GatewayConfig,
+        reader: Reader,
+        parser: ToolParser,
+        replaced: Callable[[str], None],
+    ) -> None:
+        self.parser = parser.cls
+        self._tokenizer, self._config, self._reader, self._replaced = tokenizer, config, reader, replaced
+        self._builder = PromptBuilder(tokenizer, parser.name)
+
+    async def render_chat(self, request: Any, **_: object) -> Any:
+        return await self._beside(super().render_chat(request))
+
+    async def render_completion(self, request: Any, **_: object) -> Any:
+        return await self._beside(super().render_completion(request))
+
+    async def render_responses(self, request: Any, **given: Any) -> Any:
+        return await self._beside(self._render_responses(request, given))
+
+    async def _render_responses(self, request: Any, given: dict[str, Any]) -> Any:
+        asked = CALL.get().converted
+        if self.use_harmony:
+            request.input = asked
+            return await super().render_responses(ResponsesRequest.model_validate(request.model_dump()), **given)
+        messages = to_messages(request.instructions, asked)
+        tools = construct_tool_dicts(request.tools, request.tool_choice)
+        settings = self.effective_chat_template_kwargs(request)
+        _, (engine_input,) = await self.preprocess_chat(
+            request, messages, self.chat_template, "string", settings, tools, self.parser
+        )
+        return ResponsesRenderResult(messages=messages, engine_input=engine_input)
+
+    async def _beside(self, render: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine that waits for nothing, beside the event loop if the request is long."""
+        return await self._reader.run(CALL.get().body_bytes, partial(_finish, render))
+
+    async def preprocess_chat(
+        self,
+        request: Any,
+        messages: list[Any],
+        default_template: str | None,
+        default_template_content_format: Any,
+        default_template_kwargs: dict[str, Any] | None,
+        tool_dicts: list[dict[str, Any]] | None = None,
+        parser: type[Any] | None = None,
+        **_: object,
+    ) -> tuple[list[Any], list[Any]]:
+        call = CALL.get()
+        session, param = call.session, "input" if isinstance(request, ResponsesRequest) else "messages"
+        tools = [_pruned(tool) for tool in tool_dicts or ()]
+        found = [ChatMessage.read(message, f"{param}.{place}") for place, message in enumerate(messages)]
+        texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
+        for message in found:
+            texts += [message.content, *(each.arguments for each in message.calls)]
+        self._reader.check_room(max(len(found), 1), param)
+        self._reader.check_room("\n".join(texts), param)
+        params = request.build_chat_params(default_template, default_template_content_format)
+        settings = template_settings(params.chat_template_kwargs)
+        prompt = self._builder.chat(found, tools, session, settings)
+        if not call.counted:
+            self._check_completion(call, prompt, request)
+        is_free = request.tool_choice in ("auto", "none", None)
+        if tools and session is not None and not is_free and self._config.agent_sampling == "replaced":
+            request.tool_choice = "auto"
+            self._replaced("tool_choice")
+        elif not is_free:
+            _force_arguments(request.tools)
+        reads = None
+        if parser is not None and (tools or parser.reasoning_parser_cls is not None):
+            made = parser(
+                self.renderer.tokenizer,
+                request.tools,
+                model_config=self.model_config,
+                chat_template_kwargs=params.chat_template_kwargs,
+            )
+            if request.tool_choice != "none" or parser.reasoning_parser_cls is not None:
+                made.adjust_request(request)
+            reads = partial(read_calls, made, request)
+        return [], [_engine_input(prompt, reads=reads, temperature=request.temperature)]
+
+    async def preprocess_completion(
+        self, request: Any, prompt_input: Any, prompt_embeds: object, **_: object
+    ) -> list[Any]:
+        call = CALL.get()
+        several = bool(prompt_input) and isinstance(prompt_input, list) and not isinstance(prompt_input[0], int)
+        found = []
+        for given in prompt_input if several else [prompt_input]:
+            self._reader.check_room(given if isinstance(given, str) else len(given), "prompt")
+            prompt = self._builder.completion(given, call.session)
+            size = self._tokenizer.vocab_size
+            if not len(prompt.token_ids):
+                raise ApiError(400, "the prompt is empty", param="prompt")
+            if prompt.token_ids.min() < 0 or prompt.token_ids.max() >= size:
+                raise ApiError(400, f"token ids go from 0 to {size - 1}", param="prompt")
+            self._check_completion(call, prompt, request)
+            text = given if isinstance(given, str) else None
+            if request.echo and text is None:
+                text = self._tokenizer.decode(prompt.token_ids, skip_special=False)
+            found.append(_engine_input(prompt, text=text, temperature=request.temperature))
+        return found
+
+    def _check_completion(self, call: Call, prompt: Prompt, request: Any) -> None:
+        named = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        asked = next((value for name in named if (value := getattr(request, name, None)) is not None), None)
+        param = {ResponsesRequest: "input", CompletionRequest: "prompt"}.get(type(request), "messages")
+        self._reader.check_completion(len(prompt.token_ids), asked, param, cut=call.session is not None)
+
+
+def _engine_input(
+    prompt: Prompt, *, reads: Any = None, text: str | None = None, temperature: float | None = None
+) -> dict[str, Any]:
+    found = dict(tokens_input(prompt.token_ids.tolist(), prompt=text))
+    made = Prompt(
+        token_ids=prompt.token_ids, digest=prompt.digest, text=prompt.text, reads=reads, asked_temperature=temperature
+    )
+    return {**found, "forge_rl": made}
+
+
+def _finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise AssertionError("it waits for something")
+
+
+def _pruned(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool without what is None, as it was sent."""
+    function = {name: value for name, value in tool.get("function", {}).items() if value is not None}
+    return {**{name: value for name, value in tool.items() if value is not None}, "function": function}
+
+
+def _force_arguments(tools: Sequence[Any] | None) -> None:
+    """Hold forced calls to their tools' schemas, unless a tool says otherwise: small models write other arguments."""
+    for tool in tools or ():
+        function = getattr(tool, "function", tool)
+        schema = getattr(function, "parameters", None)
+        is_open = getattr(function, "strict", False) is None and isinstance(schema, dict)
+        if is_open and not has_xgrammar_unsupported_json_features(schema):
+            function.strict = True

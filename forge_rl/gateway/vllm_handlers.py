@@ -1,0 +1,135 @@
+"""vLLM's handlers of each API, with the logprobs that engines told and with Anthropic's requests as they were checked.
+Imports vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.logprobs import Logprob
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.gateway.call import CALL
+from forge_rl.gateway.completion import TokenLogprob
+from forge_rl.gateway.json_text import LazyList
+
+T = TypeVar("T")
+
+
+class _Logprobs:
+    """Lists of logprobs in the form of each API, made as they are written where a response is whole."""
+
+    forge_rl_tokenizer: Tokenizer
+
+    def _create_chat_logprobs(
+        self, token_ids: object, top_logprobs: Sequence[TokenLogprob], *_: object, **__: object
+    ) -> ChatCompletionLogProbs:
+        def entries() -> Iterator[dict[str, object]]:
+            for entry in top_logprobs:
+                top = [self._one(*pair) for pair in entry.top]
+                yield {**self._one(entry.token, entry.logprob), "top_logprobs": top}
+
+        if CALL.get().streamed:
+            return ChatCompletionLogProbs(content=list(entries()))
+        return ChatCompletionLogProbs.model_construct(content=_listed(entries, len(top_logprobs)))
+
+    def _create_completion_logprobs(
+        self,
+        token_ids: object,
+        top_logprobs: Sequence[TokenLogprob],
+        *_: object,
+        initial_text_offset: int = 0,
+        **__: object,
+    ) -> CompletionLogProbs:
+        def likeliest() -> Iterator[dict[str, float]]:
+            for entry in top_logprobs:
+                pairs = (*entry.top, (entry.token, entry.logprob))
+                yield {self._token(token): logprob for token, logprob in pairs}
+
+        texts = [self._token(entry.token) for entry in top_logprobs]
+        offsets = [initial_text_offset]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        return CompletionLogProbs.model_construct(
+            text_offset=offsets[:-1],
+            token_logprobs=[entry.logprob for entry in top_logprobs],
+            tokens=texts,
+            top_logprobs=_listed(likeliest, len(top_logprobs)),
+        )
+
+    def _one(self, token: int, logprob: float) -> dict[str, object]:
+        raw = list(self.forge_rl_tokenizer.token_bytes(token))
+        return {"token": self._token(token), "logprob": logprob, "bytes": raw}
+
+    def _token(self, token: int) -> str:
+        return self.forge_rl_tokenizer.decode([token], skip_special=False)
+
+
+class Chat(_Logprobs, OpenAIServingChat):
+    """vLLM's chat completions."""
+
+
+class Completions(_Logprobs, OpenAIServingCompletion):
+    """vLLM's completions."""
+
+
+class Messages(_Logprobs, AnthropicServingMessages):
+    """vLLM's messages of Anthropic's API."""
+
+    def convert(self, request: Any) -> Any:
+        """Make the chat request of a request, which may be long."""
+        return AnthropicServingMessages.to_chat_completion_request(
+            request, merge_inline_system=self._merge_inline_system
+        )
+
+    @classmethod
+    def _build_base_request(cls, anthropic_request: Any, openai_messages: list[Any]) -> Any:
+        request = super()._build_base_request(anthropic_request, [])
+        request.messages = openai_messages  # as they are: vLLM's types for them are slow
+        return request
+
+    @classmethod
+    def to_chat_completion_request(cls, anthropic_request: Any, **given: Any) -> Any:
+        return CALL.get().converted
+
+    def messages_full_converter(self, generator: Any) -> Any:
+        for call in generator.choices[0].message.tool_calls:
+            # What the model wrote may be no object, which it must be here.
+            try:
+                good = isinstance(json.loads(call.function.arguments), dict)
+            except (ValueError, RecursionError):
+                good = False
+            if not good:
+                call.function.arguments = "{}"
+        return super().messages_full_converter(generator)
+
+
+class Responses(OpenAIServingResponses):
+    """vLLM's responses."""
+
+    forge_rl_tokenizer: Tokenizer
+
+    def _create_response_logprobs(
+        self, token_ids: object, logprobs: Sequence[TokenLogprob], tokenizer: object, top_logprobs: int | None = None
+    ) -> Any:
+        def known(token: int, logprob: float) -> Logprob:
+            return Logprob(logprob, decoded_token=self.forge_rl_tokenizer.decode([token], skip_special=False))
+
+        ids = [entry.token for entry in logprobs]
+        found = [
+            {**{token: known(token, each) for token, each in entry.top}, entry.token: known(entry.token, entry.logprob)}
+            for entry in logprobs
+        ]
+        return super()._create_response_logprobs(ids, found, tokenizer, top_logprobs)
+
+
+def _listed(make: Callable[[], Iterator[T]], count: int) -> list[T]:
+    """Make a list, as it is written where a response is whole: it may be long."""
+    return LazyList(make()) if count and not CALL.get().streamed else list(make())  # type: ignore[return-value]
