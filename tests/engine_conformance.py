@@ -90,13 +90,17 @@ def changed(model: torch.nn.Module) -> torch.nn.Module:
     return other
 
 
-def gaps(model: torch.nn.Module, turn: Turn) -> torch.Tensor:
-    """Distance of each logprob from transformers', computed anew from all tokens before it."""
+def expected(model: torch.nn.Module, turn: Turn) -> torch.Tensor:
+    """Logprob of each token by transformers, computed anew from all tokens before it."""
     ids = torch.tensor(tuple(turn.context))
     with torch.no_grad():
         logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
-    expected = logprobs[:-1].gather(1, ids[1:, None])[len(turn.prompt_ids) - 1 :, 0]
-    return (expected - torch.tensor(turn.logprobs)).abs()
+    return logprobs[:-1].gather(1, ids[1:, None])[len(turn.prompt_ids) - 1 :, 0]
+
+
+def gaps(model: torch.nn.Module, turn: Turn) -> torch.Tensor:
+    """Distance of each logprob from transformers'."""
+    return (expected(model, turn) - torch.tensor(turn.logprobs)).abs()
 
 
 def check_logprobs(turn: Turn, models: dict[int, torch.nn.Module]) -> None:

@@ -113,6 +113,7 @@ def release_kv_cache(worker: Any) -> None:
 
 def begin_reload(model: torch.nn.Module) -> None:
     """Have the model's loaders collect the weights of a layer until they are complete."""
+    layer: Any
     for layer in model.modules():
         if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
             # Latent attention on a CPU with AMX packs a copy of kv_b_proj and drops the weight, which vLLM would then

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from forge_rl.engines.vllm import cpu_experts, internals
+from forge_rl.engines.vllm import cpu, internals
 from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
@@ -147,7 +147,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         if device.type == "cpu":
-            cpu_experts.mend()
+            cpu.mend(model)
         owner = vllm_config.additional_config.get(OWNER)
         if owner is not None:
             when_process_ends(owner, lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend lacks for experts: to load them anew, and to share them. Tried on vLLM 0.32.0."""
+"""Mends vLLM's CPU backend: experts that are loaded anew or shared, RoPE in latent attention. Tried on vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import itertools
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 
-def mend() -> None:
-    """Make experts work in this worker; more than once does no harm."""
+def mend(model: nn.Module) -> None:
+    """Mend this worker and its model; more than once does no harm."""
+    for layer in model.modules():
+        if isinstance(layer, RotaryEmbedding) and not hasattr(layer._forward_method, "__wrapped__"):
+            layer._forward_method = _on_rows(layer._forward_method)
     experts: Any = CPUUnquantizedExperts
     if not hasattr(experts.apply, "__wrapped__"):
         experts.apply = _with_expert_map(experts.apply)
@@ -22,6 +27,23 @@ def mend() -> None:
         method._setup_kernel = _with_repacking(method._setup_kernel)
     communicator: Any = CpuCommunicator
     communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
+
+
+def _on_rows(original: Any) -> Any:
+    """Have RoPE turn [tokens, heads * dim], which its kernel takes all to be.
+
+    Of parts of queries, [tokens, heads, dim], which latent attention gives it, it turns other places.
+    """
+
+    @functools.wraps(original)
+    def forward(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        given = [query] if key is None else [query, key]
+        turned = original(positions, *(each.flatten(1).contiguous() for each in given))
+        return tuple(
+            None if each is None else each.view_as(like) for each, like in zip(turned, (query, key), strict=True)
+        )
+
+    return forward
 
 
 def _with_repacking(original: Any) -> Any:
