@@ -73,8 +73,12 @@ fast: $(STAMP)
 test: $(STAMP)  ## all tests but the long ones
 	$(PYTEST) $(ARGS)
 
-test-long: $(STAMP)  ## whole runs under every fault, two hosts, wheels in fresh environments; one at a time, as each fills the machine
-	$(BIN)/python -m pytest -m long $(ARGS)
+# Long tests that leave half of the machine idle, and do not look at what others do.
+SHARED := tests/test_families_engine.py tests/test_layouts.py
+
+test-long: $(STAMP)  ## whole runs under every fault, two hosts, wheels in fresh environments; most one at a time, as each fills the machine
+	$(PYTEST) -m long $(SHARED) $(ARGS)
+	$(BIN)/python -m pytest -m long $(addprefix --ignore=,$(SHARED)) $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -212,7 +212,7 @@ async def a_completion_comes_in_pieces_and_ends_with_a_reason(decoder: Decoder) 
     models = await decoder.load_next()
     stream = decoder.stream(completion(0))
     turn = await stream.turn()
-    assert len(stream.chunks) > TOKENS / 4, "it comes in pieces"
+    assert len(stream.chunks) > 1, "it comes in pieces"
     assert [chunk.finish for chunk in stream.chunks] == [""] * (len(stream.chunks) - 1) + ["length"]
     assert all(chunk.top == () for chunk in stream.chunks)
     assert len(turn.token_ids) == TOKENS
