@@ -38,7 +38,7 @@ def _on_rows(original: Any) -> Any:
     @functools.wraps(original)
     def forward(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
         given = [query] if key is None else [query, key]
-        turned = original(positions, *(each.flatten(1).contiguous() for each in given))
+        turned = original(positions, *(each.flatten(1) if each.ndim > 2 else each for each in given))
         return tuple(
             None if each is None else each.view_as(like) for each, like in zip(turned, (query, key), strict=True)
         )
