@@ -33,7 +33,7 @@ class Weights(torch.nn.Module):
 
 
 async def gaps_to(engine: DecodeEngine, dtype: Dtype, *folders: Path) -> list[float]:
-    """How far the engine's logprobs are from those of transformers in float32, on each folder.
+    """Distance of the engine's logprobs from those of transformers in float32, on each folder.
 
     In float32 the largest distance, over 1e-3. In bfloat16, where a token may go to other experts, the mean distance,
     over that of transformers in bfloat16.

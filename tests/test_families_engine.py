@@ -70,8 +70,7 @@ def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: st
     )
     assert ended.returncode == 0, ended.stderr[-4000:] + ended.stdout[-2000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-
     assert found["version"] == 1
-    unit = 1 if dtype == "float32" else 2  # it rounds elsewhere than transformers
-    assert found["changed"] > 3 * unit, "the two versions must differ for this to be a test"
-    assert max(found["started"], found["loaded"]) < unit, found
+    most, least_changed = (1, 300) if dtype == "float32" else (2, 20)  # bfloat16 rounds elsewhere than in transformers
+    assert found["changed"] > least_changed, "the two versions must differ for this to be a test"
+    assert max(found["started"], found["loaded"]) < most, found
