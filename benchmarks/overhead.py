@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -327,6 +328,7 @@ async def _services(config: Config) -> AsyncIterator[Services]:
             )
             stack.push_async_callback(generator.stop)
             await generator.serve_model()
+            gc.freeze()  # as in a run, once all has started
             stack.callback(setattr, faults, "closing", True)
             yield Services(environment, shown, reward, generator)
 

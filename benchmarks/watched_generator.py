@@ -86,7 +86,7 @@ class Watched:
         )
         take = completion.on_chunk
 
-        def watch(chunk: Chunk) -> object:
+        def watch(chunk: Chunk) -> bool:
             if len(chunk.versions) and chunk.versions.min() < request.least_version:
                 raise BenchmarkError(f"engine {engine} serves version {chunk.versions.min()} after {version}")
             request.token_ids += chunk.token_ids.tolist()
@@ -95,13 +95,13 @@ class Watched:
             self.tell()
             return take(chunk)
 
-        completion.on_chunk = watch
+        completion.on_chunk = watch  # type: ignore[method-assign]
         self.running.append(request)
         self.asked.append(request)
         try:
             await self._generator.decode(completion, engine=engine)
         finally:
-            completion.on_chunk = take
+            completion.on_chunk = take  # type: ignore[method-assign]
             self.running.remove(request)
             self.tell()
 

@@ -289,7 +289,7 @@ class Episode:
     """Cause of the error, where the outcome is one; what failed at first, where the score was tried again."""
     seconds: float = 0.0
     """Wall time from the first request to the score."""
-    _runs: list[list[int]] = field(init=False, repr=False, compare=False)
+    _runs: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     """Indices of the turns of each segment."""
 
     def __post_init__(self) -> None:
@@ -307,7 +307,7 @@ class Episode:
         for run in runs:
             if len(run) > 1:
                 _share_prompts([turns[place] for place in run])
-        self.__dict__["_runs"] = runs
+        self.__dict__["_runs"] = tuple(map(tuple, runs))  # of which the garbage collector looks at none
 
     def __reduce__(self) -> tuple[object, ...]:
         # Prompts repeat what came before them: the ids of a run of turns are sent once.
@@ -318,6 +318,12 @@ class Episode:
         )
         rest = {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name != "turns"}
         return _read_episode, (sent, rest)
+
+    def updated(self, **fields: Any) -> Episode:
+        """Return the episode with other values of some fields, but the same turns: those are not compared again."""
+        episode = object.__new__(Episode)
+        episode.__dict__.update(self.__dict__, **fields)
+        return episode
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from forge_rl.data.mixture import Mixture
@@ -16,7 +17,7 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
-from forge_rl.services.environment import LocalSession, Parsed
+from forge_rl.services.environment import LocalSession
 from forge_rl.types import Chunk, Episode, Message, Sampling, Score, Task
 
 
@@ -128,19 +129,20 @@ class StagedEnvironment:
 
     async def open(self, task: Task) -> tuple[object, Observation]:
         env = self.factory(task)
-        owner = self
+        return StagedSession(env, self), await env.reset()
 
-        class EnvSession:
-            async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
-                return await LocalSession(env).step(answer, truncated=truncated, parsed=parsed)
 
-            async def close(self) -> None:
-                owner.closed += 1
+@dataclass(frozen=True)
+class StagedSession(LocalSession):
+    """Session that tells its environment when it is closed."""
 
-            def abandon(self) -> None:
-                owner.closed += 1
+    owner: StagedEnvironment
 
-        return EnvSession(), await env.reset()
+    async def close(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        self.owner.closed += 1
 
 
 class StagedReward:

@@ -65,23 +65,17 @@ def test_experts_of_a_resumed_completion_are_those_of_the_engine_that_ended_it(t
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_came_is_kept_and_garbage_costs_its_engine(tokenizer: Tokenizer, streamed: bool) -> None:
+def test_what_came_of_an_engine_that_dies_is_kept(tokenizer: Tokenizer, streamed: bool) -> None:
     async def main() -> None:
         completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
         begun: list[tuple[int, ...]] = []
 
-        def check(part: Chunk | None) -> None:
-            if part is None or part.text == "garbage":
-                raise DIED
-
         async def decode(resumed: ResumableCompletion) -> None:
             begun.append(tuple(resumed.shown.tolist()))
-            resumed.check = check
             resumed.on_chunk(chunk((3 + len(begun),)))
-            if len(begun) == 1:
-                resumed.on_chunk(chunk((9,), "garbage"))
-            if len(begun) == 3:
-                resumed.on_chunk(chunk((7,), finish="length"))
+            if len(begun) < 3:
+                raise DIED
+            resumed.on_chunk(chunk((7,), finish="length"))
 
         if streamed:
             parts = [part async for part in completion.stream(decode)]
@@ -89,7 +83,7 @@ def test_what_came_is_kept_and_garbage_costs_its_engine(tokenizer: Tokenizer, st
         else:
             await completion.run(decode)
         assert completion.turn().context.tolist() == [1, 2, 4, 5, 6, 7]
-        assert begun == [(1, 2), (1, 2, 4), (1, 2, 4, 5)], "one sent garbage, one ended without a finish"
+        assert begun == [(1, 2), (1, 2, 4), (1, 2, 4, 5)]
 
     asyncio.run(main())
 

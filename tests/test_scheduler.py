@@ -399,7 +399,7 @@ def test_an_evaluation_pauses_with_batches_and_goes_first_once_it_is_awaited():
     started = scheduler.pop_starts()
     assert kinds(started) == [0, 0, 0, 0, "eval"]
     batch, (riding,) = started[:4], started[4:]
-    used_s = scheduler.stopwatch(riding)
+    began_s = scheduler.own_s(riding)
     for episode in started:
         scheduler.request_decode(episode)
     assert scheduler.pop_grants() == batch
@@ -407,18 +407,18 @@ def test_an_evaluation_pauses_with_batches_and_goes_first_once_it_is_awaited():
     scheduler.finish_turn(batch[0])
     assert scheduler.pop_grants() == [riding]
     now[0] = 7.0
-    assert used_s() == 2.0, "a wait for an engine is not its own time"
+    assert scheduler.own_s(riding) - began_s == 2.0, "a wait for an engine is not its own time"
     scheduler.finish_turn(riding)
     scheduler.capacity.set_paused(True)
     scheduler.request_decode(batch[0])
     scheduler.request_decode(riding)
     now[0] = 10.0
-    assert (scheduler.pop_starts(), scheduler.pop_grants(), used_s()) == ([], [], 2.0)
+    assert (scheduler.pop_starts(), scheduler.pop_grants(), scheduler.own_s(riding) - began_s) == ([], [], 2.0)
     # Awaited, it goes on in the pause, before all else; nothing of a batch does, and what is paused holds up no start.
     scheduler.await_evaluation(True)
     assert scheduler.pop_grants() == [riding]
     now[0] = 11.0
-    assert used_s() == 3.0
+    assert scheduler.own_s(riding) - began_s == 3.0
     rest = scheduler.pop_starts()
     assert kinds(rest) == ["eval"] * 3
     scheduler.finish_turn(riding)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +95,14 @@ class Row:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Tensors pickle by a class that torch makes for each, which is left to the garbage collector.
+        return _read_row, ({name: each.numpy() for name, each in vars(self).items() if each is not None},)
+
+
+def _read_row(arrays: Mapping[str, npt.NDArray[Any]]) -> Row:
+    return Row(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ import math
 import time
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ class AgentEpisodeRunner:
         own, text = (result, None) if isinstance(result, Score) else (None, result)
         episode = Episode(task=task, turns=session.turns, reward=0.0, outcome=outcome, problem=problem, output=text)
         if outcome.scored and own is None and self.reward.form == "group":
-            episode = replace(episode, reward=math.nan)
+            episode = episode.updated(reward=math.nan)
         elif outcome.scored:
             try:
                 [episode] = [with_score(episode, own)] if own is not None else await score_again(self.reward, [episode])
@@ -122,8 +122,8 @@ class AgentEpisodeRunner:
             except Exception as error:
                 died = isinstance(error, ReplicaError)
                 outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
-                episode = replace(episode, outcome=outcome, problem=str(error))
-        return replace(episode, seconds=time.monotonic() - began)
+                episode = episode.updated(outcome=outcome, problem=str(error))
+        return episode.updated(seconds=time.monotonic() - began)
 
     async def _work(self, task: Task, session: Session, client: PolicyClient) -> tuple[Outcome, str | Score, str]:
         """Run the agent and close the session; returns the outcome, a text or score, and the problem if any."""

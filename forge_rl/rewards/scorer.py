@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -42,7 +41,7 @@ async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episo
             problem = f"scored again after: {error}"
         else:
             break
-    return [replace(each, problem=problem) for each in scored] if problem else scored
+    return [each.updated(problem=problem) for each in scored] if problem else scored
 
 
 def with_score(episode: Episode, score: Score) -> Episode:
@@ -71,8 +70,7 @@ def with_score(episode: Episode, score: Score) -> Episode:
                 f"the reward of {task.id} has {len(values)} values for turn {place}, of {len(turn.token_ids)} tokens",
                 hint="give Score.tokens one value for each of episode.turns[i].token_ids, NaN for none",
             )
-    return replace(
-        episode,
+    return episode.updated(
         reward=total,
         parts=parts,
         turn_values=tuple(map(float, score.turns)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
-from forge_rl.services.completion import Decode, ResumableCompletion
+from forge_rl.services.completion import ResumableCompletion
 from forge_rl.types import Chunk, Sampling, TokenIds, Turn
 
 
@@ -40,51 +39,44 @@ class Dispatcher:
     """Opens streams on the engines that the scheduler grants."""
 
     def __init__(self, scheduler: Scheduler, generator: Decoder, tokenizer: Tokenizer) -> None:
-        self._scheduler = scheduler
-        self._generator = generator
-        self._tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.generator = generator
+        self.tokenizer = tokenizer
         self._grants: dict[InflightEpisode, asyncio.Future[None]] = {}
         self.update_engines()
 
     def update_engines(self) -> None:
         """Tell the scheduler which engines serve; a listener of the generator, as they may be a thousand."""
-        self._scheduler.capacity.set_engines(self._generator.engines())
+        self.scheduler.capacity.set_engines(self.generator.engines())
 
     def grant(self) -> None:
         """Wake the episodes that have an engine now."""
-        for episode in self._scheduler.pop_grants():
+        for episode in self.scheduler.pop_grants():
             granted = self._grants.pop(episode, None)  # none yet if it asks for its engine just now
             if granted is not None and not granted.done():
                 granted.set_result(None)
 
     async def decode(self, episode: InflightEpisode, completion: ResumableCompletion) -> None:
         """Wait for the episode's engine and decode on it; an episode has one at a time."""
-        self._scheduler.request_decode(episode)
+        self.scheduler.request_decode(episode)
         self.grant()
         interrupted = False
         try:
             if episode.state != "decoding":
                 granted = self._grants[episode] = asyncio.get_running_loop().create_future()
                 await granted
-            await self._generator.decode(completion, engine=episode.engine)
+            await self.generator.decode(completion, engine=episode.engine)
         except ReplicaError:
             interrupted = True
             raise
         finally:
             self._grants.pop(episode, None)
-            self._scheduler.finish_turn(episode, interrupted=interrupted)
+            self.scheduler.finish_turn(episode, interrupted=interrupted)
             self.grant()
 
     def client(self, episode: InflightEpisode, sampling: Sampling) -> PolicyClient:
         """Return an episode's client of the policy."""
-        return PolicyClient(
-            functools.partial(self.decode, episode),
-            episode,
-            sampling,
-            self._tokenizer,
-            self._generator.max_model_tokens,
-            self._scheduler.stopwatch(episode),
-        )
+        return PolicyClient(self, episode, sampling, self.scheduler.own_s(episode))
 
 
 @dataclass(frozen=True)
@@ -94,15 +86,16 @@ class PolicyClient:
     turn = await client(prompt_ids)
     """
 
-    decode: Decode
+    dispatcher: Dispatcher
     episode: InflightEpisode
     sampling: Sampling
     """Sampling settings of the episode's turns."""
-    tokenizer: Tokenizer
-    max_model_tokens: int
-    """Most tokens of a prompt and its completion together."""
-    used_s: Callable[[], float]
-    """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
+    since_s: float
+    """The episode's own time when this was made."""
+
+    def used_s(self) -> float:
+        """Return the seconds that the episode has had so far: neither waiting for an engine nor paused."""
+        return self.dispatcher.scheduler.own_s(self.episode) - self.since_s
 
     def __call__(self, prompt_ids: TokenIds) -> Coroutine[Any, Any, Turn]:
         """Decode one whole completion, as far as the context has room; raises as ResumableCompletion.run.
@@ -110,15 +103,20 @@ class PolicyClient:
         Raises:
             ContextError: the context has no room for a token.
         """
-        room = self.max_model_tokens - len(prompt_ids)
+        longest = self.dispatcher.generator.max_model_tokens
+        room = longest - len(prompt_ids)
         if room < 1:
             raise ContextError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {self.max_model_tokens}",
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {longest}",
                 hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
             )
         sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
-        return ResumableCompletion(prompt_ids, sampling, self.tokenizer).run(self.decode)
+        return ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer).run(self._decode)
 
     def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float) -> AsyncGenerator[Chunk, None]:
         """Decode one completion; see ResumableCompletion.stream."""
-        return ResumableCompletion(prompt_ids, sampling, self.tokenizer).stream(self.decode, gather_s=gather_s)
+        completion = ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer)
+        return completion.stream(self._decode, gather_s=gather_s)
+
+    def _decode(self, completion: ResumableCompletion) -> Coroutine[Any, Any, None]:
+        return self.dispatcher.decode(self.episode, completion)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_rl.data.tokenizer import Tokenizer
@@ -51,14 +51,15 @@ class EpisodeRunner:
         """
         began = self.clock()
         turns: list[Turn] = []
-        steps: list[Step] = []
-        episode = Episode(task=task, turns=(), reward=0.0)
+        given: list[tuple[float | None, Mapping[str, float]]] = []  # of each step, its reward and the parts of it
+        episode: Episode | None = None
         # Outcome of an error in what is done now; None where it is a bug, and raised.
         on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
         try:
             session, observation = await self.environment.open(task)
             tools = observation.tools or task.tools
             prompt_ids: TokenIds = self.tokenizer.render(observation.messages, tools=tools)
+            del observation  # what it shows is large, and there are thousands of episodes
             full = False
             while True:
                 on_error, parsed = None, None
@@ -74,22 +75,23 @@ class EpisodeRunner:
                 on_error = Outcome.ENVIRONMENT_ERROR
                 truncated = full or turns[-1].truncated
                 step = await session.step("" if full else turns[-1].text, truncated=truncated, parsed=parsed)
-                steps.append(step)
-                outcome = Outcome.TRUNCATED if truncated else Outcome.COMPLETED
-                if step.model_error:
-                    outcome = Outcome.MODEL_ERROR
-                episode = replace(episode, turns=tuple(turns), output=step.output, outcome=outcome)
+                given.append((step.reward, step.parts))
                 if full and not step.done:
                     await session.close()
                 if full or step.done:
                     break
                 on_error = None
                 prompt_ids = self._next_prompt(turns[-1], step, tools, parsed[1] if parsed else ())
+                del step
             on_error = Outcome.JUDGE_ERROR
-            if (score := _own_score(steps, len(turns))) is not None:
+            outcome = Outcome.TRUNCATED if truncated else Outcome.COMPLETED
+            if step.model_error:
+                outcome = Outcome.MODEL_ERROR
+            episode = Episode(task=task, turns=tuple(turns), reward=0.0, output=step.output, outcome=outcome)
+            if (score := _own_score(given, len(turns))) is not None:
                 episode = with_score(episode, score)
             elif self.reward.form == "group":
-                episode = replace(episode, reward=math.nan)
+                episode = episode.updated(reward=math.nan)
             else:
                 [episode] = await score_again(self.reward, [episode])
         except Exception as error:
@@ -98,8 +100,10 @@ class EpisodeRunner:
                 on_error = Outcome.INFRASTRUCTURE_ERROR
             if on_error is None or isinstance(error, SpendingError):
                 raise
-            episode = replace(episode, turns=tuple(turns), outcome=on_error, problem=str(error))
-        return replace(episode, seconds=self.clock() - began)
+            if episode is None:
+                episode = Episode(task=task, turns=tuple(turns), reward=0.0)
+            episode = episode.updated(outcome=on_error, problem=str(error))
+        return episode.updated(seconds=self.clock() - began)
 
     def _next_prompt(self, turn: Turn, step: Step, tools: Tools, calls: Sequence[ToolCall]) -> TokenIds:
         """Return what the model is shown next: all of before and the new messages, or a new history."""
@@ -111,19 +115,19 @@ class EpisodeRunner:
         return self.tokenizer.extend(turn.context, step.messages, tools=tools, calls=shown)
 
 
-def _own_score(steps: Sequence[Step], turns: int) -> Score | None:
+def _own_score(given: Sequence[tuple[float | None, Mapping[str, float]]], turns: int) -> Score | None:
     """Return the score that the environment gave: the sum of its steps' rewards; None if it gave none.
 
     Rewards before the last step are those of their turns, too.
     """
-    if all(step.reward is None for step in steps):
+    if all(reward is None for reward, _ in given):
         return None
-    rewards = [step.reward or 0.0 for step in steps]
+    rewards = [reward or 0.0 for reward, _ in given]
     parts: dict[str, float] = {}
-    for step in steps:
-        for name, value in step.parts.items():
+    for _, values in given:
+        for name, value in values.items():
             parts[name] = parts.get(name, 0.0) + value
     by_turn = rewards[:turns]
     by_turn[-1] += sum(rewards[turns:])  # of a last step without a turn, as the context is full
-    several = any(step.reward is not None for step in steps[:-1])
+    several = any(reward is not None for reward, _ in given[:-1])
     return Score(total=sum(rewards), parts=parts, turns=by_turn if several else ())

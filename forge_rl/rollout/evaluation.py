@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from forge_rl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
 from forge_rl.errors import ConfigError, ForgeError, check_flags
@@ -117,7 +117,7 @@ def _ended(group: GroupState) -> tuple[Episode, ...]:
     """Return a task's episodes as they ended: where the group could not be scored together, they have failed."""
     problem = "its group could not be scored"
     return tuple(
-        replace(result, reward=0.0, outcome=Outcome.JUDGE_ERROR, problem=problem)
+        result.updated(reward=0.0, outcome=Outcome.JUDGE_ERROR, problem=problem)
         if result.outcome.scored and math.isnan(result.reward)
         else result
         for result in group.results

@@ -130,6 +130,8 @@ class RolloutExecutor:
             self._advance()  # groups planned by pop_batch() have episodes to start
             await self._changed.wait()
         made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
+        for group in groups:
+            group.episodes.clear()  # in a circle, tokens would be held until garbage is collected
         self._tasks.batch_delivered(made)
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
@@ -414,7 +416,7 @@ class RolloutExecutor:
         except Exception as error:
             died = isinstance(error, ReplicaError)
             outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
-            return replace(result, reward=0.0, outcome=outcome, problem=str(error))
+            return result.updated(reward=0.0, outcome=outcome, problem=str(error))
         for mate, mates_result in zip(waiting, scored, strict=False):
             mate.result = mates_result
             if episode.group.batch >= 0:

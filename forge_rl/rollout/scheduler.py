@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
@@ -18,6 +19,8 @@ from forge_rl.types import Episode, Outcome, Task
 
 _MEMORY = 0.95
 """Weight of the past in a source's expected length."""
+_NO_EPISODES: dict[State, int] = dict.fromkeys(get_args(State), 0)
+"""Number of episodes by state; a Counter takes longer to look up what it does not have."""
 
 
 class Scheduler:
@@ -58,9 +61,9 @@ class Scheduler:
         self.capacity = EngineCapacity(clock)
         self.outcomes: Counter[str] = Counter()
         """Outcomes of all attempts, also of those that were not used."""
-        self.states: Counter[State] = Counter()
+        self.states: Counter[State] = Counter(_NO_EPISODES)
         """Number of batches' episodes in each state."""
-        self.evaluation_states: Counter[State] = Counter()
+        self.evaluation_states: Counter[State] = Counter(_NO_EPISODES)
         """Number of evaluations' episodes in each state."""
         self._config = config
         self._clock = clock
@@ -177,24 +180,20 @@ class Scheduler:
             return
         episode.result = result
         self._set_state(episode, "done")
-        before = self._expected_tokens.get(group.task.source, float(result.response_tokens))
-        self._expected_tokens[group.task.source] = before * _MEMORY + result.response_tokens * (1 - _MEMORY)
+        tokens = float(result.response_tokens)
+        before = self._expected_tokens.get(group.task.source, tokens)
+        self._expected_tokens[group.task.source] = before * _MEMORY + tokens * (1 - _MEMORY)
         if all(each.result is not None for each in group.episodes):
             self.planner.complete(group)
 
-    def stopwatch(self, episode: InflightEpisode) -> Callable[[], float]:
-        """Return what tells the seconds that an episode has had since now: neither waiting for an engine nor paused.
+    def own_s(self, episode: InflightEpisode) -> float:
+        """Return seconds that grow while an episode neither waits for an engine nor is paused.
 
         What goes on while others are paused has its time counted then, too.
         """
-        clock = self._clock_of(episode)
-        began, waited_s = clock(), episode.waited_s
-
-        def used_s() -> float:
-            waits_s = clock() - episode.waiting_since if episode.state == "waiting" else 0.0
-            return clock() - began - (episode.waited_s - waited_s) - waits_s
-
-        return used_s
+        now = self._clock_of(episode)()
+        waits_s = now - episode.waiting_since if episode.state == "waiting" else 0.0
+        return now - episode.waited_s - waits_s
 
     # Decisions.
 
@@ -335,17 +334,17 @@ class Scheduler:
         return self._clock if episode.group.batch == EVALUATION else self.capacity.evaluation_s
 
     def _set_state(self, episode: InflightEpisode, state: State) -> None:
+        before, episode.state = episode.state, state
         if state == "waiting":
             episode.waiting_since = self._clock_of(episode)()
-        elif episode.state == "waiting":
+        elif before == "waiting":
             episode.waited_s += self._clock_of(episode)() - episode.waiting_since
-        if "decoding" in (episode.state, state) and episode.state != state:
+        if before != state and "decoding" in (before, state):
             assert episode.engine is not None, "an episode that decodes has an engine"
             self.capacity.add_requests(episode.engine, 1 if state == "decoding" else -1)
         states = self.states if episode.group.batch >= 0 else self.evaluation_states
-        states[episode.state] -= 1
+        states[before] -= 1
         states[state] += 1
-        episode.state = state
 
 
 def _in_flight(states: Counter[State]) -> int:

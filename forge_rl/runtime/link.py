@@ -24,7 +24,7 @@ from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceErro
 
 POLL_S = 5.0
 """Seconds that a poll stays open when there is nothing to tell."""
-_MOST = 256
+_MOST = 512
 """Most calls or replies in a message. With thousands in flight the two ends would otherwise wait for each other in
 turn, and an event loop would do nothing else for seconds."""
 _MOST_BYTES = 4 << 20
@@ -100,7 +100,7 @@ class Link:
             call = _Call(next(self._numbers), method, deadline_s, on_item)
             self._send(call, args)
             try:
-                kind, payload = await call.reply
+                kind, payload = await call
             finally:
                 if self._calls.pop(call.number, None) is not None:  # it is given up: the replica is to give it up too
                     self._put((call.number, "", b"", False))
@@ -179,7 +179,7 @@ class Link:
             self.silent_polls = 0
             for number, kind, payload in replies:
                 call = self._calls.get(number) if kind == _ITEM else self._calls.pop(number, None)
-                if call is None or call.reply.done():  # it was given up meanwhile
+                if call is None or call.done():  # it was given up meanwhile
                     continue
                 if kind != _ITEM:
                     call.put((kind, payload))
@@ -190,29 +190,29 @@ class Link:
                     if call.on_item(self._value(call.method, kind, payload)) is True:
                         call.put((_VALUE, _NONE))
                 except Exception as error:  # the caller's, who gets it, unless it has broken this link
-                    if not call.reply.done():
-                        call.reply.set_exception(error)
+                    if not call.done():
+                        call.set_exception(error)
 
 
-class _Call:
-    """Call in flight, with its reply."""
+class _Call(asyncio.Future[tuple[int, bytes]]):
+    """Reply to a call in flight."""
 
-    __slots__ = ("deadline_s", "due", "method", "number", "on_item", "reply")
+    __slots__ = ("deadline_s", "due", "method", "number", "on_item")
 
     def __init__(
         self, number: int, method: str, deadline_s: float, on_item: Callable[[Any], object] | None = None
     ) -> None:
+        super().__init__()
         self.number = number
         self.method = method
         self.deadline_s = deadline_s
         self.due = math.inf
         """Time on the loop's clock when it is late."""
         self.on_item = on_item
-        self.reply: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
 
     def put(self, reply: tuple[int, bytes]) -> None:
-        if not self.reply.done():
-            self.reply.set_result(reply)
+        if not self.done():
+            self.set_result(reply)
 
     def be_late(self) -> None:
         self.put((_LATE, f"no {'answer' if self.on_item is None else 'item'} within {self.deadline_s:g} s".encode()))

@@ -23,7 +23,7 @@ import psutil  # type: ignore[import-untyped]
 
 _CLEAN_UP_S = 10.0
 """Seconds that a process which cleans up after killed ones may take."""
-_NEW_OBJECTS = (50_000, 10, 10)
+_NEW_OBJECTS = (100_000, 5, 10)
 """Thresholds of garbage collection: new objects, and collections of one generation to one of the next."""
 _SWITCH_S = 0.0005
 """Time after which a thread that computes in Python gives another its turn."""
@@ -229,7 +229,7 @@ def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None)
 def responsive_loop() -> Iterator[None]:
     """Keep garbage collection and other threads from holding up the event loop for long, while the body runs.
 
-    Garbage in cycles is collected once in 50,000 new objects, instead of 700: those of thousands of episodes live
+    Garbage in cycles is collected once in 100,000 new objects, instead of 700: those of thousands of episodes live
     longer, and Python would look at all of them again and again, which takes as long as all else. What was imported is
     not looked at. And where another thread computes in Python, the loop, which loses its turn with every file that it
     reads, gets it back ten times as soon as by default.

@@ -228,7 +228,7 @@ class Service:
         """
         attempts = max(_ATTEMPTS, len(self.replicas) + 1)  # they may all have died at once, unseen until it is tried
         while True:
-            replica = await self.available()
+            replica = least_loaded(self.replicas) or await self.available()
             attempts -= 1
             try:
                 return await attempt(replica)

@@ -38,14 +38,12 @@ class ResumableCompletion:
         self.text = ""
         """Text handed out so far."""
         self.finish = ""
-        self.on_chunk: Callable[[Chunk], object] = self.add
-        """Takes an engine's next chunk; returns True if the engine must stop."""
-        self.check: Callable[[Chunk | None], None] | None = None
-        """Raises a ReplicaError if an engine's chunk is invalid; None tells that its chunks ended without a finish."""
         self.gather_s = GATHER_S
         """Seconds for which engines gather tokens before they send them."""
         self.sampling = sampling
         self._tokenizer = tokenizer
+        self._reader: asyncio.Queue[Chunk | None] | None = None
+        """Takes the chunks where they are read as they come."""
         self._chunks: list[Chunk] = []
         """Chunks so far, as they are in the whole completion."""
         self._decoder: TextStream | None = None
@@ -85,7 +83,6 @@ class ResumableCompletion:
         while not self.finish:
             try:
                 await decode(self)
-                self._check_end()
             except ReplicaError as error:
                 self.fail_over(error)
         return self.turn()
@@ -98,7 +95,7 @@ class ResumableCompletion:
         self.gather_s = gather_s
         while not self.finish:
             came: asyncio.Queue[Chunk | None] = asyncio.Queue()
-            self.on_chunk = came.put_nowait
+            self._reader = came
             decoding = asyncio.ensure_future(decode(self))
             decoding.add_done_callback(functools.partial(_put_end, came))
             try:
@@ -108,24 +105,25 @@ class ResumableCompletion:
                     if self.finish:
                         return
                 await decoding
-                self._check_end()
             except ReplicaError as error:
                 self.fail_over(error)
             finally:
                 decoding.cancel()
                 await asyncio.wait([decoding])
 
+    def on_chunk(self, chunk: Chunk) -> bool:
+        """Take an engine's next chunk, which is valid; returns True if the engine must stop."""
+        if self._reader is None:
+            return self.add(chunk)
+        self._reader.put_nowait(chunk)
+        return False
+
     def add(self, chunk: Chunk) -> bool:
         """Append an engine's next chunk; returns True if it ended the completion, and the engine does not know.
 
         An engine that resumes for another does not see a character or a stop text that began before it: text and end
         are then found here, and tokens after the end are cut off.
-
-        Raises:
-            ReplicaError: the chunk is invalid.
         """
-        if self.check is not None:
-            self.check(chunk)
         ended = chunk.finish
         if self._decoder is not None:
             chunk = self._decoded(self._decoder, chunk)
@@ -172,10 +170,6 @@ class ResumableCompletion:
             # Of an engine that died nothing is known; the one that ended has computed all tokens.
             routed=None if chunks[-1].routed is None else chunks[-1].routed[: len(self.prompt_ids) + len(ids) - 1],
         )
-
-    def _check_end(self) -> None:
-        if not self.finish and self.check is not None:
-            self.check(None)
 
     def _decoded(self, decoder: TextStream, chunk: Chunk) -> Chunk:
         held_back = max(map(len, self.sampling.stop), default=1) - 1

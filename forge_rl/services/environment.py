@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from forge_rl.envs.protocol import Env, Observation, Step
 from forge_rl.errors import ForgeError, ReplicaError, check_flags
@@ -122,7 +122,7 @@ class EnvSession:
     async def reset(self, task: Task) -> Observation:
         """Make the environment and return its first observation; raises as `step` does."""
         try:
-            observation: Observation = await self._ask("reset", task)
+            observation: Observation = await self._replica.ask("reset", self._key, task, deadline_s=self._deadline_s)
         except BaseException:
             self.abandon()
             raise
@@ -140,7 +140,9 @@ class EnvSession:
             ServiceError: the environment raised something.
         """
         try:
-            step: Step = await self._ask("step", answer, truncated, parsed)
+            step: Step = await self._replica.ask(
+                "step", self._key, answer, truncated, parsed, deadline_s=self._deadline_s
+            )
         except BaseException:
             self.abandon()
             raise
@@ -153,7 +155,7 @@ class EnvSession:
         if not self._over:
             self._end()
             with contextlib.suppress(ReplicaError):  # it is gone
-                await self._ask("close")
+                await self._replica.ask("close", self._key, deadline_s=self._deadline_s)
 
     def abandon(self) -> None:
         """Close the environment in a task of its own."""
@@ -165,9 +167,6 @@ class EnvSession:
         task = asyncio.get_running_loop().create_task(close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    def _ask(self, method: str, *args: object) -> Awaitable[Any]:
-        return self._replica.ask(method, self._key, *args, deadline_s=self._deadline_s)
 
     def _end(self) -> None:
         self._over = True

@@ -192,21 +192,24 @@ class Generator:
         self._check(prompt_ids, sampling)
         replica = await self._choose(engine)
         first = self._pool.current
+        drawn, ended = completion.tokens, False
 
-        def check(chunk: Chunk | None) -> None:
-            problem = "its stream ended without a finish"
-            if chunk is not None:
-                problem = validate_chunk(
-                    chunk,
-                    completion.sampling,
-                    drawn=completion.tokens,
-                    vocab_size=self._tokenizer.vocab_size,
-                    versions=self._pool.versions[first:],
-                )
+        def take(chunk: Chunk) -> bool:
+            nonlocal drawn, ended
+            problem = validate_chunk(
+                chunk,
+                completion.sampling,
+                drawn=drawn,
+                vocab_size=self._tokenizer.vocab_size,
+                versions=self._pool.versions[first:],
+            )
             if problem:
                 raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+            drawn += len(chunk.token_ids)
+            stops = completion.on_chunk(chunk)
+            ended = stops or bool(chunk.finish)
+            return stops
 
-        completion.check = check
         try:
             await replica.ask(
                 "stream",
@@ -214,7 +217,7 @@ class Generator:
                 sampling,
                 completion.gather_s,
                 deadline_s=self.config.request_deadline_s,
-                on_item=completion.on_chunk,
+                on_item=take,
             )
         except (ReplicaError, DeadlineError):
             raise
@@ -222,6 +225,8 @@ class Generator:
             if self._stopping:
                 raise
             raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
+        if not ended:
+            raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
 
     def stream(
         self,

@@ -112,9 +112,12 @@ class Reward:
         function, task = self._function, episodes[0].task
         given = [episode.text for episode in episodes] if self.form == "text" else list(episodes)
         pools = [each for each in (self._shared, *self._own.values()) if each.functions]
-        async with task_group() as group:
-            asked = [group.create_task(each.score(task, given)) for each in pools]
-        scores = {name: scored for each in asked for name, scored in each.result().items()}
+        if len(pools) == 1:
+            scores = await pools[0].score(task, given)
+        else:
+            async with task_group() as group:
+                asked = [group.create_task(each.score(task, given)) for each in pools]
+            scores = {name: scored for each in asked for name, scored in each.result().items()}
         if not isinstance(function, WeightedSum):
             [alone] = scores.values()
             return alone

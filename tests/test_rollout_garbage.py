@@ -1,0 +1,29 @@
+"""Rollouts leave no garbage in circles: tokens are freed as soon as nobody needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+
+from forge_rl.rollout.state import ScheduleConfig
+from tests.staged_rollouts import StagedEnvironment, TwoTurns, rollouts
+
+
+def test_delivered_batches_leave_nothing_to_the_garbage_collector() -> None:
+    async def main() -> Counter[str]:
+        executor = rollouts(environment=StagedEnvironment(TwoTurns), schedule=ScheduleConfig(max_lag=1))
+        await executor.next_batch()
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        for _ in range(3):
+            await executor.next_batch()
+        gc.collect()
+        gc.set_debug(0)
+        return Counter(type(each).__name__ for each in gc.garbage)
+
+    try:
+        assert not asyncio.run(main())
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
