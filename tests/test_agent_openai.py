@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,12 @@ class PolicyClient:
     def used_s(self) -> float:
         return self.own_s
 
-    def stream(self, prompt_ids: Sequence[int], sampling: Sampling, *, gather_s: float) -> AsyncGenerator[Chunk, None]:
-        return self.backend.stream(prompt_ids, sampling, session=None, gather_s=gather_s)
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, gather_s: float, lock: asyncio.Lock
+    ) -> AsyncGenerator[Chunk, None]:
+        async with lock, aclosing(self.backend.stream(prompt_ids, sampling, session=None, gather_s=gather_s)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 class Scorer:

@@ -393,6 +393,32 @@ def test_a_cancellation_inside_an_episodes_own_code_is_its_failure() -> None:
     asyncio.run(main())
 
 
+def test_streams_of_an_episode_that_share_a_lock_decode_one_after_the_other() -> None:
+    class Slow(StagedGenerator):
+        async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
+            await asyncio.sleep(0)  # an episode that decodes and asks for an engine is an error
+            await super().decode(completion, engine=engine)
+
+    async def main() -> None:
+        async def twice(task: Task, client: PolicyClient) -> Episode:
+            lock = asyncio.Lock()
+            prompt_ids = tuple(map(ord, f"{task.id}/{client.episode.index}"))
+
+            async def one() -> list[Chunk]:
+                return [part async for part in client.stream(prompt_ids, client.sampling, gather_s=0.0, lock=lock)]
+
+            pieces = await asyncio.gather(one(), one())
+            assert [part[-1].finish for part in pieces] == ["stop", "stop"]
+            return Episode(task=task, turns=(), reward=float(client.episode.index))
+
+        executor = rollouts(generator=Slow())
+        executor._run_episode = twice
+        async with asyncio.timeout(60):
+            assert len((await executor.next_batch()).episodes) == 12
+
+    asyncio.run(main())
+
+
 def test_scores_of_a_replaced_reward_are_told_of() -> None:
     async def main() -> None:
         warnings: list[str] = []

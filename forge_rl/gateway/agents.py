@@ -44,8 +44,10 @@ class PolicyClient(Protocol):
     def used_s(self) -> Callable[[], float]:
         """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
 
-    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float) -> AsyncGenerator[Chunk, None]:
-        """Decode a completion; one at a time. Tokens may be gathered for so many seconds."""
+    def stream(
+        self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float, lock: asyncio.Lock
+    ) -> AsyncGenerator[Chunk, None]:
+        """Decode a completion, alone under the lock. Tokens may be gathered for so many seconds."""
 
 
 class SessionBackend:
@@ -76,14 +78,8 @@ class SessionBackend:
         """Decode as Backend.stream says. Requests of one session are decoded one after the other."""
         if session is None:
             return self._outside.stream(prompt_ids, sampling, session=None, gather_s=gather_s)
-        return self._in_turn(*self._clients[session], prompt_ids, sampling, gather_s)
-
-    async def _in_turn(
-        self, client: PolicyClient, turn: asyncio.Lock, prompt_ids: TokenIds, sampling: Sampling, gather_s: float
-    ) -> AsyncGenerator[Chunk, None]:
-        async with turn, contextlib.aclosing(client.stream(prompt_ids, sampling, gather_s=gather_s)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        client, lock = self._clients[session]
+        return client.stream(prompt_ids, sampling, gather_s=gather_s, lock=lock)
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,17 @@ class PolicyClient:
         sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
         return ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer).run(self._decode)
 
-    def stream(self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion; see ResumableCompletion.stream."""
+    def stream(
+        self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float, lock: asyncio.Lock
+    ) -> AsyncGenerator[Chunk, None]:
+        """Decode one completion, alone under the lock; see ResumableCompletion.stream."""
+
+        async def decode(completion: ResumableCompletion) -> None:
+            async with lock:
+                await self._decode(completion)
+
         completion = ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer)
-        return completion.stream(self._decode, gather_s=gather_s)
+        return completion.stream(decode, gather_s=gather_s)
 
     def _decode(self, completion: ResumableCompletion) -> Coroutine[Any, Any, None]:
         return self.dispatcher.decode(self.episode, completion)
