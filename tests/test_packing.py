@@ -1,6 +1,5 @@
 """Packing: hand-worked rows, properties of random batches, a small attention model that cannot tell the difference."""
 
-import gc
 import pickle
 from collections import Counter
 from dataclasses import replace
@@ -308,12 +307,12 @@ def test_packing_twice_gives_the_same_rows():
         assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-def test_rows_travel_whole_and_leave_nothing_to_the_garbage_collector():
+def test_rows_travel_whole_as_arrays():
     [row] = packed(batch_of(simple([[20, 21], [30]], [10, 11]))).rows
     for sent in (row, replace(row, routed=torch.arange(len(row) * 2, dtype=torch.int16).reshape(-1, 1, 2))):
-        gc.collect()
-        came = pickle.loads(pickle.dumps(sent))
-        assert gc.collect() == 0
+        data = pickle.dumps(sent)
+        assert b"torch" not in data, "torch pickles a tensor by a class made for it, which is garbage in a circle"
+        came = pickle.loads(data)
         for name, value in vars(sent).items():
             assert value is None if getattr(came, name) is None else torch.equal(getattr(came, name), value), name
             assert value is None or getattr(came, name).dtype == value.dtype

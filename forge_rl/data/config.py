@@ -58,7 +58,7 @@ class DataConfig:
     max_bad_rows: float = 0.0
     """Most bad rows of a file, as a share of all; they are passed over and counted. With 0 the first is an error."""
     overlap: Literal["refuse", "leave-out"] = "refuse"
-    """What is done where problems of --eval-tasks are among those to train on: an error, or they are left out there."""
+    """Answer to problems of --eval-tasks that are among those to train on: an error, or they are left out there."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--data.", least={"max_bad_rows": 0}, below={"max_bad_rows": 1})

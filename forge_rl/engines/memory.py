@@ -20,15 +20,15 @@ class TrainMemory:
     gathered: int
     """Weights that FSDP gathers or casts for the layers at work."""
     activations: int
-    """What a row's forward pass keeps, and what one layer's two passes add to it."""
+    """Bytes that a row's forward pass keeps, and that one layer's two passes add to them."""
     head: int
-    """What the output projection and its chunk of logits add to that, if it is more."""
+    """Bytes that the output projection and its chunk of logits add to those, if they are more."""
     masks: int
     """Masks of a block of queries, on a CPU."""
 
     @property
     def state(self) -> int:
-        """What lasts from step to step."""
+        """Bytes that last from step to step."""
         return self.weights + self.optimizer + self.reference
 
     @property

@@ -120,8 +120,9 @@ class TrainSettings:
     row_tokens: int = 1024
     """Most tokens of a packed row that one device holds; a row is one microbatch, and no episode is longer."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward pass, to keep less until then: full keeps each layer's input alone, for a
-    third more work; selective also keeps attention's and every second matrix product's result; none keeps all."""
+    """Activations that are computed again in the backward pass, to keep less until then: full keeps each layer's input
+    alone, for a third more work; selective also keeps attention's and every second matrix product's result; none keeps
+    all."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory, and bring a layer's weights to the GPU when it needs
     them (FSDP2's own offload): for models that do not fit, at the price of copies and of an optimizer on the CPU."""

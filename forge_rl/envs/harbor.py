@@ -35,11 +35,11 @@ class HarborTask:
     instructions: Sequence[str]
     """Text of instruction.md; one for each step, where it has steps."""
     config: Mapping[str, Any] = field(repr=False)
-    """What its task.toml says."""
+    """Content of its task.toml."""
 
     @property
     def needs(self) -> str:
-        """What it cannot be worked on without, or "" where an answer in text is all."""
+        """Requirement that it cannot be worked on without, or "" where an answer in text is all."""
         environment = self.config.get("environment") or {}
         if image := environment.get("docker_image"):
             return f"a container of {image}"

@@ -93,7 +93,7 @@ class TextArenaGame:
         return Step(done=True, reward=float(rewards[0]))
 
     def _said(self) -> str:
-        """What the game has said since the model's last turn."""
+        """Text of the game since the model's last turn."""
         _, observed = self._game.get_observation()
         return "\n".join(str(text) for sender, text, *_ in observed if sender != 0)
 

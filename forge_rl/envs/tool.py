@@ -181,7 +181,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _explained(error: Any) -> str:
-    """What was wrong with arguments, in a line."""
+    """Describe in a line what was wrong with arguments."""
     texts = []
     for each in error.errors(include_url=False)[:5]:
         where = ".".join(map(str, each["loc"]))

@@ -44,7 +44,7 @@ class SimulatedUser:
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; empty where the endpoint wants none."""
     instruction: str = _INSTRUCTION
-    """What the user is told; {goal} and {done} are filled in."""
+    """Prompt of the simulated user; {goal} and {done} are filled in."""
     done: str = "DONE"
     """Word by which the user ends the conversation."""
     max_turns: int = 6

@@ -29,7 +29,7 @@ class Call:
     counted: bool = False
     """True if only its tokens are counted, so that no completion needs room."""
     converted: Any = None
-    """What a request becomes for the model: vLLM's chat request, of Anthropic's; the input itself, of a response."""
+    """The request as the model is given it: vLLM's chat request, of Anthropic's; the input itself, of a response."""
     completions: list[Completion] = field(default_factory=list)
     """Those that were begun."""
     prompts: list[Prompt] = field(default_factory=list)

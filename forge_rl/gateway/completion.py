@@ -35,7 +35,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class Added:
-    """What a chunk adds to a completion."""
+    """Text and tokens that a chunk adds to a completion."""
 
     text: str
     token_ids: list[int]

@@ -51,7 +51,7 @@ class GatewayConfig:
     it came back to the policy again and again, the attempt is truncated, and scored; else the agent hangs."""
 
     agent_limits: CommandLimits = field(default_factory=CommandLimits)
-    """What each process of an agent may use that runs in processes of its own."""
+    """Resources that each process of an agent may use that runs in processes of its own."""
 
     def __post_init__(self) -> None:
         for flag, value, good, hint in (

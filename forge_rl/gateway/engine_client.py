@@ -1,4 +1,4 @@
-"""What vLLM's server takes for its engine: decodes on a backend, under the rules of sessions. Imports vLLM."""
+"""Stands in for the engine of vLLM's server: decodes on a backend, under the rules of sessions. Imports vLLM."""
 
 from __future__ import annotations
 

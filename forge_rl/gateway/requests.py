@@ -179,7 +179,7 @@ _SAMPLING = _names(
 
 
 class _OpenAI(Body):
-    """What chat completions and completions share."""
+    """Fields that chat completions and completions share."""
 
     n: int | None = Field(None, ge=1, le=_MOST_COMPLETIONS)
     stream_options: _StreamOptions | None = None

@@ -227,7 +227,7 @@ class _as_client_errors:
 
 
 class _Models:
-    """What vLLM's handlers ask about models: each request's is checked before."""
+    """Answers what vLLM's handlers ask about models: each request's is checked before."""
 
     lora_requests: Mapping[str, object] = {}
     base_model_paths: Sequence[object] = ()

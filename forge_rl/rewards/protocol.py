@@ -36,7 +36,7 @@ class Reward(Protocol):
 
 
 Form = Literal["text", "episode", "group"]
-"""What a reward function is given beside the task: the last answer, the episode, or all episodes of the group."""
+"""Argument of a reward function beside the task: the last answer, the episode, or all episodes of the group."""
 _SEVERAL = re.compile(r"(?i)(sequence|list|tuple|iterable|collection)\[.*episode", flags=re.DOTALL)
 Scored: TypeAlias = float | Score
 RewardFunction: TypeAlias = (

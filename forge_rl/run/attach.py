@@ -210,7 +210,7 @@ class AttachedSchedule:
 
 
 class LastBatch:
-    """What is told of a batch: source and rewards of each group, and some of its episodes as in episodes.jsonl."""
+    """Summary of a batch: source and rewards of each group, and some of its episodes as in episodes.jsonl."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.step: int = found["step"]

@@ -42,7 +42,7 @@ _MOST_TEXT = 4000
 
 
 class Control:
-    """What somebody who has attached may ask of a run; each public method is a request."""
+    """Answers somebody who has attached to a run; each public method is a request."""
 
     def __init__(self, run: Run[Any], live: LiveSettings) -> None:
         self._run = run

@@ -17,7 +17,7 @@ _MOSTLY_OTHERS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What came of an evaluation."""
+    """Result of an evaluation."""
 
     step: int
     """Step whose weights were evaluated."""

@@ -123,7 +123,7 @@ class LiveSettings:
             "mixture": asdict(adapting),
             "reward": _ADDRESS.sub("", repr(reward.function)),
         }
-        """What the flags of this command say."""
+        """Values by the flags of this command."""
         if adapting.adapt != "off":
             mixture.adapt(adapting)
         self._mixture_touched = self._resuming = False
@@ -159,7 +159,7 @@ class LiveSettings:
             raise
 
     def state(self) -> dict[str, object]:
-        """What flags say, and what has changed, as JSON; the mixture's weights are in its own state."""
+        """Values by flags and by changes since, as JSON; the mixture's weights are in its own state."""
         reward: dict[str, object] | None = None
         if _ADDRESS.sub("", repr(self._reward.function)) != self._given["reward"]:
             built = self._built[1] if self._built and self._built[0] is self._reward.function else None

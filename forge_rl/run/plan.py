@@ -26,7 +26,7 @@ _ENGINE_PROCESS_BYTES = 900 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What one kind of process needs on one device."""
+    """Memory that one kind of process needs on one device."""
 
     who: str
     count: int

@@ -128,6 +128,11 @@ class Cluster:
             additions |= dict.fromkeys(filter(is_secret, os.environ))
         if os.path.dirname(os.environ.get(_COMPILED, "")) == tempfile.gettempdir():
             additions[_COMPILED] = None  # torch notes its own choice there once it has compiled something
+        if host == THIS_HOST:
+            # Not in the process itself, where Monarch's threads read the environment already: libc may then crash.
+            for each, value in _CHILDREN_DEFAULTS.items():
+                if additions.get(each, os.environ.get(each)) is None:
+                    additions[each] = os.path.expanduser(value)
         # Monarch announces its log on stderr, in the middle of the display.
         with quiet_stderr(), _scratch_as_temporary() as scratch:
             from monarch.actor import default_bootstrap_cmd, this_host

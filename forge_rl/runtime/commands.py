@@ -81,7 +81,7 @@ class Finished:
 
     @property
     def problem(self) -> str:
-        """What was wrong, in a line; "" if nothing was."""
+        """Cause of the failure, in a line; "" if there was none."""
         if self.status == 0:
             return ""
         last = next((line for line in reversed(self.errors.splitlines()) if line.strip()), "it printed no error")

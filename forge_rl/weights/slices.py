@@ -41,7 +41,7 @@ class TensorSlice:
         return TensorSlice(start=tuple(a - b for a, b in zip(self.start, block.start, strict=True)), size=self.size)
 
     def within(self, block: TensorSlice) -> TensorSlice:
-        """What `relative_to` was given, from its result."""
+        """Undo `relative_to`."""
         return TensorSlice(start=tuple(a + b for a, b in zip(self.start, block.start, strict=True)), size=self.size)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

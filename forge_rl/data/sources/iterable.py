@@ -37,7 +37,7 @@ class IterableSource:
     held_out_share: float = 0.1
     """Share of the problems that is held out, from 0 to 1; with 1 the source is for evaluation alone."""
     columns: Columns = field(default_factory=Columns)
-    """What the columns of rows are; tasks are taken as they are."""
+    """Meaning of the columns of rows; tasks are taken as they are."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out_share <= 1:

@@ -30,7 +30,7 @@ class SourceSpec:
     params: Mapping[str, object] = field(default_factory=dict)
     weight: float = 1.0
     title: str = ""
-    """What the user calls it, or ""."""
+    """Name that the user gave it, or ""."""
     written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """The parameters as they were written."""
 

@@ -1,4 +1,4 @@
-"""What a family is, and what its config.json tells of a model's architecture: needs no torchtitan."""
+"""Defines a family, and reads a model's architecture from its config.json: needs no torchtitan."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 @dataclass(frozen=True)
 class TreeMask:
-    """What the queries of one tree see: the keys before them in the shared prefix and in their own branch, and of these
-    only the last `window` where there is one."""
+    """Keys that the queries of one tree see: those before them in the shared prefix and in their own branch, and of
+    these only the last `window` where there is one."""
 
     first: int
     """Index of the tree's first key in the row."""

@@ -168,7 +168,7 @@ def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any
 
 
 Mask = tuple[TreeMask, ...] | BlockMask
-"""What an attention layer sees of a row: the mask of each tree on CPU, else blocks."""
+"""Mask by which an attention layer sees a row: the mask of each tree on CPU, else blocks."""
 
 
 def attention_mask(row: Row, queries: slice | None = None, *, window: int | None = None) -> Mask | dict[str, Mask]:
