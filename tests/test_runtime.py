@@ -247,6 +247,9 @@ def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.M
             assert (await ask("TORCHINDUCTOR_CACHE_DIR")).startswith(str(Path.home()))
             assert os.stat(await ask("TMPDIR")).st_mode & 0o077 == 0
             assert await ask("GLOO_SOCKET_IFNAME") == "lo"
+            began = psutil.Process(await service.replicas[0].call("process_id", deadline_s=LONG_S)).environ()
+            assert began["GLOO_SOCKET_IFNAME"] == "lo", "it would set it beside threads that read the environment"
+            assert began["TORCHINDUCTOR_CACHE_DIR"] == await ask("TORCHINDUCTOR_CACHE_DIR")
             faults.closing = True
             await service.stop()
 
