@@ -95,6 +95,23 @@ def test_the_logits_are_not_changed():
     assert torch.equal(logits.detach(), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_gradient_written_over_the_logits_is_the_same_and_is_not_taken_twice(dtype, temperature):
+    logits, targets = example()
+    weights, gradients = torch.linspace(-1, 2, len(targets)), []
+    for overwrite in (False, True):
+        given = logits.clone().to(dtype).requires_grad_()
+        computed = given * 1
+        logprobs, _ = token_logprobs(computed, targets, temperature, chunk_tokens=3, overwrite_logits=overwrite)
+        (weights * logprobs).sum().backward(retain_graph=True)
+        gradients.append(given.grad.clone())
+        assert torch.equal(computed.detach(), (gradients if overwrite else [logits.to(dtype)])[-1])
+    assert torch.equal(*gradients)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
 def test_no_tokens_give_no_logprobs():
     logprobs, entropy = token_logprobs(torch.zeros(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64))
     assert logprobs.shape == entropy.shape == (0,)

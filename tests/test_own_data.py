@@ -52,7 +52,7 @@ def test_a_run_on_a_users_file_goes_on_after_a_kill_and_ctrl_c_at_the_exact_next
         begins.append(int(lines[0][1]))
         trained |= {int(found[1]): found[2].split() for found in lines}
     assert begins[0] == 1
-    assert begins[1] >= 3, "it was continued"
+    assert begins[1] >= 2, "it was continued: only the newest checkpoint may not have been whole at the kill"
     assert begins[2] >= 6
     assert [sorted(trained[step + 1]) for step in range(STEPS)] == [sorted(batch) for batch in expected]
     assert metrics(out)[-1]["data/sums/epoch"] > 1

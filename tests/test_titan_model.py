@@ -291,7 +291,7 @@ def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monk
         monkeypatch.setattr(
             titan_model,
             "token_logprobs",
-            lambda logits, *args, sizes=sizes: sizes.append(len(logits)) or token_logprobs(logits, *args),
+            lambda logits, *args, sizes=sizes, **how: sizes.append(len(logits)) or token_logprobs(logits, *args, **how),
         )
         logprobs, entropy = head(given, targets, 0.7)
         gradients = torch.autograd.grad(logprobs.exp().sum(), [given, head.weight])

@@ -10,7 +10,12 @@ from forge_rl.errors import ConfigError
 
 
 def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, chunk_tokens: int = 64
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk_tokens: int | None = None,
+    overwrite_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprob of each target, and the entropy of its distribution softmax(logits / temperature).
 
@@ -24,8 +29,10 @@ def token_logprobs(
         logits: [N, V], any float dtype.
         targets: [N] int64; any id of the vocabulary at positions without a target.
         temperature: the engine's sampling temperature, so that logprobs compare with behaviour logprobs.
-        chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V], which should stay in a
-            CPU's cache.
+        chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V]. By default 16 on a CPU,
+            where they should stay in its cache, else 64.
+        overwrite_logits: write the gradient over the logits in the backward pass, which saves as many bytes. For logits
+            that nothing else reads, then or later; a second backward pass fails.
 
     Returns:
         logprobs [N] float32 with gradient, entropy [N] float32 in nats without gradient.
@@ -38,11 +45,13 @@ def token_logprobs(
             f"the sampling temperature is {temperature}",
             hint="train on episodes sampled at a temperature above 0: greedy decoding has no logprobs to correct by",
         )
+    if chunk_tokens is None:
+        chunk_tokens = 16 if logits.device.type == "cpu" else 64
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens is {chunk_tokens}", hint="set it to 1 or more")
     assert logits.ndim == 2, f"logits have shape {list(logits.shape)}, not [N, V]"
     assert targets.shape == logits.shape[:1], f"targets {list(targets.shape)}, logits {list(logits.shape)}"
-    logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature, chunk_tokens)
+    logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature, chunk_tokens, overwrite_logits)
     return logprobs, entropy
 
 
@@ -65,17 +74,26 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_tokens: int
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        overwrite_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy = (torch.empty(len(targets), dtype=torch.float32, device=logits.device) for _ in range(2))
+        room = _room(logits, chunk_tokens), _room(logits, chunk_tokens)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logp = _scaled(logits[rows], temperature).log_softmax(dim=1)
+            scaled = _scaled(logits[rows], temperature)
+            logp, p = (each[: len(scaled)] for each in room)
+            torch.log_softmax(scaled, dim=1, out=logp)
             logprobs[rows] = logp.gather(1, targets[rows, None]).squeeze(1)
+            torch.exp(logp, out=p)
             # The bound keeps 0 * -inf out of the sum; what it changes has a probability of 0.
-            entropy[rows] = -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(dim=1)
+            entropy[rows] = -p.mul_(logp.clamp_(min=-1e4)).sum(dim=1)
         ctx.save_for_backward(logits, targets)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.options = temperature, chunk_tokens, overwrite_logits
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -83,15 +101,22 @@ class _TokenLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None, None, None]:
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, targets = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for start in range(0, len(targets), ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            slope = grad_logprobs[rows, None] / ctx.temperature
-            grad = _scaled(logits[rows], ctx.temperature).softmax(dim=1).mul_(-slope)
-            grad_logits[rows] = grad.scatter_add_(1, targets[rows, None], slope)
-        return grad_logits, None, None, None
+        temperature, chunk_tokens, overwrite_logits = ctx.options
+        grad_logits = logits.detach() if overwrite_logits else torch.empty_like(logits)
+        room = _room(logits, chunk_tokens)
+        for start in range(0, len(targets), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            scaled, slope = _scaled(logits[rows], temperature), grad_logprobs[rows, None] / temperature
+            grad = torch.softmax(scaled, dim=1, out=room[: len(scaled)])
+            grad_logits[rows] = grad.mul_(-slope).scatter_add_(1, targets[rows, None], slope)
+        return grad_logits, None, None, None, None
+
+
+def _room(logits: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Memory of a chunk's results, which all chunks use: fresh pages for each would cost a CPU more than the sums."""
+    return torch.empty(min(tokens, len(logits)), logits.shape[1], dtype=torch.float32, device=logits.device)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:

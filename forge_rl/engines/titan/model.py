@@ -33,8 +33,8 @@ LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
 
 
-HEAD_CHUNK_BYTES = 128 << 20
-"""Most bytes of the logits that are held at a time, and as many again of their gradient."""
+HEAD_CHUNK_BYTES = 256 << 20
+"""Most bytes of the logits that are held at a time; their gradient is written over them."""
 
 
 def build_model(
@@ -268,7 +268,7 @@ class FloatHead(Linear):
             logits = self._logits(hidden)
             if isinstance(self.weight, DTensor):
                 return split_token_logprobs(logits, targets, temperature, self.weight.device_mesh, self.out_features)
-            return token_logprobs(logits, targets, temperature)
+            return token_logprobs(logits, targets, temperature, overwrite_logits=True)
 
         tokens = max(1, HEAD_CHUNK_BYTES // (4 * self.weight.shape[0]))
         if len(targets) <= tokens:

@@ -18,11 +18,11 @@ def split_token_logprobs(
     """Return what `token_logprobs` does, the same on all ranks, in float32.
 
     Three numbers a position go over the network: the largest logit, then the sum of exponentials, their sum weighted by
-    the logit, and the target's logit.
+    the logit, and the target's logit. The backward pass writes the gradient over the logits.
 
     Args:
         logits: [N, V / ranks] float32, this rank's part of the vocabulary: DTensor's Shard, all parts but the last ones
-            equally long.
+            equally long. Nothing else may read them.
         targets: [N] int64, ids of the whole vocabulary.
         temperature: the engine's sampling temperature, above 0.
         mesh: ranks that share the vocabulary, one axis.
@@ -72,7 +72,7 @@ class _SplitTokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None]:
         logits, places, own, largest, log_total = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
+        grad_logits = logits.detach()
         for start in range(0, len(logits), _CHUNK_TOKENS):
             rows = slice(start, start + _CHUNK_TOKENS)
             slope = grad_logprobs[rows, None] / ctx.temperature
