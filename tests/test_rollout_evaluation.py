@@ -1,0 +1,252 @@
+"""Evaluations over staged services, beside training: their episodes, scores, pauses, rollbacks and errors."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from forge_rl.envs.protocol import Step
+from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.errors import ForgeError, ReplicaError, ServiceError
+from forge_rl.rollout.dispatcher import PolicyClient
+from forge_rl.rollout.evaluation import Evaluation, score_set
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.services.completion import ResumableCompletion
+from forge_rl.types import Chunk, Episode, Outcome, Sampling, Score, Task
+from tests.staged_rollouts import (
+    StagedEnvironment,
+    StagedGenerator,
+    StagedReward,
+    rollouts,
+    run_until_idle,
+)
+
+
+def sets_of(tasks: int, *names: str) -> dict[str, list[Task]]:
+    """Sets of tasks that no batch has; all have the same."""
+    named = [
+        Task(id=str(number), source="held", messages=({"role": "user", "content": f"h{number}"},))
+        for number in range(1, tasks + 1)
+    ]
+    return dict.fromkeys(names or ("held_out",), named)
+
+
+def evaluation_of(
+    sets: dict[str, list[Task]], *, episodes: int = 1, temperature: float = 0.0, **more: Any
+) -> Evaluation:
+    sampling = Sampling(max_tokens=4, temperature=temperature)
+    return Evaluation(sets, episodes=episodes, sampling=sampling, **{"version": 0} | more)
+
+
+def test_an_evaluation_repeats_only_what_may_end_otherwise_and_failures_are_no_scores() -> None:
+    async def main() -> None:
+        asked: Counter[str] = Counter()
+
+        class Moody(SingleTurn):
+            async def step(self, answer: str, *, truncated: bool = False) -> Step:
+                asked[self._task.id] += 1
+                if self._task.id == "2":
+                    raise ServiceError("KeyError: 'x'", service="environment", replica=0)
+                if self._task.id == "3" and asked["3"] == 1:
+                    raise ReplicaError("gone", service="environment", replica=0)
+                return Step(done=True, reward=float(self._task.id))
+
+        sets = sets_of(4)
+        executor = rollouts(environment=StagedEnvironment(Moody))
+        evaluation = evaluation_of(sets)
+        executor.start_evaluation(evaluation)
+        assert not evaluation.complete
+        await executor.finish_evaluation()
+        assert asked == {"1": 1, "2": 1, "3": 2, "4": 1}
+        results = evaluation.results("held_out")
+        assert [[episode.reward for episode in each if episode.outcome.scored] for each in results] == [
+            [1],
+            [],
+            [3],
+            [4],
+        ]
+        assert score_set("held_out", results, k=1)["avg@1"] == pytest.approx(8 / 3)
+        with pytest.raises(
+            ForgeError, match="all 1 evaluations of the set held_out failed; held 2 ended with"
+        ) as caught:
+            score_set("held_out", results[1:2], k=1)
+        assert caught.value.hint == "mend the environment or the agent, which raised this"
+        assert executor.metrics()["rollouts/in_flight"] == 0
+        await executor.finish_evaluation()  # again: nothing happens
+        assert asked["1"] == 1
+
+    asyncio.run(main())
+
+
+def test_an_evaluation_has_its_own_sampling_the_same_seeds_each_time_and_is_in_no_batch() -> None:
+    async def seeds(executor: RolloutExecutor, generator: StagedGenerator, *, wait: bool) -> set[tuple[str, int]]:
+        generator.seen.clear()
+        evaluation = evaluation_of(sets_of(3), episodes=2, temperature=0.5)
+        executor.start_evaluation(evaluation)
+        if wait:
+            await executor.finish_evaluation()
+        batch = await executor.next_batch()
+        await executor.finish_evaluation()
+        assert {episode.task.source for episode in batch.episodes} == {"counting"}
+        assert len(batch.episodes) == 12
+        assert [len(each) for each in evaluation.results("held_out")] == [2, 2, 2]
+        shown = {(chr(ids[0]), sampling.temperature) for ids, sampling in generator.seen}
+        assert shown >= {("h", 0.5)}
+        assert ("h", 1.0) not in shown
+        return {("".join(map(chr, ids)), sampling.seed or 0) for ids, sampling in generator.seen if ids[0] == ord("h")}
+
+    async def main() -> None:
+        generator = StagedGenerator()
+        executor = rollouts(generator=generator)
+        first = await seeds(executor, generator, wait=False)
+        generator.version = 1
+        assert await seeds(executor, generator, wait=True) == first
+        assert len({seed for _, seed in first}) == 6
+
+    asyncio.run(main())
+
+
+def test_a_batch_waits_for_an_evaluation_of_one_version_and_for_no_other() -> None:
+    async def main(one_version: bool) -> bool:
+        gate = asyncio.Event()
+
+        class Slow(SingleTurn):
+            async def step(self, answer: str, *, truncated: bool = False) -> Step:
+                if self._task.source == "held":
+                    await gate.wait()
+                return Step(done=True, reward=float(int(answer) % 7))
+
+        executor = rollouts(environment=StagedEnvironment(Slow))
+        evaluation = evaluation_of(sets_of(2), one_version=one_version)
+        executor.start_evaluation(evaluation)
+        waiting = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        came = waiting.done()
+        if not came:
+            assert executor.waiting_for() == "the evaluation of version 0 lacks 2 episodes"
+        gate.set()
+        await waiting
+        await executor.finish_evaluation()
+        assert evaluation.complete
+        return came
+
+    assert asyncio.run(main(one_version=False))
+    assert not asyncio.run(main(one_version=True))
+
+
+def test_an_evaluation_pauses_with_training_goes_on_after_it_and_tells_of_other_versions() -> None:
+    class Halfway(StagedGenerator):
+        """Decodes letter by letter; those of evaluations wait halfway."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.go_on = asyncio.Event()
+
+        async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
+            for count in range(4):
+                if count == 2 and completion.prompt_ids[0] == ord("h"):
+                    await self.go_on.wait()
+                finish = "stop" if count == 3 else ""
+                digit = str((completion.sampling.seed or 0) // 10**count % 10)
+                completion.on_chunk(
+                    Chunk(
+                        token_ids=(ord(digit),), logprobs=(-1.0,), versions=(self.version,), text=digit, finish=finish
+                    )
+                )
+
+    async def main() -> None:
+        generator = Halfway()
+        executor = rollouts(generator=generator, schedule=ScheduleConfig(max_lag=1))
+        evaluation = evaluation_of(sets_of(3), version=0)
+        executor.start_evaluation(evaluation)
+        await executor.next_batch()
+        await run_until_idle()
+        assert generator.told == ["pause"]
+        status = executor.status()
+        assert (status.episodes_running, status.evaluated, status.to_evaluate) == (3, 0, 3)
+        assert "evaluated 0/3" in str(status)
+        generator.version = 1
+        generator.go_on.set()
+        batch = await executor.next_batch()
+        assert generator.told[:2] == ["pause", "resume"]
+        assert {group.task.source for group in batch.groups} == {"counting"}
+        await executor.finish_evaluation()
+        assert evaluation.other_versions("held_out") == 0.5
+        assert "evaluated" not in str(executor.status())
+        await executor.close()
+
+    asyncio.run(main())
+
+
+def test_a_rollback_ends_an_evaluation_and_the_same_one_can_be_started_again() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+
+        class Slow(SingleTurn):
+            async def step(self, answer: str, *, truncated: bool = False) -> Step:
+                await gate.wait()
+                return Step(done=True, reward=1.0)
+
+        executor = rollouts(environment=StagedEnvironment(Slow))
+        state = executor.state()
+        lost, again = evaluation_of(sets_of(2)), evaluation_of(sets_of(2))
+        executor.start_evaluation(lost)
+        waiting = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        waiting.cancel()
+        await executor.restore(state)
+        gate.set()
+        await run_until_idle()
+        assert (lost.left, executor.evaluation) == (2, None), "nothing of it is counted"
+        executor.start_evaluation(again)
+        await executor.finish_evaluation()
+        assert again.complete
+        assert lost.left == 2
+
+    asyncio.run(main())
+
+
+def test_an_error_in_an_evaluation_ends_the_wait_and_a_later_one_starts_its_episode_again() -> None:
+    async def main() -> None:
+        executor = rollouts()
+        run_episode = executor._run_episode
+        failed: list[Task] = []
+
+        async def fail_once(task: Task, client: PolicyClient) -> Episode:
+            if task.source == "held" and not failed:
+                failed.append(task)
+                raise RuntimeError("a bug")
+            return await run_episode(task, client)
+
+        executor._run_episode = fail_once
+        evaluation = evaluation_of(sets_of(3))
+        executor.start_evaluation(evaluation)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await executor.finish_evaluation()
+        async with asyncio.timeout(60):
+            await executor.finish_evaluation()
+        assert [len(each) for each in evaluation.results("held_out")] == [1, 1, 1]
+
+    asyncio.run(main())
+
+
+def test_an_evaluations_episodes_are_scored_with_their_group_where_the_reward_needs_it() -> None:
+    def best_of_group(task: Task, episodes: Sequence[Episode]) -> list[Score]:
+        if task.id == "2":
+            raise ServiceError("KeyError: 'x'", service="reward", replica=0)
+        most = max(int(episode.text) for episode in episodes)
+        return [Score(total=float(int(episode.text) == most)) for episode in episodes]
+
+    async def main() -> None:
+        executor = rollouts(reward=StagedReward(best_of_group, form="group"))
+        evaluation = evaluation_of(sets_of(2), episodes=3, temperature=1.0)
+        executor.start_evaluation(evaluation)
+        await executor.finish_evaluation()
+        good, bad = evaluation.results("held_out")
+        assert sorted(episode.reward for episode in good) == [0, 0, 1]
+        assert {episode.outcome for episode in bad} == {Outcome.JUDGE_ERROR}
+
+    asyncio.run(main())
