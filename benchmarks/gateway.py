@@ -15,7 +15,7 @@ import contextlib
 import multiprocessing
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import task_group
+from forge_rl.services.completion import Observer
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling, TokenIds
 
@@ -92,11 +93,11 @@ class StagedBackend:
         self._token = token
         self._interval_s = interval_s
 
-    async def stream(
-        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None, gather_s: float = 0.0
-    ) -> AsyncGenerator[Chunk, None]:
+    async def decode(
+        self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float
+    ) -> None:
         for left in reversed(range(sampling.max_tokens)):
-            yield Chunk(
+            chunk = Chunk(
                 token_ids=(self._token,),
                 logprobs=(-1.0,),
                 versions=(0,),
@@ -104,6 +105,8 @@ class StagedBackend:
                 finish="" if left else "length",
                 top=(tuple((rank, -1.0) for rank in range(sampling.top_logprobs)),) if sampling.top_logprobs else (),
             )
+            if observe(chunk):
+                return
             await asyncio.sleep(self._interval_s)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway import Gateway, GatewayConfig, Session
+from forge_rl.services.completion import Observer
 from forge_rl.types import Chunk, Sampling
 
 EOS = 2
@@ -77,9 +78,9 @@ class FakeBackend:
     chunks: int = 0
     aborted: int = 0
 
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None, gather_s: float = 0.0
-    ) -> AsyncGenerator[Chunk, None]:
+    async def decode(
+        self, prompt_ids: Sequence[int], sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float
+    ) -> None:
         number = len(self.asked)
         self.asked.append(Asked(tuple(map(int, prompt_ids)), sampling, session, gather_s))
         answer = self.answers[min(number, len(self.answers) - 1)]
@@ -99,8 +100,7 @@ class FakeBackend:
                 chunk = self._chunk(ids, begin, sampling)
                 self.chunks += 1
                 finished = bool(chunk.finish)
-                yield chunk
-                if finished:
+                if observe(chunk) or finished:
                     return
         finally:
             self.open -= 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from openai import AsyncOpenAI
 from forge_rl.errors import ContextError, ReplicaError, ServiceError
 from forge_rl.gateway import Agent, GatewayConfig, Session, serving_agents
 from forge_rl.gateway.agents import AgentEpisodeRunner
-from forge_rl.types import Chunk, Episode, Outcome, Sampling, Score, Task
+from forge_rl.services.completion import Observer
+from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 from recipes.agent_openai import solve
 from tests.commands import Command, metrics
 from tests.fake_backend import FakeBackend, ids_of, letters_of, tokenizer, until
@@ -35,12 +36,11 @@ class PolicyClient:
     def used_s(self) -> float:
         return self.own_s
 
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, gather_s: float, lock: asyncio.Lock
-    ) -> AsyncGenerator[Chunk, None]:
-        async with lock, aclosing(self.backend.stream(prompt_ids, sampling, session=None, gather_s=gather_s)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    async def decode(
+        self, prompt_ids: Sequence[int], sampling: Sampling, observe: Observer, *, gather_s: float, lock: asyncio.Lock
+    ) -> None:
+        async with lock:
+            await self.backend.decode(prompt_ids, sampling, observe, session=None, gather_s=gather_s)
 
 
 class Scorer:

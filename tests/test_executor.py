@@ -390,7 +390,7 @@ def test_a_cancellation_inside_an_episodes_own_code_is_its_failure() -> None:
     asyncio.run(main())
 
 
-def test_streams_of_an_episode_that_share_a_lock_decode_one_after_the_other() -> None:
+def test_completions_of_an_episode_that_share_a_lock_decode_one_after_the_other() -> None:
     class Slow(StagedGenerator):
         async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
             await asyncio.sleep(0)  # an episode that decodes and asks for an engine is an error
@@ -402,7 +402,9 @@ def test_streams_of_an_episode_that_share_a_lock_decode_one_after_the_other() ->
             prompt_ids = tuple(map(ord, f"{task.id}/{client.episode.index}"))
 
             async def one() -> list[Chunk]:
-                return [part async for part in client.stream(prompt_ids, client.sampling, gather_s=0.0, lock=lock)]
+                parts: list[Chunk] = []
+                await client.decode(prompt_ids, client.sampling, parts.append, gather_s=0.0, lock=lock)
+                return parts
 
             pieces = await asyncio.gather(one(), one())
             assert [part[-1].finish for part in pieces] == ["stop", "stop"]

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -19,7 +19,8 @@ from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import Session
 from forge_rl.rewards.scorer import score_again, with_score
-from forge_rl.types import Chunk, Episode, Outcome, Sampling, Score, Task, TokenIds
+from forge_rl.services.completion import Observer
+from forge_rl.types import Episode, Outcome, Sampling, Score, Task, TokenIds
 
 if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
@@ -44,9 +45,9 @@ class PolicyClient(Protocol):
     def used_s(self) -> Callable[[], float]:
         """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
 
-    def stream(
-        self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float, lock: asyncio.Lock
-    ) -> AsyncGenerator[Chunk, None]:
+    async def decode(
+        self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, gather_s: float, lock: asyncio.Lock
+    ) -> None:
         """Decode a completion, alone under the lock. Tokens may be gathered for so many seconds."""
 
 
@@ -72,14 +73,15 @@ class SessionBackend:
         finally:
             del self._clients[session.key]
 
-    def stream(
-        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None, gather_s: float = 0.0
-    ) -> AsyncGenerator[Chunk, None]:
-        """Decode as Backend.stream says. Requests of one session are decoded one after the other."""
+    async def decode(
+        self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float
+    ) -> None:
+        """Decode as Backend.decode says. Requests of one session are decoded one after the other."""
         if session is None:
-            return self._outside.stream(prompt_ids, sampling, session=None, gather_s=gather_s)
-        client, lock = self._clients[session]
-        return client.stream(prompt_ids, sampling, gather_s=gather_s, lock=lock)
+            await self._outside.decode(prompt_ids, sampling, observe, session=None, gather_s=gather_s)
+        else:
+            client, lock = self._clients[session]
+            await client.decode(prompt_ids, sampling, observe, gather_s=gather_s, lock=lock)
 
 
 @dataclass(frozen=True)

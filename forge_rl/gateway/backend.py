@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
-from forge_rl.types import Chunk, Sampling, TokenIds
+from forge_rl.services.completion import Observer
+from forge_rl.types import Sampling, TokenIds
 
 if TYPE_CHECKING:
     from forge_rl.services.generator import Generator
@@ -22,14 +22,15 @@ class Backend(Protocol):
     def max_model_tokens(self) -> int:
         """Most tokens of a prompt and its completion together."""
 
-    def stream(
-        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None, gather_s: float = 0.0
-    ) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion; the last chunk, and no other, has a `finish`. Closing the generator ends the request.
+    async def decode(
+        self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float
+    ) -> None:
+        """Decode one completion. Cancelling this ends the request.
 
         Args:
             prompt_ids: the whole prompt.
             sampling: settings of the completion.
+            observe: given each chunk as it comes; the last one, and no other, has a `finish`. True ends the completion.
             session: key of the session that the request belongs to; None outside of one.
             gather_s: seconds for which tokens may be gathered into one chunk.
 
@@ -49,8 +50,8 @@ class GeneratorBackend:
     def max_model_tokens(self) -> int:
         return self._generator.config.max_model_tokens
 
-    def stream(
-        self, prompt_ids: TokenIds, sampling: Sampling, *, session: str | None, gather_s: float = 0.0
-    ) -> AsyncGenerator[Chunk, None]:
-        """Decode as Backend.stream and Generator.stream say."""
-        return self._generator.stream(prompt_ids, sampling, gather_s=gather_s)
+    async def decode(
+        self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float
+    ) -> None:
+        """Decode as Backend.decode says."""
+        await self._generator.generate(prompt_ids, sampling, observe=observe, gather_s=gather_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.utils.async_utils import merge_async_iterators
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ServiceError
@@ -23,7 +21,7 @@ from forge_rl.gateway.config import AgentSampling
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
-from forge_rl.types import Sampling
+from forge_rl.types import Chunk, Sampling
 
 _PLAIN = SamplingParams()
 _EXTRA = (
@@ -88,40 +86,55 @@ class EngineClient:
         prompt_ids = prompt.token_ids.tolist()
         completions = [self._completion(prompt, params, place, call) for place in range(params.n)]
         call.completions += completions
+        came: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+
+        def show(added: CompletionOutput) -> None:
+            came.put_nowait(output([added], all(each.finish for each in completions)))
+
+        async def decode_all() -> None:
+            async with task_group() as group:
+                for completion in completions:
+                    group.create_task(self._decode(completion, call, show if streamed else None))
+
         streamed = params.output_kind == RequestOutputKind.DELTA
+        decoding = asyncio.ensure_future(decode_all())
+        decoding.add_done_callback(lambda _: came.put_nowait(None))
         try:
+            while (found := await came.get()) is not None:
+                yield found
+            await decoding
             if not streamed:
-                async with task_group() as group:
-                    for completion in completions:
-                        group.create_task(_drain(self._decode(completion, prompt, call, GATHER_S)))
                 yield output([_whole(completion) for completion in completions], finished=True)
-                return
-            streams = (self._decode(completion, prompt, call, 0.0) for completion in completions)
-            async with contextlib.aclosing(merge_async_iterators(*streams)) as merged:
-                async for place, added in merged:
-                    completion = completions[place]
-                    yield output([_added(completion, added)], all(each.finish for each in completions))
         except (Exception, asyncio.CancelledError) as error:
             call.fail(error)
             raise
+        finally:
+            decoding.cancel()
+            await asyncio.gather(decoding, return_exceptions=True)
 
     async def _decode(
-        self, completion: Completion, prompt: Prompt, call: Call, gather_s: float
-    ) -> AsyncGenerator[Added, None]:
-        """Decode one completion; once the request's last one has ended, and before a client can know, record all."""
+        self, completion: Completion, call: Call, show: Callable[[CompletionOutput], None] | None
+    ) -> None:
+        """Decode one completion, and show what each chunk adds to it, or gather chunks if nobody is shown any.
+
+        Once the request's last completion has ended, and before a client can know, all are recorded.
+        """
+
+        def observe(chunk: Chunk) -> bool:
+            call.started = True
+            added = completion.add(chunk)
+            if completion.finish and call.whole:
+                self._record(call)
+            if show is not None:
+                show(_added(completion, added))
+            return bool(completion.finish)
+
         key = call.session.key if call.session is not None else None
-        stream = self._backend.stream(prompt.token_ids, completion.sampling, session=key, gather_s=gather_s)
+        ids, sampling = completion.prompt.token_ids, completion.sampling
         with call.on_engine():
-            async with contextlib.aclosing(stream) as chunks:
-                async for chunk in chunks:
-                    call.started = True
-                    added = completion.add(chunk)
-                    if completion.finish and call.whole:
-                        self._record(call)
-                    yield added
-                    if completion.finish:
-                        return
-        raise ServiceError("a completion has no end", service="generator", call="stream")
+            await self._backend.decode(ids, sampling, observe, session=key, gather_s=0.0 if show else GATHER_S)
+        if not completion.finish:
+            raise ServiceError("a completion has no end", service="generator", call="decode")
 
     def _completion(self, prompt: Prompt, params: SamplingParams, place: int, call: Call) -> Completion:
         return Completion(
@@ -180,12 +193,6 @@ class EngineClient:
                 digest=extend_digest(prompt.digest, _message(completion)) if prompt.digest else None,
                 text=prompt.text + completion.full_text if prompt.text is not None else None,
             )
-
-
-async def _drain(stream: AsyncGenerator[Added, None]) -> None:
-    async with contextlib.aclosing(stream) as added:
-        async for _ in added:
-            pass
 
 
 def _changes(value: Any, plain: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,8 +11,8 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
-from forge_rl.services.completion import ResumableCompletion
-from forge_rl.types import Chunk, Sampling, TokenIds, Turn
+from forge_rl.services.completion import Observer, ResumableCompletion
+from forge_rl.types import Sampling, TokenIds, Turn
 
 
 class Decoder(Protocol):
@@ -113,17 +113,17 @@ class PolicyClient:
         sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
         return ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer).run(self._decode)
 
-    def stream(
-        self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float, lock: asyncio.Lock
-    ) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion, alone under the lock; see ResumableCompletion.stream."""
+    async def decode(
+        self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, gather_s: float, lock: asyncio.Lock
+    ) -> None:
+        """Decode one completion, alone under the lock; see ResumableCompletion.run."""
 
         async def decode(completion: ResumableCompletion) -> None:
             async with lock:
                 await self._decode(completion)
 
         completion = ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer)
-        return completion.stream(decode, gather_s=gather_s)
+        await completion.run(decode, observe=observe, gather_s=gather_s)
 
     def _decode(self, completion: ResumableCompletion) -> Coroutine[Any, Any, None]:
         return self.dispatcher.decode(self.episode, completion)

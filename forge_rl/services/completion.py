@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import replace
@@ -42,8 +41,7 @@ class ResumableCompletion:
         """Seconds for which engines gather tokens before they send them."""
         self.sampling = sampling
         self._tokenizer = tokenizer
-        self._reader: asyncio.Queue[Chunk | None] | None = None
-        """Takes the chunks where they are read as they come."""
+        self._observe: Observer | None = None
         self._chunks: list[Chunk] = []
         """Chunks so far, as they are in the whole completion."""
         self._decoder: TextStream | None = None
@@ -74,12 +72,18 @@ class ResumableCompletion:
             stop=(),
         )
 
-    async def run(self, decode: Decode) -> Turn:
+    async def run(self, decode: Decode, *, observe: Observer | None = None, gather_s: float = GATHER_S) -> Turn:
         """Decode it to its end, engine after engine.
+
+        Args:
+            decode: decodes on one engine.
+            observe: given each chunk as it comes, of which the last one has a `finish`; may end the completion.
+            gather_s: seconds for which an engine gathers tokens into a chunk.
 
         Raises:
             ReplicaError: several engines in a row died without a token.
         """
+        self._observe, self.gather_s = observe, gather_s
         while not self.finish:
             try:
                 await decode(self)
@@ -92,31 +96,23 @@ class ResumableCompletion:
 
         A chunk is a token, or what an engine decodes in `gather_s` seconds.
         """
-        self.gather_s = gather_s
-        while not self.finish:
-            came: asyncio.Queue[Chunk | None] = asyncio.Queue()
-            self._reader = came
-            decoding = asyncio.ensure_future(decode(self))
-            decoding.add_done_callback(functools.partial(_put_end, came))
-            try:
-                while (chunk := await came.get()) is not None:
-                    self.add(chunk)
-                    yield self._chunks[-1]
-                    if self.finish:
-                        return
-                await decoding
-            except ReplicaError as error:
-                self.fail_over(error)
-            finally:
-                decoding.cancel()
-                await asyncio.wait([decoding])
+        came: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        decoding = asyncio.ensure_future(self.run(decode, observe=came.put_nowait, gather_s=gather_s))
+        decoding.add_done_callback(lambda _: came.put_nowait(None))
+        try:
+            while (chunk := await came.get()) is not None:
+                yield chunk
+            await decoding
+        finally:
+            decoding.cancel()
+            await asyncio.gather(decoding, return_exceptions=True)
 
     def on_chunk(self, chunk: Chunk) -> bool:
         """Take an engine's next chunk, which is valid; returns True if the engine must stop."""
-        if self._reader is None:
-            return self.add(chunk)
-        self._reader.put_nowait(chunk)
-        return False
+        stops = self.add(chunk)
+        if self._observe is not None and self._observe(self._chunks[-1]) and not self.finish:
+            self.finish, stops = "stop", True
+        return stops
 
     def add(self, chunk: Chunk) -> bool:
         """Append an engine's next chunk; returns True if it ended the completion, and the engine does not know.
@@ -192,10 +188,6 @@ class ResumableCompletion:
         return replace(chunk, text=self._known[len(self.text) : max(end, len(self.text))])
 
 
-def _put_end(queue: asyncio.Queue[Chunk | None], _: asyncio.Future[None]) -> None:
-    queue.put_nowait(None)
-
-
 def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size: int, versions: Collection[int]) -> str:
     """Check what an engine sent; returns why it is invalid, or "" if it is valid.
 
@@ -227,5 +219,7 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
     return ""
 
 
+Observer: TypeAlias = Callable[[Chunk], bool | None]
+"""Given each chunk of a completion; True ends it."""
 Decode: TypeAlias = Callable[[ResumableCompletion], Awaitable[None]]
 """Decodes the rest of a completion on one engine, and gives its `on_chunk` each chunk."""

@@ -30,7 +30,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.completion import Decode, ResumableCompletion, validate_chunk
+from forge_rl.services.completion import GATHER_S, Decode, Observer, ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.weight_store import WeightStore
@@ -254,10 +254,21 @@ class Generator:
         return self._completion(prompt_ids, sampling).stream(self._decoder(engine), gather_s=gather_s)
 
     async def generate(
-        self, prompt_ids: TokenIds, sampling: Sampling | None = None, *, engine: int | None = None
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling | None = None,
+        *,
+        engine: int | None = None,
+        observe: Observer | None = None,
+        gather_s: float = GATHER_S,
     ) -> Turn:
-        """Decode one whole completion; arguments and errors as those of `stream`."""
-        return await self._completion(prompt_ids, sampling).run(self._decoder(engine))
+        """Decode one whole completion; `observe` is given each chunk as it comes, and may end it by returning True.
+
+        Other arguments, and errors, as those of `stream`.
+        """
+        return await self._completion(prompt_ids, sampling).run(
+            self._decoder(engine), observe=observe, gather_s=gather_s
+        )
 
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
