@@ -1,0 +1,85 @@
+"""RMSNorm and RoPE with gradients by hand: fewer passes over memory, and less is kept for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import RMSNorm
+
+
+class LeanRMSNorm(RMSNorm):
+    """torchtitan's RMSNorm, whose backward pass keeps the input and one number a token where torch has no kernel."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., dim] over its last dimension."""
+        plain = x.device.type != "cuda" and x.dtype == torch.float32 and not isinstance(x, DTensor)
+        if not plain or self.eps is None or self.weight is None or isinstance(self.weight, DTensor):
+            return super().forward(x)
+        normed: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x r w with r = (mean(x^2) + eps)^(-1/2).
+
+    With g the gradient of y, that of x is g w r - x r^3 mean(g w x), and that of w the sum of g x r over all tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        products = (grad * x).flatten(0, -2)
+        along = products.mv(weight).view_as(inverse)
+        grad_weight = products.t().mv(inverse.flatten()) if ctx.needs_input_grad[1] else None
+        grad_x = torch.mul(grad, weight, out=products.view_as(x)).mul_(inverse)
+        return grad_x.addcmul_(x, inverse.pow(3).mul_(along).div_(-x.shape[-1])), grad_weight, None
+
+
+def rotate(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Turn each half of the heads against the other one, in float32.
+
+    Args:
+        x: [1, L, heads, head_dim].
+        cache: [1, L, 1, 2 head_dim], cosines and then sines, the same for both halves.
+    """
+    turned: torch.Tensor = _Rotation.apply(x, cache)
+    return turned
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cache)
+        return _turned(x, cache, 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (cache,) = ctx.saved_tensors
+        return _turned(grad, cache, -1), None
+
+
+def _turned(x: torch.Tensor, cache: torch.Tensor, direction: int) -> torch.Tensor:
+    dim, half = x.shape[-1], x.shape[-1] // 2
+    given, cos, sin = x.float(), cache[..., :dim], cache[..., dim : dim + half]
+    turned = given * cos
+    turned[..., :half].addcmul_(given[..., half:], sin, value=-direction)
+    turned[..., half:].addcmul_(given[..., :half], sin, value=direction)
+    return turned.type_as(x)

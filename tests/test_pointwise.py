@@ -1,0 +1,64 @@
+"""RMSNorm and RoPE with gradients by hand, against torch's and torchtitan's own."""
+
+import pytest
+import torch
+
+from forge_rl.engines.titan.model import HalfRoPE
+from forge_rl.engines.titan.pointwise import LeanRMSNorm
+
+
+def both(functions, *given: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Results of two functions of the same tensors, and the gradients of a weighted sum of each."""
+    found = []
+    for function in functions:
+        inputs = [each.clone().requires_grad_() for each in given]
+        results = function(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        total = sum((each.float() * torch.linspace(-1, 2, each.numel()).view_as(each)).sum() for each in results)
+        found.append([*results, *torch.autograd.grad(total, inputs)])
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 8), (1, 5, 3, 8), (7, 8)])
+def test_a_norm_and_its_gradients_are_torchs(shape):
+    from torchtitan.models.common import RMSNorm  # after ours, which tells it what the device is
+
+    torch.manual_seed(0)
+    norms = [kind(kind.Config(normalized_shape=8, eps=1e-2)) for kind in (RMSNorm, LeanRMSNorm)]
+    x, weight = 3 * torch.randn(shape), torch.randn(8)
+
+    def applied(norm):
+        return lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+    expected, found = both(map(applied, norms), x, weight)
+    torch.testing.assert_close(found, expected)
+    assert "_RMSNorm" in type(norms[1](x).grad_fn).__name__
+    transposed = both(map(applied, norms), x.transpose(0, -2).contiguous().transpose(0, -2), weight)
+    torch.testing.assert_close(transposed[1], expected)
+
+
+def test_a_frozen_norm_gives_its_input_a_gradient_and_bfloat16_is_torchs():
+    norm = LeanRMSNorm(LeanRMSNorm.Config(normalized_shape=8)).requires_grad_(False)
+    torch.nn.init.ones_(norm.weight)
+    x = torch.randn(3, 8, requires_grad=True)
+    norm(x)[:, 0].sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+    assert norm.weight.grad is None
+    half = x.detach().bfloat16()
+    assert torch.equal(norm.bfloat16()(half), torch.nn.functional.rms_norm(half, (8,), norm.weight, norm.eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotation_and_its_gradient_are_torchtitans(dtype):
+    from torchtitan.models.common import CosSinRoPE
+
+    torch.manual_seed(0)
+    rope = HalfRoPE(HalfRoPE.Config(dim=8, max_seq_len=32))
+    positions = torch.tensor([[0, 1, 2, 2, 3, 31]])
+    query, key = (torch.randn(1, 6, heads, 8).to(dtype) for heads in (4, 2))
+    cache = rope._reshape_cache(query, positions)
+    functions = [lambda q, k, kind=kind: kind.apply_rotary_emb(q, k, cache) for kind in (CosSinRoPE, HalfRoPE)]
+    expected, found = both(functions, query, key)
+    assert [each.dtype for each in found] == [dtype] * 4
+    torch.testing.assert_close(found, expected)
