@@ -12,6 +12,7 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
 from forge_rl.rewards.protocol import Form
+from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
@@ -214,6 +215,19 @@ class MortalGenerator(StagedGenerator):
                 Chunk(token_ids=(ord(letter),), logprobs=(-1.0,), versions=(engine,), text=letter, finish=finish)
             ):
                 return
+
+
+def fail_once(executor: RolloutExecutor, which: Callable[[Task], bool]) -> None:
+    """Let the first episode of such a task raise RuntimeError("a bug")."""
+    run_episode, failed = executor._run_episode, list[Task]()
+
+    async def failing(task: Task, client: PolicyClient) -> Episode:
+        if which(task) and not failed:
+            failed.append(task)
+            raise RuntimeError("a bug")
+        return await run_episode(task, client)
+
+    executor._run_episode = failing
 
 
 async def run_until_idle() -> None:

@@ -22,6 +22,7 @@ from tests.staged_rollouts import (
     StagedGenerator,
     StagedReward,
     TwoTurns,
+    fail_once,
     rollouts,
     run_until_idle,
 )
@@ -347,16 +348,7 @@ def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended
 def test_an_error_that_is_no_outcome_ends_the_wait_and_a_later_one_starts_the_episode_again() -> None:
     async def main() -> None:
         executor = rollouts()
-        run_episode = executor._run_episode
-        failed: list[Task] = []
-
-        async def fail_once(task: Task, client: PolicyClient) -> Episode:
-            if task.id == "2" and not failed:
-                failed.append(task)
-                raise RuntimeError("a bug")
-            return await run_episode(task, client)
-
-        executor._run_episode = fail_once
+        fail_once(executor, lambda task: task.id == "2")
         with pytest.raises(RuntimeError, match="a bug"):
             await executor.next_batch()
         async with asyncio.timeout(60):

@@ -10,7 +10,6 @@ import pytest
 from forge_rl.envs.protocol import Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError
-from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.evaluation import Evaluation, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.state import ScheduleConfig
@@ -20,6 +19,7 @@ from tests.staged_rollouts import (
     StagedEnvironment,
     StagedGenerator,
     StagedReward,
+    fail_once,
     rollouts,
     run_until_idle,
 )
@@ -212,16 +212,7 @@ def test_a_rollback_ends_an_evaluation_and_the_same_one_can_be_started_again() -
 def test_an_error_in_an_evaluation_ends_the_wait_and_a_later_one_starts_its_episode_again() -> None:
     async def main() -> None:
         executor = rollouts()
-        run_episode = executor._run_episode
-        failed: list[Task] = []
-
-        async def fail_once(task: Task, client: PolicyClient) -> Episode:
-            if task.source == "held" and not failed:
-                failed.append(task)
-                raise RuntimeError("a bug")
-            return await run_episode(task, client)
-
-        executor._run_episode = fail_once
+        fail_once(executor, lambda task: task.source == "held")
         evaluation = evaluation_of(sets_of(3))
         executor.start_evaluation(evaluation)
         with pytest.raises(RuntimeError, match="a bug"):

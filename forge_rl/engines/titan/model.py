@@ -328,7 +328,7 @@ class HalfRoPE(CosSinRoPE):
     def apply_rotary_emb(
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As torchtitan's, with fewer passes over memory."""
+        """Turn queries and keys by their positions, with fewer passes over memory than torchtitan's."""
         if isinstance(query, DTensor):
             return CosSinRoPE.apply_rotary_emb(query, key, rope_cache)
         return rotate(query, rope_cache), rotate(key, rope_cache)
