@@ -88,6 +88,22 @@ def test_what_came_of_an_engine_that_dies_is_kept(tokenizer: Tokenizer, streamed
     asyncio.run(main())
 
 
+def test_whoever_is_given_the_chunks_may_end_the_completion(tokenizer: Tokenizer) -> None:
+    completion, seen, told = ResumableCompletion((1, 2), SAMPLING, tokenizer), list[Chunk](), list[bool]()
+
+    def observe(part: Chunk) -> bool:
+        seen.append(part)
+        return len(seen) == 2
+
+    async def decode(given: ResumableCompletion) -> None:
+        assert not told, "it goes on"
+        told.extend(given.on_chunk(part) for part in (chunk((5,), "a"), chunk((6, 7), "b")))
+
+    turn = asyncio.run(completion.run(decode, observe=observe))
+    assert told == [False, True], "whether the engine must stop"
+    assert (turn.text, turn.truncated, completion.finish) == ("ab", False, "stop")
+
+
 def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_token(tokenizer: Tokenizer) -> None:
     completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
     completion.fail_over(DIED)
