@@ -59,7 +59,7 @@ licences: $(STAMP)  ## write LICENSES.md, or name the package whose licence need
 	$(BIN)/python -m tools.licences
 
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
-	$(BIN)/python -m recipes.grpo --steps 8 --evaluation.every 8 --evaluation.tasks 64 --trainer.minibatches 2 $(ARGS)
+	$(BIN)/python -m recipes.grpo --steps 10 --evaluation.every 10 --evaluation.tasks 64 --trainer.minibatches 2 $(ARGS)
 
 # A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0

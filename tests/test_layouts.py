@@ -221,10 +221,11 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     command.process.send_signal(signal.SIGINT)
     command.end()
     rows = metrics(out)
-    most = [row["tokens/completion_mean"] * 16 + 0.01 for row in rows]
-    assert all(0 < row["tokens/trained"] <= limit for row, limit in zip(rows, most, strict=True)), "peers count once"
+    assert all(row["tokens/trained"] <= row["tokens/completion_mean"] * 16 + 0.01 for row in rows), "peers count once"
+    trained = [row for row in rows if row["tokens/trained"]]
+    assert trained, "some groups of some steps have unequal rewards"
     if "--trainer.router-replay" in flags:
-        assert {row["experts/replayed"] for row in rows} == {1.0}
+        assert {row["experts/replayed"] for row in trained} == {1.0}
     assert command.strays() == []
 
 

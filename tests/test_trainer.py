@@ -161,7 +161,7 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             assert stats["lr"] == pytest.approx(1e-2), "the largest of updates 0 to 3 of 8"
             assert "logprob_gap" in stats
             stats = await trainer.step(nothing, ClippedSurrogate())
-            assert stats == {"updates": 4, "updates/skipped": 0}
+            assert stats == {"tokens/trained": 0, "updates": 4, "updates/skipped": 0}
             for part in ("model", "training"):
                 (tmp_path / "saved" / part).mkdir(parents=True)
             await trainer.save(tmp_path / "saved", model=tmp_path / "hf")

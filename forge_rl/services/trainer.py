@@ -252,15 +252,15 @@ class Trainer:
         update whose gradient is not finite is skipped, and its rows are saved into the folder `skipped`.
 
         Returns:
-            Metrics, merged over microbatches, ranks and updates: `updates` behind the weights, `updates/skipped` of
-            this batch, and those of the loss and the optimizer if there was an update.
+            Metrics, merged over microbatches, ranks and updates: `updates` behind the weights, `updates/skipped` and
+            `tokens/trained` of this batch, and those of the loss and the optimizer if there was an update.
 
         Raises:
             ForgeError: max_skipped_updates in a row were skipped.
         """
         minibatches = [minibatch for minibatch in packed.minibatches if minibatch.rows]
         if not minibatches:
-            return {"updates": float(self.updates), "updates/skipped": 0.0}
+            return {"tokens/trained": 0.0, "updates": float(self.updates), "updates/skipped": 0.0}
         config = self.config
         version = self.version if self.updates == self._published else None
         parts = await self._all(
@@ -293,7 +293,8 @@ class Trainer:
             )
         shares = parts[:: config.peers]  # peers have the same metrics
         merged = reduce(merge_all(metrics for found, _ in shares for metrics in found if metrics is not None))
-        return merged | {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
+        counts = {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
+        return {"tokens/trained": 0.0} | merged | counts
 
     def _save_skipped(self, minibatch: Minibatch, temperature: float) -> Path:
         """Save what was in a skipped update, as a dict of plain values and tensors that `torch.load` reads."""
