@@ -220,10 +220,10 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     command.wait_for(f"the run goes on from step(.|\n)*step +{back + 3}/", whole=True)
     command.process.send_signal(signal.SIGINT)
     command.end()
-    rows = metrics(out)
-    assert all(row["tokens/trained"] <= row["tokens/completion_mean"] * 16 + 0.01 for row in rows), "peers count once"
-    trained = [row for row in rows if row["tokens/trained"]]
-    assert trained, "some groups of some steps have unequal rewards"
+    # A step that is interrupted has none of the trainer's metrics.
+    trained = [row for row in metrics(out) if row.get("tokens/trained")]
+    assert len(trained) >= back + 2
+    assert all(row["tokens/trained"] <= row["tokens/completion_mean"] * 16 + 0.01 for row in trained)  # peers once
     if "--trainer.router-replay" in flags:
         assert {row["experts/replayed"] for row in trained} == {1.0}
     assert command.strays() == []

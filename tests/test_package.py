@@ -133,7 +133,7 @@ def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of
         "--groups-per-batch",
         "4",
         "--group-size",
-        "4",
+        "8",  # so that not all groups of the step are uniform, which train nothing
         "--evaluation.every",
         "0",
         "--display",
