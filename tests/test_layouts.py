@@ -220,12 +220,13 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     command.wait_for(f"the run goes on from step(.|\n)*step +{back + 3}/", whole=True)
     command.process.send_signal(signal.SIGINT)
     command.end()
-    # A step that is interrupted has none of the trainer's metrics.
-    trained = [row for row in metrics(out) if row.get("tokens/trained")]
-    assert len(trained) >= back + 2
-    assert all(row["tokens/trained"] <= row["tokens/completion_mean"] * 16 + 0.01 for row in trained)  # peers once
+    rows = metrics(out)
+    if "updates" not in rows[-1]:
+        rows.pop()  # interrupted before the trainer's metrics came
+    most = [row["tokens/completion_mean"] * 16 + 0.01 for row in rows]
+    assert all(0 < row["tokens/trained"] <= limit for row, limit in zip(rows, most, strict=True)), "peers count once"
     if "--trainer.router-replay" in flags:
-        assert {row["experts/replayed"] for row in trained} == {1.0}
+        assert {row["experts/replayed"] for row in rows} == {1.0}
     assert command.strays() == []
 
 
