@@ -21,7 +21,7 @@ from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.connections import KEEP_ALIVE_S, Connection, OpenConnections
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.json_text import encode, to_event
-from forge_rl.runtime.private_network import is_private, listen_outside
+from forge_rl.runtime.private_network import has_way_out, listen_outside
 
 CLIENT_GONE = 499
 """Status in the metrics of a request whose client did not wait."""
@@ -96,7 +96,7 @@ def _listen(config: GatewayConfig) -> list[socket.socket]:
     host, port = config.host, config.port
     listeners: list[socket.socket] = []
     try:
-        if is_private():
+        if has_way_out():
             listeners.append(listen_outside(host, port))
             port = listeners[0].getsockname()[1]
             if config.is_public:  # the address is not there, inside

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 
-from forge_rl.runtime.private_network import is_private
+from forge_rl.runtime.private_network import has_way_out
 
 
 @functools.cache
 def announce() -> None:
     """Say at once, and once, that a program has begun, and how long it takes until its services run."""
-    if is_private():  # it was said outside
+    if has_way_out():  # it was said outside
         return
     print(
         "loading torch and Monarch takes 5 to 15 s; then the services start, which takes half a minute, or a few "

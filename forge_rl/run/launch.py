@@ -15,7 +15,7 @@ from rich.text import Text
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.runtime.isolation import Isolation
-from forge_rl.runtime.private_network import enter, is_private
+from forge_rl.runtime.private_network import enter, has_way_out, is_private
 
 _REPLACED = {"--trainer.recompute": "--trainer.activation-checkpointing full"}
 """Flags of before, and what to give now."""
@@ -56,7 +56,7 @@ def launch(
             status = 0
         else:
             isolation = vars(config).get("isolation", Isolation())
-            if isolation.private_network and not is_private():
+            if isolation.private_network and not (is_private() or has_way_out()):
                 enter([sys.executable, *sys.orig_argv[1:]])
             status = asyncio.run(_run(main, config))
     except KeyboardInterrupt:

@@ -12,7 +12,9 @@ This file is also run alone, by an interpreter that imports nothing else of this
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -20,25 +22,29 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 _VARIABLE = "FORGE_RL_PRIVATE_NETWORK"
 """Environment variable with the descriptor of the channel to the process outside, and the process whose it is."""
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_NS_GET_USERNS = 0xB701
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 
-def _keep_channel() -> None:
-    """Leave the channel to this process: children, such as those that run worlds, open no ports outside."""
-    fd, pid = os.environ[_VARIABLE].split()
-    if int(pid) == os.getpid():
-        os.set_inheritable(int(fd), False)
-
-
 def is_private() -> bool:
-    """Return True if this process is in a network of its own that `enter` made."""
-    return _VARIABLE in os.environ
+    """Return True if no other user of the machine is in this process's network, by what the kernel says of it.
+
+    Without privileges a network is this user's alone if it belongs to a user namespace that has no other user. For root
+    it is if it was left for one that `enter` or `ip netns` made, and no process of another user is in it.
+    """
+    return _is_of_one_user() or _is_apart()
+
+
+def has_way_out() -> bool:
+    """Return True if this process came here by `enter`, and so may use `listen_outside`."""
+    return _channel() is not None
 
 
 def enter(command: Sequence[str]) -> NoReturn:
@@ -66,13 +72,75 @@ def listen_outside(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the port is in use, or there is no such address.
     """
-    channel = socket.socket(fileno=os.dup(int(os.environ[_VARIABLE].split()[0])))
-    with channel:
+    fd = _channel()
+    if fd is None:
+        raise OSError(errno.EBADF, "this process has no way out of its network")
+    with socket.socket(fileno=os.dup(fd)) as channel:
         channel.send(json.dumps([host, port]).encode())
         reply, fds, _, _ = socket.recv_fds(channel, 4096, 1)
     if not fds:
         raise OSError(*json.loads(reply or '[5, "the process outside has ended"]'))
     return socket.socket(fileno=fds[0])
+
+
+def _is_of_one_user() -> bool:
+    with open("/proc/self/uid_map") as file:
+        mapped = [line.split() for line in file]
+    if len(mapped) != 1 or mapped[0][2] != "1":
+        return False
+    network = os.open("/proc/self/ns/net", os.O_RDONLY)
+    try:
+        owner = fcntl.ioctl(network, _NS_GET_USERNS)
+    except OSError:  # the namespace of somebody with more rights
+        return False
+    finally:
+        os.close(network)
+    try:
+        return os.path.samestat(os.fstat(owner), os.stat("/proc/self/ns/user"))
+    finally:
+        os.close(owner)
+
+
+def _is_apart() -> bool:
+    here = os.stat("/proc/self/ns/net")
+    left = False
+    for process in _who_may_be_outside():
+        with contextlib.suppress(OSError):  # this user may not ask
+            left |= not os.path.samestat(here, (process / "ns" / "net").stat())
+    if not left:
+        return False
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid != os.geteuid() and os.path.samestat(here, (process / "ns" / "net").stat()):
+                return False
+        except (FileNotFoundError, ProcessLookupError):  # it ended
+            continue
+        except OSError:
+            return False
+    return True
+
+
+def _who_may_be_outside() -> Iterator[Path]:
+    """Find the process that `enter` started, and those that this one descends from, which `ip netns` leaves outside."""
+    pid = os.getpid()
+    with contextlib.suppress(OSError):  # not every kernel has lists of children
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"--outside" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                yield Path(f"/proc/{child}")
+    while (pid := int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])) > 0:
+        yield Path(f"/proc/{pid}")
+
+
+def _channel() -> int | None:
+    """Return the descriptor of the channel to the process outside, if this process has one."""
+    fd, _, pid = os.environ.get(_VARIABLE, "").partition(" ")
+    if not fd.isdecimal() or pid != str(os.getpid()):
+        return None
+    try:
+        with socket.socket(fileno=os.dup(int(fd))) as found:
+            return int(fd) if found.type == socket.SOCK_SEQPACKET and found.family == socket.AF_UNIX else None
+    except OSError:
+        return None
 
 
 def _inside(channel: int, command: Sequence[str]) -> NoReturn:
@@ -116,8 +184,8 @@ def _outside(channel: socket.socket) -> None:
             channel.send(json.dumps([error.errno, str(error.strerror or error)]).encode())
 
 
-if is_private():
-    _keep_channel()
+if (_inherited := _channel()) is not None:  # children, such as those that run worlds, open no ports outside
+    os.set_inheritable(_inherited, False)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--outside"]:

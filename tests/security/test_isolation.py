@@ -33,7 +33,7 @@ time.sleep(600)
 """
 SERVES = """
 import subprocess, sys
-ASKS = "from forge_rl.runtime.private_network import listen_outside; listen_outside('127.0.0.1', 0)"
+ASKS = "import os; os.dup(int(os.environ['FORGE_RL_PRIVATE_NETWORK'].split()[0]))"
 from forge_rl.runtime.private_network import listen_outside
 listener = listen_outside("127.0.0.1", 0)
 child = subprocess.run([sys.executable, "-c", ASKS], close_fds=False, capture_output=True, text=True)
@@ -133,8 +133,12 @@ def test_files_keep_their_owner_inside(private: bool, tmp_path: Path):
     assert int(output) == os.getuid() == (tmp_path / "file").stat().st_uid
 
 
-@needs_root
-def test_a_user_without_privileges_makes_one_too(private: bool):
+JUDGES = "import runpy, sys; made = runpy.run_path(sys.argv[1]); print(made['is_private'](), made['has_way_out']())"
+
+
+@pytest.fixture
+def alone(private: bool) -> Iterator[tuple[str, str]]:
+    """A Python that every user may run, and the module's file where every user may read it."""
     python = shutil.which("python3", path="/usr/bin:/bin")  # ours may lie where other users cannot go
     if python is None:
         pytest.skip("there is no Python that another user may run")
@@ -142,10 +146,53 @@ def test_a_user_without_privileges_makes_one_too(private: bool):
         file = Path(shutil.copy(private_network.__file__, folder))
         os.chmod(folder, 0o755)
         os.chmod(file, 0o644)
-        script = "import os; print('FORGE_RL_PRIVATE_NETWORK' in os.environ, os.getuid(), os.getgid())"
-        command = [python, str(file), python, "-c", script]
-        done = subprocess.run(command, user=NOBODY, group=NOBODY, cwd="/", capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f"True {NOBODY} {NOBODY}\n", "")
+        yield python, str(file)
+
+
+def judged(alone: tuple[str, str], *prefix: str, user: int | None = None, script: str = JUDGES, **more: str) -> str:
+    python, file = alone
+    command = [*prefix, python, "-c", script, file]
+    user = user if os.geteuid() == 0 else None
+    environment = {"PATH": os.environ["PATH"], **more}
+    done = subprocess.run(command, user=user, group=user, cwd="/", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("user", [None, NOBODY])
+def test_a_network_of_its_own_is_known_by_what_the_kernel_says(alone: tuple[str, str], user: int | None):
+    assert judged(alone, user=user) == "False False"
+    assert judged(alone, alone[0], alone[1], user=user) == "True True"
+    assert judged(alone, "unshare", "-Urn", user=user) == "True False", "one that the user made by hand"
+    assert judged(alone, "unshare", "-Ur", user=user) == "False False"
+    assert judged(alone, user=user, FORGE_RL_PRIVATE_NETWORK="7 99999") == "False False"
+
+
+@needs_root
+def test_root_is_private_where_it_went_and_not_where_another_user_is(alone: tuple[str, str]):
+    assert judged(alone, "unshare", "-n") == "True False", "as ip netns does"
+    other = "import subprocess; other = subprocess.Popen(['sleep', '60'], user=65534)\n"
+    assert judged(alone, "unshare", "-n", script=f"{other}{JUDGES}; other.kill()") == "False False"
+    first = ["unshare", "--pid", "--fork", "--mount-proc"]
+    assert judged(alone, *first) == "False False"
+    assert judged(alone, *first, *alone) == "True True", "also as the first process of a container"
+
+
+def test_no_variable_and_no_open_socket_make_a_network_private(monkeypatch: pytest.MonkeyPatch):
+    ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, other:
+        for forged in ("7 99999", f"7777 {os.getpid()}", f"{ours.fileno()} {os.getpid()}", "x", ""):
+            monkeypatch.setenv("FORGE_RL_PRIVATE_NETWORK", forged)
+            assert not private_network.is_private()
+            for isolation in (Isolation(strict_isolation=True), Isolation(strict_isolation=True, private_network=True)):
+                with pytest.raises(ConfigError, match=r"nothing starts|not in a network of its own"):
+                    check_isolation(isolation)
+
+
+@needs_root
+def test_a_user_without_privileges_makes_one_too(alone: tuple[str, str]):
+    script = "import os; print('FORGE_RL_PRIVATE_NETWORK' in os.environ, os.getuid(), os.getgid())"
+    assert judged(alone, *alone, user=NOBODY, script=script) == f"True {NOBODY} {NOBODY}"
 
 
 @needs_root
