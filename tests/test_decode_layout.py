@@ -16,9 +16,9 @@ SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, 
 MOE = {**SMALL, "num_experts": 6, "moe_intermediate_size": 36}
 
 
-def check(folder: Path, config: dict[str, int], **settings: int) -> None:
+def check(folder: Path, config: dict[str, int], *, engines: int = 1, **settings: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    check_decode_layout(folder, DecodeSettings(**settings))  # type: ignore[arg-type]
+    check_decode_layout(folder, DecodeSettings(**settings), engines=engines)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,12 @@ def test_layouts_that_do_not(
     assert re.search(hint, caught.value.hint)
 
 
-def test_an_engine_has_no_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_have_no_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_layout, "device_type", lambda: "cuda")
     monkeypatch.setattr(decode_layout, "gpus", lambda: 4)
     with pytest.raises(ConfigError, match="2 x 3 devices needs 6 GPUs, and there are 4"):
         check(tmp_path, SMALL, tensor_parallel=2, data_parallel=3)
+    check(tmp_path, SMALL, engines=2, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="3 x an engine of 2 x 1 devices needs 6 GPUs, and there are 4") as caught:
+        check(tmp_path, SMALL, engines=3, tensor_parallel=2)
+    assert "--generator.replicas" in caught.value.hint

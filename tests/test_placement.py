@@ -178,11 +178,14 @@ def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch:
         return shares_devices(placement, ranks=2, engines=2, decodes_while_training=decodes_while_training)
 
     assert [shares(gpus) for gpus in (0, 1, 3, 4, 8)] == [False, True, True, False, False]
-    assert [shares(gpus, decodes_while_training=True) for gpus in (0, 1)] == [False, False]
+    assert [shares(gpus, decodes_while_training=True) for gpus in (0, 4)] == [False, False]
     assert [shares(gpus, "colocated") for gpus in (0, 1, 8)] == [True, True, True]
     assert [shares(gpus, "separate") for gpus in (0, 4)] == [False, False]
     with pytest.raises(ConfigError, match="2 ranks and engines of 2 devices need 4 GPUs of their own, and there are 3"):
         shares(3, "separate")
+    with pytest.raises(ConfigError, match="need 4 GPUs of their own, and there are 1") as caught:
+        shares(1, decodes_while_training=True)
+    assert caught.value.hint.startswith("choose --schedule.kind pipelined")
     with pytest.raises(ConfigError, match="asynchronous decode while the trainer trains, and --placement is colocated"):
         RunConfig(placement="colocated", schedule=ScheduleConfig(kind="asynchronous"))
 

@@ -34,3 +34,18 @@ def test_a_short_prompt_of_a_group_fills_a_block_that_its_episodes_share(tmp_pat
     assert size is not None
     assert size <= 42, "the tokens of a prompt of the demo"
     assert size % 32 == 0, "vLLM's fast kernels on CPU take no other"
+
+
+def test_what_one_engine_compiled_serves_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forge_rl.engines.vllm import engine, register
+
+    register()
+    make_model(tmp_path)
+    configs = []
+    for pid in (7, 8):
+        monkeypatch.setattr(engine.os, "getpid", lambda pid=pid: pid)
+        arguments = engine._arguments(tmp_path, DecodeSettings(max_model_tokens=64), seed=pid)
+        arguments.skip_tokenizer_init = True
+        configs.append(arguments.create_engine_config())
+    assert [config.additional_config.pid for config in configs] == [7, 8]
+    assert configs[0].compute_hash() == configs[1].compute_hash(), "vLLM's compile cache has a folder for each hash"

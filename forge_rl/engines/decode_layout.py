@@ -14,8 +14,11 @@ _WORD_ITEMS = 4
 """Elements by which a worker's part of a row must be counted, for fingerprints of parts: 8 bytes of bfloat16."""
 
 
-def check_decode_layout(folder: Path, settings: DecodeSettings) -> None:
-    """Check that an engine of these settings can hold a model.
+def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int = 1) -> None:
+    """Check that each of so many engines of these settings can hold a model, on GPUs of its own.
+
+    Engines do not share a GPU: vLLM counts all that is taken there while it starts as its own, and one engine that
+    decodes more requests at a time is faster than two.
 
     Args:
         folder: Hugging Face model folder.
@@ -24,11 +27,12 @@ def check_decode_layout(folder: Path, settings: DecodeSettings) -> None:
         ConfigError: the model's heads, widths or experts cannot be shared so, or there are too few GPUs.
         ModelError: its config.json cannot be read.
     """
-    if device_type() == "cuda" and settings.devices > gpus():
+    if device_type() == "cuda" and engines * settings.devices > gpus():
         raise ConfigError(
-            f"an engine of {settings.tensor_parallel} x {settings.data_parallel} devices needs {settings.devices} "
-            f"GPUs, and there are {gpus()}",
-            hint="lower --generator.tensor-parallel or --generator.data-parallel",
+            f"{engines} x an engine of {settings.tensor_parallel} x {settings.data_parallel} devices needs "
+            f"{engines * settings.devices} GPUs, and there are {gpus()}",
+            hint="lower --generator.replicas, --generator.tensor-parallel or --generator.data-parallel; "
+            "--generator.max-requests has one engine decode more at a time",
         )
     if settings.devices == 1 and not (settings.expert_parallel or settings.routed_experts):
         return

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import TrainMemory
-from forge_rl.engines.platform import cpu_cores, device_type, gpus
+from forge_rl.engines.platform import cpu_cores, device_type
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 from forge_rl.runtime.cluster import visible_gpu
 
@@ -41,7 +41,7 @@ def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu
     """Return the environment of a decode engine's process.
 
     Args:
-        place: number of the engine; on CUDA it has the GPUs after those of the engines before it, in turn.
+        place: number of the engine; on CUDA it has the GPUs after those of the engines before it.
         replicas: engines that share the machine's cores.
         devices: number of devices of each engine.
         first_gpu: number of the first engine's first GPU.
@@ -55,7 +55,7 @@ def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu
     }
     if device_type() == "cuda":
         # A forked worker inherits the threads' locks of this process, and no CUDA context survives a fork.
-        names = [visible_gpu((first_gpu + place * devices + number) % gpus()) for number in range(devices)]
+        names = [visible_gpu(first_gpu + place * devices + number) for number in range(devices)]
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # vLLM's sampler has two one-line functions compiled, even when nothing else is: half a minute of the first rollout,
     # to save 3 ms a step.

@@ -135,15 +135,14 @@ def shares_devices(placement: Placement, *, ranks: int, engines: int, decodes_wh
         decodes_while_training: the schedule's.
 
     Raises:
-        ConfigError: there are too few GPUs for each to have its own.
+        ConfigError: there are too few GPUs for each to have its own, and they must not share them.
     """
-    needed = ranks + engines
-    if placement == "auto":
-        return 0 < gpus() < needed and not decodes_while_training
-    if placement == "separate" and 0 < gpus() < needed:
+    needed, there = ranks + engines, gpus()
+    if 0 < there < needed and (placement == "separate" or (placement == "auto" and decodes_while_training)):
+        share = "--schedule.kind pipelined" if decodes_while_training else "--placement colocated"
         raise ConfigError(
-            f"{ranks} ranks and engines of {engines} devices need {needed} GPUs of their own, and there are {gpus()}",
-            hint="choose --placement colocated, or fewer --trainer.ranks or --generator.replicas, or a lower "
+            f"{ranks} ranks and engines of {engines} devices need {needed} GPUs of their own, and there are {there}",
+            hint=f"choose {share}, or fewer --trainer.ranks or --generator.replicas, or a lower "
             "--generator.tensor-parallel or --generator.data-parallel",
         )
-    return placement == "colocated"
+    return placement == "colocated" or (placement == "auto" and 0 < there < needed)

@@ -154,7 +154,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         alone = not shares_devices(
             config.placement,
             ranks=config.trainer.ranks,
-            engines=generator.replicas,
+            engines=generator.replicas * generator.devices,
             decodes_while_training=config.schedule.decodes_while_training,
         )
         who = "engine" if alone else "engine, while the trainer's state is in host memory"

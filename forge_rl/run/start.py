@@ -187,7 +187,7 @@ class Starting(Generic[C]):
                 if architecture.quantized:
                     log.event(f"{config.model} is quantised: engines and trainer have its weights in bfloat16")
                     model = await asyncio.to_thread(dequantized, model, config.cache, display.progress)
-                check_decode_layout(model, config.generator)
+                check_decode_layout(model, config.generator, engines=config.generator.replicas)
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:
                         self.mixture.restore_sources(saved)  # refuses files that have changed

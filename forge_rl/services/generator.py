@@ -123,9 +123,9 @@ class Generator:
             parse_control_tokens: as the Tokenizer's, for a chat.
 
         Raises:
-            ConfigError: an engine of several devices cannot hold the model.
+            ConfigError: an engine of several devices cannot hold the model, or there are too few GPUs.
         """
-        check_decode_layout(model, config)
+        check_decode_layout(model, config, engines=config.replicas)
         meanings = {ENGINE_DIED: "its vLLM engine process died"}
         service = Service(name, cluster, faults, uniform=True, exit_meanings=meanings)
         # The config's own class would have the engines' processes import this module, and all that a controller needs.

@@ -35,7 +35,7 @@ from forge_rl.engines.vllm.internals import (
     unlink_shared_memory,
     version_starts,
 )
-from forge_rl.engines.vllm.transfer import OWNER, WorkerExtension, WorkerReport
+from forge_rl.engines.vllm.transfer import Owner, WorkerExtension, WorkerReport
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import clean_up_after, when_process_ends
@@ -272,7 +272,7 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         seed=seed,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
-        additional_config={OWNER: os.getpid()},
+        additional_config=Owner(os.getpid()),
     )
 
 

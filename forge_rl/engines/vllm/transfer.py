@@ -26,8 +26,16 @@ from forge_rl.weights.transports.protocol import TensorBucket
 if TYPE_CHECKING:
     from forge_rl.engines.vllm.routing import RoutingCapture
 
-OWNER = "forge_rl_owner"
-"""Entry in vLLM's additional_config with the id of the process without which a worker ends."""
+
+@dataclass(frozen=True)
+class Owner:
+    """The process without which a worker ends, as vLLM's additional_config; nothing that vLLM compiles depends on it."""
+
+    pid: int
+
+    def compute_hash(self) -> str:
+        """Return the part of vLLM's compile hash: the same for all processes, so that what one compiled serves others."""
+        return "forge_rl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +156,9 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         if device.type == "cpu":
             cpu.mend(model)
-        owner = vllm_config.additional_config.get(OWNER)
-        if owner is not None:
-            when_process_ends(owner, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        owner = vllm_config.additional_config
+        if isinstance(owner, Owner):
+            when_process_ends(owner.pid, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         warm_up()
