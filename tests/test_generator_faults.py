@@ -19,6 +19,7 @@ from forge_rl.errors import ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services.completion import ResumableCompletion
+from forge_rl.services.engine_pool import Lend
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling, Turn
 from tests.fake_actors import cluster, new_service_name
@@ -67,7 +68,9 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def stage(tmp_path: Path, engines: int = 2, *, max_restarts: int = 100) -> AsyncIterator[Stage]:
+async def stage(
+    tmp_path: Path, engines: int = 2, *, max_restarts: int = 100, replace: Lend = contextlib.nullcontext
+) -> AsyncIterator[Stage]:
     (tmp_path / "logs").mkdir()
     os.environ[FOLDER] = str(tmp_path)
     config = Generator.Config(
@@ -81,6 +84,7 @@ async def stage(tmp_path: Path, engines: int = 2, *, max_restarts: int = 100) ->
             model=MODEL,
             seed=0,
             deadline_s=120,
+            replace=replace,
             actor=FakeEngine,
             name=new_service_name(),
         )
@@ -310,6 +314,39 @@ def test_an_engine_that_is_brought_back_during_a_load_serves_what_the_others_do(
             assert on.store.leased == [1, 1, 2, 2]
             await on.generator.resume()
             assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_comes_back_waits_for_its_devices_and_a_load_does_not_wait_for_it(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    free, kept = asyncio.Event(), list[bool]()
+
+    @contextlib.asynccontextmanager
+    async def devices() -> AsyncIterator[None]:
+        await free.wait()
+        kept.append(True)
+        yield
+        kept.append(False)
+
+    async def check() -> None:
+        async with stage(tmp_path, engines=1, replace=devices) as on:
+            await on.load(1)
+            os.kill(await on.pid(0), signal.SIGKILL)
+            await on.until(lambda: bool(on.faults.seen))
+            async with asyncio.timeout(240):
+                assert await on.load(2) == 2, "the trainer, which has the devices, would wait for it in vain"
+            assert not on.generator.engines()
+            assert [note["version"] for note in on.orders.notes("load")] == [1]
+            on.orders.tell(0, load="hold")
+            free.set()
+            await on.until(lambda: len(on.orders.notes("load")) == 2)
+            assert kept == [True]
+            on.orders.tell(0)
+            await on.until_serving(0)
+            assert kept == [True, False]
+            assert await on.state(0) == (2, [])
 
     asyncio.run(check())
 

@@ -172,6 +172,44 @@ def test_room_is_made_for_a_trainer_that_starts_again_and_it_is_offloaded_afterw
     asyncio.run(main())
 
 
+def test_an_engine_that_starts_has_the_devices_and_keeps_them_until_it_has_started() -> None:
+    async def main() -> None:
+        noted, devices = shared()
+        await devices.hand_to_trainer()
+        noted.pop()
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def start() -> None:
+            async with devices.start_engine():
+                noted.calls.append("start")
+                begun.set()
+                await may_end.wait()
+                noted.calls.append("started")
+
+        starting = asyncio.create_task(start())
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert noted.pop() == [], "the trainer has them"
+        await devices.hand_to_engines()
+        await begun.wait()
+        assert noted.pop() == ["offload", "wake", "start"]
+        training, freeing = asyncio.create_task(devices.hand_to_trainer()), asyncio.create_task(devices.free_devices())
+        async with devices.lend():
+            pass
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert noted.pop() == []
+        may_end.set()
+        await asyncio.gather(starting, training, freeing)
+        assert noted.pop()[:2] == ["started", "sleep"]
+        noted, devices = apart()
+        await devices.hand_to_trainer()
+        async with devices.start_engine():
+            pass
+
+    asyncio.run(main())
+
+
 def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     def shares(gpus: int, placement: Placement = "auto", *, decodes_while_training: bool = False) -> bool:
         monkeypatch.setattr("forge_rl.rollout.placement.gpus", lambda: gpus)

@@ -55,7 +55,10 @@ class DeviceHandover:
         """"engines", "trainer", or "both" after the start; None during a transition, and after one that failed."""
         self._rolling_out = False
         self._loans = 0
-        self._changing = asyncio.Lock()
+        self._starting = 0
+        """Engines that start on their devices."""
+        self._changed = asyncio.Condition()
+        """Held during a transition, and told of its end."""
         self._seconds: dict[str, float] = defaultdict(float)
 
     async def hand_to_engines(self) -> None:
@@ -84,11 +87,32 @@ class DeviceHandover:
             self._loans -= 1
             await self._hand_over()
 
+    @contextlib.asynccontextmanager
+    async def start_engine(self) -> AsyncIterator[None]:
+        """Keep the devices for the engines while the body starts one of them, once they are theirs.
+
+        vLLM refuses to start where too little is free, and takes what the trainer allocates or frees meanwhile for
+        its own.
+        """
+        if self._trainer is None:
+            yield
+            return
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._holder == "engines")
+            self._starting += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._starting -= 1
+                self._changed.notify_all()
+
     async def free_devices(self) -> None:
         """Free the devices for a trainer that starts again, with all its state on them."""
         self._rolling_out = False
         if self._trainer is not None:
-            async with self._changing:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._starting)
                 self._holder = None
                 await self._timed("sleep", self._engines.sleep())
 
@@ -100,24 +124,30 @@ class DeviceHandover:
 
     async def _hand_over(self) -> None:
         """Bring the devices to whoever needs them now."""
-        async with self._changing:
-            target = "engines" if self._rolling_out or self._loans else "trainer"
-            before, self._holder = self._holder, None
-            if target == before:
+
+        def target() -> str:
+            return "engines" if self._rolling_out or self._loans else "trainer"
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: target() == "engines" or not self._starting)
+            now, before = target(), self._holder
+            self._holder = None
+            if now == before:
                 pass
             elif self._trainer is None:
-                if target == "trainer":
+                if now == "trainer":
                     await self._timed("pause", self._engines.pause())
                 elif before != "both":
                     await self._timed("resume", self._engines.resume())
-            elif target == "trainer":
+            elif now == "trainer":
                 await self._timed("sleep", self._engines.sleep())
                 await self._timed("onload", self._trainer.onload())
             else:
                 await self._timed("offload", self._trainer.offload())
                 if before != "both":
                     await self._timed("wake", self._engines.wake())
-            self._holder = target
+            self._holder = now
+            self._changed.notify_all()
 
     async def _timed(self, name: str, work: Awaitable[object]) -> None:
         began = self._clock()

@@ -83,6 +83,14 @@ async def running_services(
     started: list[Service] = []
     ranks, replicas, deadline_s = config.trainer.ranks, config.generator.replicas, _START_DEADLINE_S
     each = config.generator.devices
+    handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
+
+    @contextlib.asynccontextmanager
+    async def start_engine() -> AsyncIterator[None]:
+        devices = await asyncio.shield(handover)  # not while the trainer starts
+        async with devices.start_engine():
+            yield
+
     try:
         async with task_group() as group:
 
@@ -111,7 +119,8 @@ async def running_services(
                     seed=config.seed,
                     deadline_s=deadline_s,
                     first_gpu=0 if shares_devices else ranks,
-                    lend=lambda: devices.lend(),
+                    lend=lambda: handover.result().lend(),
+                    replace=start_engine,
                     parse_control_tokens=config.parse_control_tokens,
                 ),
             )
@@ -162,6 +171,7 @@ async def running_services(
                     Environment.start(config.environment, cluster, faults, factory=environment, deadline_s=deadline_s),
                 )
         devices = DeviceHandover(generator.result(), trainer.result() if shares_devices else None)
+        handover.set_result(devices)
         yield Services(
             trainer=trainer.result(),
             generator=generator.result(),

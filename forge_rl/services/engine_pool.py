@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import LoadReport
 
+Lend = Callable[[], AbstractAsyncContextManager[object]]
+"""Opens a context in which the engines have their devices."""
 LOAD_DEADLINE_S = 600.0
 """Deadline of an engine that loads a version."""
 CONTROL_DEADLINE_S = 60.0
@@ -40,12 +43,25 @@ class EnginePool:
         service: the service, whose replicas have a GeneratorActor's endpoints.
         spawn: spawns the engine of an index.
         start_deadline_s: longest time for an engine to start.
+        replace: gives an engine that replaces a dead one its devices, maybe after a while, and keeps them for it while
+            it starts.
     """
 
-    def __init__(self, service: Service, spawn: Callable[[int], Replica], start_deadline_s: float) -> None:
+    def __init__(
+        self,
+        service: Service,
+        spawn: Callable[[int], Replica],
+        start_deadline_s: float,
+        replace: Lend = contextlib.nullcontext,
+    ) -> None:
         self._service = service
         self._spawn = spawn
         self._start_deadline_s = start_deadline_s
+        self._replace = replace
+        self._waiting = 0
+        """Engines that wait for their devices, to replace dead ones."""
+        self._waits = asyncio.Event()
+        """Set while there are some."""
         self.version: int | None = None
         """Version that all engines serve; None before the first load, and after one that failed."""
         self.refusal = "nothing was loaded yet"
@@ -63,21 +79,25 @@ class EnginePool:
         """Start the engine of an index, also in place of a dead one, and bring it to the state of the others."""
         replica = self._spawn(index)
         await self._service.watch(replica, deadline_s=self._start_deadline_s)
-        await replica.call("setup", deadline_s=self._start_deadline_s)
-        now = DesiredState()
-        while now != (desired := self._desired):  # it may change meanwhile
-            if (desired.paused, desired.asleep) != (now.paused, now.asleep):
-                await replica.call("hold", desired.paused, desired.asleep, deadline_s=CONTROL_DEADLINE_S)
-            if desired.version is not None and (desired.version, desired.store) != (now.version, now.store):
-                await self._load(replica, desired.version, desired.store)
-            now = desired
-        self._ready[replica.index] = replica  # nothing was awaited since the comparison: `each` will not miss it
+        async with contextlib.AsyncExitStack() as stack:
+            if replica.incarnation:
+                await self._devices(stack)
+            await replica.call("setup", deadline_s=self._start_deadline_s)
+            now = DesiredState()
+            while now != (desired := self._desired):  # it may change meanwhile
+                if (desired.paused, desired.asleep) != (now.paused, now.asleep):
+                    await replica.call("hold", desired.paused, desired.asleep, deadline_s=CONTROL_DEADLINE_S)
+                if desired.version is not None and (desired.version, desired.store) != (now.version, now.store):
+                    await self._load(replica, desired.version, desired.store)
+                now = desired
+            self._ready[replica.index] = replica  # nothing was awaited since the comparison: `each` will not miss it
 
     @contextlib.asynccontextmanager
     async def serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
         """Set the version to serve while the body loads it into the living engines; new ones load it by themselves.
 
-        Tokens may be of the old or of the new version meanwhile. If all engines die, this waits for a new one.
+        Tokens may be of the old or of the new version meanwhile. If all engines die, this waits for a new one, unless
+        that waits for devices itself.
 
         Raises:
             ServiceError: no engine is left.
@@ -86,7 +106,11 @@ class EnginePool:
         self._desired = replace(self._desired, version=version, store=store)
         try:
             yield
-            await self._service.available()
+            async with task_group() as group:
+                either = [group.create_task(self._service.available()), group.create_task(self._waits.wait())]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                for each in either:
+                    each.cancel()
         except BaseException:
             self._desired = replace(self._desired, version=None, store=None)
             self.version, self.refusal = None, f"loading version {version} failed"
@@ -127,6 +151,17 @@ class EnginePool:
         """Count an engine as dead and return the error to raise; its other requests end with such an error too."""
         self._service.mark_failed(replica, cause)
         return ReplicaError(cause, service=self._service.name, replica=replica.index, hint=f"see {replica.log}")
+
+    async def _devices(self, stack: contextlib.AsyncExitStack) -> None:
+        """Wait for the devices of an engine that replaces another; they are kept until the stack is closed."""
+        self._waiting += 1
+        self._waits.set()
+        try:
+            await stack.enter_async_context(self._replace())
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._waits.clear()
 
     async def _load(self, replica: Replica, version: int, store: WeightStore | None) -> None:
         if store is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -31,14 +30,11 @@ from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S, Decode, Observer, ResumableCompletion, validate_chunk
-from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool
+from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool, Lend
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Chunk, Message, Sampling, TokenIds, Turn
 from forge_rl.weights.manifest import LoadReport
-
-Lend = Callable[[], AbstractAsyncContextManager[object]]
-"""Opens a context in which the engines have their devices and decode."""
 
 
 class Generator:
@@ -109,6 +105,7 @@ class Generator:
         deadline_s: float,
         first_gpu: int = 0,
         lend: Lend = contextlib.nullcontext,
+        replace: Lend = contextlib.nullcontext,
         parse_control_tokens: bool = False,
         actor: type[ServiceActor] = GeneratorActor,
         name: str = "generator",
@@ -120,6 +117,8 @@ class Generator:
             deadline_s: longest time for an engine to start, also for one that replaces a dead one.
             first_gpu: number of the first engine's first GPU.
             lend: gives the engines their devices for a chat, where something else may hold them.
+            replace: gives an engine that replaces a dead one its devices, once they are free, and keeps them for it
+                while it starts.
             parse_control_tokens: as the Tokenizer's, for a chat.
 
         Raises:
@@ -135,7 +134,7 @@ class Generator:
             env = decode_environment(index, replicas=config.replicas, devices=config.devices, first_gpu=first_gpu)
             return service.spawn(actor, model, settings, seed + index, f"{name} replica {index}", env=env, index=index)
 
-        pool = EnginePool(service, spawn, deadline_s)
+        pool = EnginePool(service, spawn, deadline_s, replace)
         async with task_group() as group:
             tokenizer = group.create_task(  # imports for seconds
                 asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process without which a worker ends, as vLLM's additional_config; nothing that vLLM compiles depends on it."""
+    """The process without which a worker ends, as vLLM's additional_config."""
 
     pid: int
 
     def compute_hash(self) -> str:
-        """Return the part of vLLM's compile hash: the same for all processes, so that what one compiled serves others."""
+        """Return this part of vLLM's compile hash: the same for all, so that what one engine compiled serves others."""
         return "forge_rl"
 
 
