@@ -7,11 +7,14 @@ WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(EXTRA)
-# uv does not read pip's variable for folders of wheels; without such a folder it finds torch's CPU wheels itself.
-ifneq ($(PIP_FIND_LINKS),)
-  export UV_FIND_LINKS := $(PIP_FIND_LINKS)
-else ifeq ($(EXTRA),cpu)
-  BACKEND := --torch-backend cpu
+# uv does not read pip's variable for folders of wheels; without such a folder it finds torch's CPU wheels itself. For CUDA
+# such a folder is left out: a torch for CPUs in it would be taken for the one that is pinned.
+ifeq ($(EXTRA),cpu)
+  ifneq ($(PIP_FIND_LINKS),)
+    export UV_FIND_LINKS := $(PIP_FIND_LINKS)
+  else
+    BACKEND := --torch-backend cpu
+  endif
 endif
 
 .PHONY: help setup lock audit licences demo check fast test test-long lint format clean
@@ -25,6 +28,7 @@ setup: $(STAMP)  ## install everything into .venv
 UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --require-hashes
 OVERRIDES  := --overrides requirements/overrides-$(EXTRA).txt
 $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt) $(BIN)/uv
+	$(if $(filter cuda,$(EXTRA)),$(BIN)/python tools/cuda_machine.py)
 	$(if $(filter cpu,$(EXTRA)),$(UV_INSTALL) --no-deps $(BACKEND) --constraints requirements/constraints-cpu.txt \
 	  --requirements requirements/overrides-cpu.txt)
 	$(UV_INSTALL) --compile-bytecode --preview-features build-dependency-hashes --require-build-hashes $(OVERRIDES) \

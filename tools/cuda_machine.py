@@ -1,0 +1,69 @@
+"""Checks what the CUDA extra needs of a machine and no wheel brings: driver, C compiler, Python's headers.
+
+`make setup EXTRA=cuda` runs it before it downloads 9 GB. It needs nothing but Python, and fails only where there is a
+driver: without one the extra can still be installed, to look at.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+DRIVER = 580
+"""First driver that runs CUDA 13, which torch's wheels are built for."""
+
+
+def problems(
+    *,
+    driver: str | None,
+    include: Path,
+    which: Callable[[str], str | None] = shutil.which,
+) -> list[str]:
+    """List what is missing, each with what to do about it.
+
+    Args:
+        driver: version of the NVIDIA driver; None where there is none.
+        include: folder of Python's headers.
+        which: finds a program.
+    """
+    found = []
+    if driver is None:
+        found.append("no NVIDIA driver answers (nvidia-smi): nothing will run on a GPU here")
+    elif not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) < DRIVER:
+        found.append(f"the NVIDIA driver is {driver!r}: CUDA 13 needs {DRIVER} or later; update it, then restart")
+    if not any(map(which, ("gcc", "cc", "clang"))):
+        found.append("there is no C compiler, with which Triton builds its launchers: apt install gcc")
+    if not (include / "Python.h").is_file():
+        found.append(
+            f"{include / 'Python.h'} is missing, which Triton's launchers include: apt install "
+            f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        )
+    return found
+
+
+def driver_version() -> str | None:
+    """Ask nvidia-smi for the driver's version; None where it is not there, or finds no driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+def main() -> int:
+    """Print what is missing; returns 1 if that keeps a GPU that is here from being used."""
+    driver = driver_version()
+    found = problems(driver=driver, include=Path(sysconfig.get_path("include")))
+    for line in found:
+        print(f"cuda: {line}", file=sys.stderr)
+    return int(driver is not None and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
