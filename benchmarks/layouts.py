@@ -3,7 +3,7 @@
 python -m benchmarks.layouts --json out.json
 
 Small random models of each family train on the same batches of packed rows with shared prefixes, in each layout and in
-one process, in float32. Some episodes are longer than what one device holds where a row is split. The deviation of a
+one process, in float64. Some episodes are longer than what one device holds where a row is split. The deviation of a
 layout is the largest of three:
 
     loss, grad_norm  |found - expected| / |expected|, the worst update
@@ -11,9 +11,8 @@ layout is the largest of three:
 
 The learning rate is so high that the weights move by several percent, and that a single one of them that misses its
 updates is off by more than 1e-4. Beside it stands the same over the way that the weights have gone, ||found -
-expected|| / ||expected - start||, which is no more than rounding either: AdamW divides each gradient by its own size,
-so that where one is but rounding, the step is too. Weights are put together from what the ranks would publish, each
-element of which must come from one rank.
+expected|| / ||expected - start||, which is no more than rounding either. Weights are put together from what the ranks
+would publish, each element of which must come from one rank.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class Case:
         """Settings of the engine: the longest row has the same number of tokens in all layouts."""
         degrees: dict[str, Any] = dict(self.degrees)
         degrees["row_tokens"] = _ROW_TOKENS // degrees.get("context_parallel", 1)
-        return TrainSettings(dtype="float32", optimizer=_OPTIMIZER, **degrees)
+        return TrainSettings(dtype="float64", optimizer=_OPTIMIZER, **degrees)
 
 
 LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
@@ -380,7 +379,7 @@ def assemble(case: Case, by_rank: Sequence[Shards]) -> dict[str, torch.Tensor]:
     whole = {}
     for name, shards in by_name.items():
         spans = [[start + size for start, size in zip(s.start, s.size, strict=True)] for s, _ in shards]
-        whole[name] = torch.empty([max(ends) for ends in zip(*spans, strict=True)])
+        whole[name] = torch.empty([max(ends) for ends in zip(*spans, strict=True)], dtype=shards[0][1].dtype)
         if error := tiling_error(whole[name].shape, [tensor_slice for tensor_slice, _ in shards]):
             raise BenchmarkError(f"{case.family} in {case.name}: the shards of {name} do not tile it: {error}")
         for (tensor_slice, values), ends in zip(shards, spans, strict=True):

@@ -46,8 +46,11 @@ class Aggregation:
             )
 
     def weights(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the weight of each token in the sum, float32, by the length of its sequence, an integer above 0."""
-        lengths = lengths.to(torch.float32)
+        """Return the weight of each token in the sum by the length of its sequence, above 0.
+
+        Weights are float32, or float64 where the lengths are.
+        """
+        lengths = lengths.to(torch.promote_types(lengths.dtype, torch.float32))
         return lengths.reciprocal() if self.kind == "sequence_mean" else torch.ones_like(lengths)
 
     def divisor(self, *, tokens: int, sequences: int) -> int:

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens from logits, in float32 and without a float32 copy of the logits."""
+"""Logprobs of chosen tokens from logits, in float32 or more and without a copy of the logits in that format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def token_logprobs(
     Logits at position t score token t+1. The packed rows already hold that token as targets[t], so nothing is shifted
     here: entry t of both results is about targets[t].
 
-    The arithmetic is float32 whatever the dtype of the logits. It goes chunk by chunk, forward and backward, and keeps
+    The arithmetic is float32, or float64 where the logits are. It goes chunk by chunk, forward and backward, and keeps
     only the logits for the backward pass.
 
     Args:
@@ -35,7 +35,7 @@ def token_logprobs(
             that nothing else reads, then or later; a second backward pass fails.
 
     Returns:
-        logprobs [N] float32 with gradient, entropy [N] float32 in nats without gradient.
+        logprobs [N] with gradient, entropy [N] in nats without gradient; float32, or float64 where the logits are.
 
     Raises:
         ConfigError: the temperature or chunk_tokens is not above 0.
@@ -55,16 +55,21 @@ def token_logprobs(
     return logprobs, entropy
 
 
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Convert to float32 what is narrower; float64 stays as it is."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Measure how far the trainer's logprobs are from the engine's, on the same tokens.
 
-    Both are float32, of any shape, and `mask` bool of the same shape; entry t is about the same token in all three.
+    Both are of any shape, and `mask` bool of the same shape; entry t is about the same token in all three.
 
     Returns:
-        Detached float32 scalars: "abs_sum" and "max" of the absolute differences, and "count" of the tokens. Sums and
-        counts add over rows and ranks, and the max takes the max.
+        Detached scalars, float32 or wider: "abs_sum" and "max" of the absolute differences, and "count" of the tokens.
+        Sums and counts add over rows and ranks, and the max takes the max.
     """
-    gap = torch.where(mask, trainer.detach() - behaviour, 0.0).abs().to(torch.float32)
+    gap = widened(torch.where(mask, trainer.detach() - behaviour, 0.0).abs())
     largest = gap.max() if gap.numel() else gap.new_zeros(())
     return {"abs_sum": gap.sum(), "max": largest, "count": mask.sum().to(torch.float32)}
 
@@ -81,7 +86,8 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         overwrite_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = (torch.empty(len(targets), dtype=torch.float32, device=logits.device) for _ in range(2))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logprobs, entropy = (logits.new_empty(len(targets), dtype=wide) for _ in range(2))
         room = _room(logits, chunk_tokens), _room(logits, chunk_tokens)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
@@ -116,10 +122,11 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _room(logits: torch.Tensor, tokens: int) -> torch.Tensor:
     """Memory of a chunk's results, which all chunks use: fresh pages for each would cost a CPU more than the sums."""
-    return torch.empty(min(tokens, len(logits)), logits.shape[1], dtype=torch.float32, device=logits.device)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(min(tokens, len(logits)), logits.shape[1], dtype=wide)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits divided by the temperature, float32; at 1 they are not copied."""
-    scaled = logits.to(torch.float32)
+    """Logits divided by the temperature, float32 or wider; at 1 float32 is not copied."""
+    scaled = widened(logits)
     return scaled if temperature == 1 else scaled / temperature

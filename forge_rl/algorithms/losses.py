@@ -17,7 +17,7 @@ class LossInputs:
     """One packed row as a loss sees it.
 
     All tensors are [L] and aligned: entry t of each is about the same token, the target of position t. Values where
-    mask is False are arbitrary, even NaN.
+    mask is False are arbitrary, even NaN. What is float32 here is float64 where the trainer computes in float64.
     """
 
     logprobs: torch.Tensor
@@ -75,9 +75,9 @@ class Loss(Protocol):
         """Sum the loss, times its weight, over the tokens where mask is True.
 
         Returns:
-            The sum, a float32 scalar with gradient, and unweighted sums for metrics, detached float32 scalars. The
-            caller divides the first by the aggregation's divisor, over all rows and ranks, so that neither the split
-            into microbatches nor the number of ranks changes the gradient; and the others by the number of tokens.
+            The sum, a scalar with gradient, and unweighted sums for metrics, detached scalars. The caller divides the
+            first by the aggregation's divisor, over all rows and ranks, so that neither the split into microbatches nor
+            the number of ranks changes the gradient; and the others by the number of tokens.
         """
         ...
 
@@ -189,7 +189,7 @@ class ClippedSurrogate:
             if self.needs_reference:
                 penalty = kl_penalty(logprobs, reference, _ratio(logprobs, behaviour), self.kl_kind)
                 loss = loss + self.kl_coef * (masked(inputs.weights) * penalty).sum()
-        return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}
+        return loss, {name: value.detach().to(logprobs.dtype) for name, value in sums.items()}
 
 
 def _ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ class TrainMemory:
     """Bytes of one trainer rank at its peak: in the backward pass of a full row, after the first update."""
 
     weights: int
-    """float32, this rank's shards."""
+    """This rank's shards, float32 or wider."""
     gradients: int
-    """float32, as the weights."""
+    """As many as of weights."""
     optimizer: int
     """Both moments of AdamW."""
     reference: int

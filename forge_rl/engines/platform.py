@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from forge_rl.engines.protocol import Dtype
+from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def local_device(rank: int) -> torch.device:
     return torch.device("cpu") if device_type() == "cpu" else torch.device("cuda", rank)
 
 
-def resolve_dtype(name: Dtype) -> torch.dtype:
+def resolve_dtype(name: Dtype | TrainDtype) -> torch.dtype:
     """Resolve the number format to compute in; auto is bfloat16 on CUDA, float32 on CPU.
 
     The small models that a CPU trains lose most by rounding: SmolLM2-135M's logprobs differ by 0.03 on average between

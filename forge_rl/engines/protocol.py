@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # torch takes seconds, and a process that only holds settings
     from forge_rl.weights.transports.protocol import LocalShard, TensorBucket
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+TrainDtype = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +115,9 @@ class DecodeEngine(Protocol):
 class TrainSettings:
     """Settings of a train engine."""
 
-    dtype: Dtype = "auto"
-    """Format of forward and backward; weights and optimizer state are float32. auto is bfloat16 on CUDA, float32 on
-    CPU."""
+    dtype: TrainDtype = "auto"
+    """Format of forward and backward; weights and optimizer state are float32, or float64 with it. auto is bfloat16 on
+    CUDA, float32 on CPU. float64, on CPU alone, is for comparisons that rounding must not blur."""
     row_tokens: int = 1024
     """Most tokens of a packed row that one device holds; a row is one microbatch, and no episode is longer."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -205,7 +206,7 @@ class TrainEngine(Protocol):
         """Score every masked target of this share's rows under the current weights.
 
         Returns:
-            A tensor for each row, the same on its peers, `[L] float32`: position t scores `row.targets[t]`; 0 where the
+            A tensor for each row, the same on its peers, `[L]`: position t scores `row.targets[t]`; 0 where the
             mask is False.
         """
 

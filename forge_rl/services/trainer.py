@@ -75,6 +75,11 @@ class Trainer:
                 above={"deadline_s": 0},
                 below={"port": 65536},
             )
+            if self.dtype == "float64" and device_type() == "cuda":
+                raise ConfigError(
+                    "attention has no float64 on a GPU",
+                    hint="set --trainer.dtype to bfloat16 or float32, or train on a CPU",
+                )
             if self.cpu_offload and device_type() == "cpu":
                 raise ConfigError(
                     "weights and optimizer state are in host memory already, where the ranks are on a CPU",

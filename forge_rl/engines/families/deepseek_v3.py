@@ -95,16 +95,25 @@ def read(config: ConfigFile) -> Architecture:
 
 def titan() -> TitanFamily:
     """Build on torchtitan's DeepSeek-V3."""
-    from torchtitan.models.common import ComplexRoPE, Linear, RMSNorm
+    from torchtitan.models.common import Linear, RMSNorm
     from torchtitan.models.deepseek_v3.model import Attention, DeepSeekV3Model, DeepSeekV3TransformerBlock
     from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 
-    from forge_rl.engines.titan.model import LOADED, HalfRoPE, decoder, inner_attention, network, norm, rope_fields
+    from forge_rl.engines.titan.model import (
+        LOADED,
+        HalfRoPE,
+        PairRoPE,
+        decoder,
+        inner_attention,
+        network,
+        norm,
+        rope_fields,
+    )
 
     def model_config(architecture: Architecture, max_positions: int) -> Any:
         a, latent = architecture, architecture.latent
         assert latent is not None, "read() gives it"
-        rope = ComplexRoPE if latent.interleaved else HalfRoPE
+        rope = PairRoPE if latent.interleaved else HalfRoPE
         # transformers and engines scale q and k by it; torchtitan computes the same from this and the factor.
         mscale = float(a.rope.get("mscale_all_dim") or 1.0)
 

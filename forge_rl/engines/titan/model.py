@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
@@ -20,7 +20,7 @@ from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 
-from forge_rl.algorithms import token_logprobs
+from forge_rl.algorithms import token_logprobs, widened
 from forge_rl.data.packing import Row, attends
 from forge_rl.engines.families.config import Architecture
 from forge_rl.engines.platform import device_type
@@ -222,8 +222,8 @@ class TreeAttention(FlexAttention):
     ) -> torch.Tensor:
         """q, k, v and the result are [1, L, heads, head_dim]; there may be fewer queries than keys.
 
-        `out_transform` makes the result from the attention and the logsumexp of its scores, [1, L, heads] float32, as
-        in torchtitan's FlexAttention.
+        `out_transform` makes the result from the attention and the logsumexp of its scores, [1, L, heads], as in
+        torchtitan's FlexAttention.
         """
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))  # torchtitan's shardings know those names
         out, sums = (x.transpose(1, 2) for x in attend_trees(q, k, v, attention_masks, scale))
@@ -247,7 +247,7 @@ class RowwiseLinear(ScaledBiasRowwiseLinear):
 
 
 class FloatHead(Linear):
-    """Output projection in float32 whatever the model's format, as in the engine: logits of 20 rounded to bfloat16
+    """Output projection in float32, as in the engine, or float64 where the model is: logits of 20 rounded to bfloat16
     would be off by up to 0.06."""
 
     @dataclass(kw_only=True, slots=True)
@@ -257,7 +257,7 @@ class FloatHead(Linear):
     def forward(
         self, hidden: torch.Tensor, targets: torch.Tensor | None = None, temperature: float = 1.0
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Project [..., dim] to float32 [..., V]; or score `targets` from [N, dim], see `token_logprobs`.
+        """Project [..., dim] to [..., V], float32 or float64; or score `targets` from [N, dim], see `token_logprobs`.
 
         Scores of many targets go chunk by chunk, whose logits are computed again for the backward pass, so that [N, V]
         is never held.
@@ -281,11 +281,11 @@ class FloatHead(Linear):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        if hidden.is_cuda and hidden.dtype != torch.float32:
+        if hidden.is_cuda and hidden.dtype.itemsize < 4:
             flat = hidden.reshape(-1, hidden.shape[-1])
             logits: torch.Tensor = _FloatProduct.apply(flat, weight)
             return logits.view(*hidden.shape[:-1], -1)
-        return nn.functional.linear(hidden.float(), weight.float())
+        return nn.functional.linear(widened(hidden), widened(weight))
 
 
 class _FloatProduct(torch.autograd.Function):
@@ -306,6 +306,26 @@ class _FloatProduct(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         grad = grad.to(hidden.dtype)
         return grad.mm(weight), grad.t().mm(hidden) if ctx.needs_input_grad[1] else None
+
+
+class PairRoPE(ComplexRoPE):
+    """torchtitan's RoPE of adjacent pairs, which turns float64 as it is."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        pass
+
+    @staticmethod
+    def apply_rotary_emb(
+        query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn queries and keys by their positions."""
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            pairs = torch.view_as_complex(widened(x).reshape(*x.shape[:-1], -1, 2))
+            return torch.view_as_real(pairs * rope_cache).flatten(3).type_as(x)
+
+        return turned(query), turned(key)
 
 
 class HalfRoPE(CosSinRoPE):
@@ -329,9 +349,14 @@ class HalfRoPE(CosSinRoPE):
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn queries and keys by their positions, with fewer passes over memory than torchtitan's."""
-        if isinstance(query, DTensor):
-            return CosSinRoPE.apply_rotary_emb(query, key, rope_cache)
-        return rotate(query, rope_cache), rotate(key, rope_cache)
+        cache = rope_cache.to_local() if isinstance(rope_cache, DTensor) else rope_cache
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(x, DTensor):
+                return rotate(x, cache)
+            return DTensor.from_local(rotate(x.to_local(), cache), x.device_mesh, x.placements, run_check=False)
+
+        return turned(query), turned(key)
 
     def _scale(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Scale as Llama 3.1 does: long wavelengths are stretched, short ones kept, those between interpolated."""

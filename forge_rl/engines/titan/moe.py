@@ -9,11 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
-from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config, make_token_dispatcher_config
+from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
+from torchtitan.ops.scatter_add import deterministic_scatter_add
 
+from forge_rl.algorithms import widened
 from forge_rl.engines.families.config import Experts
 from forge_rl.engines.titan.routing import ReplayRouter
 
@@ -55,16 +58,14 @@ def moe_config(
             inner_experts=(kind or PlainExperts).Config(
                 dim=dim, hidden_dim=experts.hidden_dim, num_experts=experts.count, param_init=_LOADED, **own
             ),
-            token_dispatcher=make_token_dispatcher_config(
-                num_experts=experts.count, top_k=experts.top_k, comm_backend="standard"
-            ),
+            token_dispatcher=WideDispatcher.Config(num_experts=experts.count, top_k=experts.top_k),
         ),
         shared_experts=shared,
     )
 
 
 class FloatGate(Linear):
-    """A router's projection in float32 whatever the model's format, so that close scores are told apart.
+    """A router's projection in float32, or float64 where the model is, so that close scores are told apart.
 
     torchtitan leaves this to autocast, which has no float32 on CPU.
     """
@@ -74,9 +75,32 @@ class FloatGate(Linear):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., dim] of any format to [..., experts] float32."""
-        bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(input.float(), self.weight.float(), bias)
+        """[..., dim] of any format to [..., experts] float32 or float64."""
+        bias = None if self.bias is None else widened(self.bias)
+        return nn.functional.linear(widened(input), widened(self.weight), bias)
+
+
+class WideDispatcher(AllToAllTokenDispatcher):
+    """torchtitan's dispatcher, which multiplies results by scores in the wider format of both; its own takes float32.
+
+    Without expert parallelism nothing is exchanged.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
+        """Bring the experts' results back to their tokens and add them up, times their scores: [T, dim]."""
+        out = routed_output_RD
+        if self.ep_mesh is not None:
+            out = self._unpermute(out, metadata.input_shape, metadata.permuted_indices)
+            group = self.ep_mesh.get_group()
+            out = self._combine_token_exchange(out, group, metadata.input_splits, metadata.output_splits)
+        weighed = (out * metadata.topk_scores_experts_sorted_N[:, None]).to(out.dtype)
+        tokens = metadata.token_indices_experts_sorted_N[:, None].expand(-1, x_TD.shape[-1])
+        combined: torch.Tensor = deterministic_scatter_add(torch.zeros_like(x_TD), tokens, weighed)
+        return combined
 
 
 class PlainExperts(GroupedExperts):
@@ -91,7 +115,7 @@ class PlainExperts(GroupedExperts):
         ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
         def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return self._grouped_mm(A=x, B_t=_local(weight).transpose(-2, -1), offs=ends)
+            return _grouped_product(self, x, _local(weight), ends)
 
         hidden = nn.functional.silu(product(x_RD, self.w1_EFD)) * product(x_RD, self.w3_EFD)
         return product(hidden, self.w2_EDF)
@@ -111,7 +135,7 @@ class ClampedExperts(GptOssGroupedExperts):
         of_rows = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
 
         def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return self._grouped_mm(A=x, B_t=_local(weight).transpose(-2, -1), offs=ends)
+            return _grouped_product(self, x, _local(weight), ends)
 
         hidden = product(x_RD, self.mlp1_weight_EGD) + _local(self.mlp1_bias_EG)[of_rows]
         out = product(swiglu(hidden, limit=self.swiglu_limit), self.mlp2_weight_EDF)
@@ -121,6 +145,17 @@ class ClampedExperts(GptOssGroupedExperts):
         shares = weight.device_mesh.size(axes.index("tp")) if "tp" in axes else 1
         bias: torch.Tensor = ScaleBiasForward.apply(_local(self.mlp2_bias_ED)[of_rows], shares, out.dtype)
         return out + bias
+
+
+def _grouped_product(
+    experts: GroupedExperts, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Multiply rows of x, [R, inputs], by the weights of their experts, [experts, outputs, inputs]; those of each end
+    before `ends`, [experts] int32."""
+    if x.dtype == torch.float64:  # torch has no grouped product of it
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts), weights, strict=True)])
+    return experts._grouped_mm(A=x, B_t=weights.transpose(-2, -1), offs=ends)
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ class Parallelism:
             model,
             dims.get_mesh([*copies, "fsdp"]),
             param_dtype=dtype,
-            reduce_dtype=torch.float32,
+            reduce_dtype=torch.promote_types(dtype, torch.float32),
             pp_enabled=False,
             cpu_offload=self._settings.cpu_offload,
             reshard_after_forward_policy="default" if gathers else "never",

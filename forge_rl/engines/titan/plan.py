@@ -34,6 +34,7 @@ def plan_training(
         tokens: of a row on one device; by default as many as the settings allow.
     """
     dtype = resolve_dtype(settings.dtype)
+    kept = torch.promote_types(dtype, torch.float32).itemsize
     tokens = tokens or settings.row_tokens
     tensor_parallel, context_parallel = _degree(settings, "tensor_parallel"), _degree(settings, "context_parallel")
     split = ranks // _degree(settings, "replicate")
@@ -51,10 +52,10 @@ def plan_training(
         others = tokens * (context_parallel - 1) * architecture.kv_heads * architecture.head_dim
         row += 2 * kept * others * dtype.itemsize // tensor_parallel
     return TrainMemory(
-        weights=4 * count // split,
-        gradients=4 * trained // split,
-        optimizer=8 * trained // split,
-        reference=4 * count // split if reference else 0,
+        weights=kept * count // split,
+        gradients=kept * trained // split,
+        optimizer=2 * kept * trained // split,
+        reference=kept * count // split if reference else 0,
         gathered=gathered // tensor_parallel,
         activations=row,
         head=head,
@@ -70,7 +71,7 @@ def _gathered(model: nn.Module, dtype: torch.dtype, split: int, *, expert_parall
     """Bytes of whole weights in the format of the passes: of two units, as FSDP fetches one ahead. Of experts a rank
     fetches its own alone."""
     if split == 1:  # they are cast once, and stay
-        return 0 if dtype == torch.float32 else dtype.itemsize * sum(p.numel() for p in model.parameters())
+        return 0 if dtype.itemsize >= 4 else dtype.itemsize * sum(p.numel() for p in model.parameters())
     layers: list[Any] = list(model.get_submodule("layers").children())
     inside = {id(p) for layer in layers for p in layer.parameters()}
     units = [

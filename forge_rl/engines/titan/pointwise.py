@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import RMSNorm
 
+from forge_rl.algorithms import widened
+
 
 class LeanRMSNorm(RMSNorm):
     """torchtitan's RMSNorm, whose backward pass keeps the input and one number a token where torch has no kernel."""
@@ -19,7 +21,7 @@ class LeanRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise [..., dim] over its last dimension."""
-        plain = x.device.type != "cuda" and x.dtype == torch.float32 and not isinstance(x, DTensor)
+        plain = x.device.type != "cuda" and x.dtype.itemsize >= 4 and not isinstance(x, DTensor)
         if not plain or self.eps is None or self.weight is None or isinstance(self.weight, DTensor):
             return super().forward(x)
         normed: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
@@ -51,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Turn each half of the heads against the other one, in float32.
+    """Turn each half of the heads against the other one, in float32 or wider.
 
     Args:
         x: [1, L, heads, head_dim].
@@ -78,7 +80,7 @@ class _Rotation(torch.autograd.Function):
 
 def _turned(x: torch.Tensor, cache: torch.Tensor, direction: int) -> torch.Tensor:
     dim, half = x.shape[-1], x.shape[-1] // 2
-    given, cos, sin = x.float(), cache[..., :dim], cache[..., dim : dim + half]
+    given, cos, sin = widened(x), cache[..., :dim], cache[..., dim : dim + half]
     turned = given * cos
     turned[..., :half].addcmul_(given[..., half:], sin, value=-direction)
     turned[..., half:].addcmul_(given[..., :half], sin, value=direction)

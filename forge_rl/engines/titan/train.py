@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools.utils import set_default_dtype
 
 from forge_rl.algorithms import Loss, LossInputs, logprob_gap
 from forge_rl.data.packing import Minibatch, Row
@@ -133,7 +134,7 @@ class TitanEngine:
 
     @torch.no_grad()
     def _logprobs(self, model: Decoder | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """Score every masked target; a tensor for each row, `[L] float32`, on the device."""
+        """Score every masked target; a tensor for each row, `[L]`, on the device."""
         if model is None:
             raise ConfigError(
                 "the loss needs a frozen reference, and the trainer has none",
@@ -202,9 +203,9 @@ class TitanEngine:
         loss_sum, sums = loss(
             LossInputs(
                 logprobs=logprobs,
-                behaviour=row.behaviour,
-                advantages=row.advantages,
-                weights=loss.aggregation.weights(row.lengths),
+                behaviour=row.behaviour.to(logprobs.dtype),
+                advantages=row.advantages.to(logprobs.dtype),
+                weights=loss.aggregation.weights(row.lengths.to(logprobs.dtype)),
                 mask=row.mask,
                 versions=row.versions,
                 episodes=row.episodes,
@@ -232,7 +233,7 @@ class TitanEngine:
         return loss_sum, metrics
 
     def _score(self, model: Decoder, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logprob and entropy of each masked target, [L] float32 with 0 elsewhere.
+        """Return logprob and entropy of each masked target, [L] with 0 elsewhere.
 
         The output projection, a fifth of a small model's work, runs on masked positions only.
         """
@@ -251,7 +252,7 @@ class TitanEngine:
             picked, entropy = model(token_ids[None], positions=positions[None], attention_masks=masks)
         finally:
             handle.remove()
-        scatter = torch.zeros(len(targets), device=self.device)
+        scatter = picked.new_zeros(len(targets))
         if len(wanted):
             found = scatter.index_put((wanted,), picked), scatter.index_put((wanted,), entropy)
         else:
@@ -271,9 +272,10 @@ class TitanEngine:
     def _build(self) -> Decoder:
         world = dist.get_world_size()
         dtype = resolve_dtype(self._settings.dtype)
-        shard = world > 1 or dtype != torch.float32 or self._settings.cpu_offload
+        kept = torch.promote_types(dtype, torch.float32)
+        shard = world > 1 or dtype != kept or self._settings.cpu_offload
         home = torch.device("cpu") if self._settings.cpu_offload else self.device
-        with torch.device("meta" if shard else self.device):
+        with torch.device("meta" if shard else self.device), set_default_dtype(kept):
             model = build_model(
                 self.architecture,
                 max_positions=self._settings.longest_row,

@@ -8,28 +8,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge_rl.algorithms import widened
+
 _CHUNK_TOKENS = 64
-"""Positions worked on at a time: float32 temporaries are [_CHUNK_TOKENS, V / ranks]."""
+"""Positions worked on at a time: temporaries are [_CHUNK_TOKENS, V / ranks]."""
 
 
 def split_token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, mesh: DeviceMesh, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `token_logprobs` does, the same on all ranks, in float32.
+    """Return what `token_logprobs` does, the same on all ranks, in float32 or float64.
 
     Three numbers a position go over the network: the largest logit, then the sum of exponentials, their sum weighted by
     the logit, and the target's logit. The backward pass writes the gradient over the logits.
 
     Args:
-        logits: [N, V / ranks] float32, this rank's part of the vocabulary: DTensor's Shard, all parts but the last ones
-            equally long. Nothing else may read them.
+        logits: [N, V / ranks] float32 or float64, this rank's part of the vocabulary: DTensor's Shard, all parts but
+            the last ones equally long. Nothing else may read them.
         targets: [N] int64, ids of the whole vocabulary.
         temperature: the engine's sampling temperature, above 0.
         mesh: ranks that share the vocabulary, one axis.
         vocab: V.
 
     Returns:
-        logprobs [N] float32 with gradient, entropy [N] float32 in nats without gradient.
+        logprobs [N] with gradient, entropy [N] in nats without gradient, in the format of the logits or float32.
     """
     first = min(vocab, -(-vocab // mesh.size()) * mesh.get_local_rank())
     logprobs, entropy = _SplitTokenLogprobs.apply(logits, targets - first, temperature, mesh.get_group())
@@ -46,12 +48,12 @@ class _SplitTokenLogprobs(torch.autograd.Function):
         """`places` are the targets' indices in this rank's part; those outside of it belong to others."""
         own = (places >= 0) & (places < logits.shape[1])
         places = torch.where(own, places, 0)
-        largest = logits.amax(dim=1).float() / temperature
+        largest = widened(logits.amax(dim=1)) / temperature
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        sums = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+        sums = largest.new_empty(3, len(logits))
         for start in range(0, len(logits), _CHUNK_TOKENS):
             rows = slice(start, start + _CHUNK_TOKENS)
-            shifted = logits[rows].float() / temperature - largest[rows, None]
+            shifted = widened(logits[rows]) / temperature - largest[rows, None]
             exp = shifted.exp()
             sums[0, rows] = exp.sum(dim=1)
             # The bound keeps 0 * -inf out of the sum; what it changes has a probability of 0.
@@ -76,7 +78,7 @@ class _SplitTokenLogprobs(torch.autograd.Function):
         for start in range(0, len(logits), _CHUNK_TOKENS):
             rows = slice(start, start + _CHUNK_TOKENS)
             slope = grad_logprobs[rows, None] / ctx.temperature
-            shifted = logits[rows].float() / ctx.temperature - largest[rows, None]
+            shifted = widened(logits[rows]) / ctx.temperature - largest[rows, None]
             grad = shifted.sub_(log_total[rows, None]).exp_().mul_(-slope)
             grad_logits[rows] = grad.scatter_add_(1, places[rows, None], torch.where(own[rows, None], slope, 0.0))
         return grad_logits, None, None, None
