@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 
 _CREDENTIALS = re.compile(r"://[^/?#\s]*@")
-_SECRET = re.compile(r"((^|[_-])(api)?(key|token)|secret|passw(or)?d|credentials)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"((^|[_-])(api|access|secret|private)?(key|token|pat|pass|auth|jwt|bearer|cookie|dsn)([_-]?\d+)?"
+    r"|(api|access|secret|auth|bearer|hf)[_-]?(keys|tokens|key[_-]?id)"
+    r"|apikey|secrets?|passw(or)?d|passphrase|credentials?|authorization|connection_string|webhook_url|database_url)$",
+    re.IGNORECASE,
+)
 
 
 def is_secret(name: str) -> bool:

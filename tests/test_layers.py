@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 
 STAGES = (
     ("forge_rl.types", "forge_rl.errors"),
-    ("forge_rl.folders", "forge_rl.redaction", "forge_rl.spec", "forge_rl.user_code"),
-    ("forge_rl.agent_child",),
+    ("forge_rl.folders", "forge_rl.redaction", "forge_rl.spec", "forge_rl.supervised", "forge_rl.user_code"),
+    ("forge_rl.agent_child", "forge_rl.variables"),
     ("forge_rl.algorithms", "forge_rl.data", "forge_rl.envs", "forge_rl.rewards", "forge_rl.metrics"),
     ("forge_rl.runtime", "forge_rl.weights", "forge_rl.checkpoint"),
     ("forge_rl.engines",),
@@ -37,7 +37,7 @@ ONLY_IN = {
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway"),
     "torchstore": ("forge_rl.weights.transports",),
     "os.environ": (
-        *("forge_rl.runtime.cluster", "forge_rl.runtime.commands", "forge_rl.runtime.monarch_log"),
+        *("forge_rl.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
         *("forge_rl.runtime.private_network", "forge_rl.rewards.judge", "forge_rl.envs.user"),
         *("apps", "recipes.agents"),
     ),

@@ -230,6 +230,9 @@ def test_stopping_ends_the_processes_and_is_no_fault(tmp_path: Path):
 
 def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_me")  # as torch does
+    kept_back = ["AWS_ACCESS_KEY_ID", "DATABASE_URL", "HTTPS_PROXY", "FAKE_API_KEY"]
+    for name in kept_back:
+        monkeypatch.setenv(name, SECRET)
 
     async def main() -> None:
         async with cluster(tmp_path) as (made, faults):
@@ -238,7 +241,14 @@ def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.M
                 env = {"FORGE_RL_FAKE": value} if value else None
                 # Other machines may reach what listens here later, such as a gateway when an engine starts again.
                 with contextlib.nullcontext() if value else socket.create_server(("0.0.0.0", 0)):
-                    await service.watch(service.spawn(FakeActor, env=env), deadline_s=LONG_S)
+                    await service.watch(service.spawn(FakeActor, env=env, secrets=not value), deadline_s=LONG_S)
+            for replica, told in zip(service.replicas, (None, SECRET), strict=True):
+                for name in kept_back:
+                    assert await replica.call("environment", name, deadline_s=LONG_S) == told
+                shown = Path(f"/proc/{await replica.call('process_id', deadline_s=LONG_S)}/environ")
+                with contextlib.suppress(PermissionError):  # only root may read that of one that has secrets
+                    assert SECRET.encode() not in await asyncio.to_thread(shown.read_bytes)
+                    assert not told or os.geteuid() == 0
             found = [await r.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S) for r in service.replicas]
             assert found == ["a", None]
             assert "FORGE_RL_FAKE" not in os.environ

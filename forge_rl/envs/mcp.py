@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,10 +14,9 @@ from urllib.parse import urlsplit
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tools import ToolEnv, ToolUse
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags
+from forge_rl.supervised import supervised
 from forge_rl.types import Message, Task, ToolCall
 
-_DIES_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-"""Becomes a command that the kernel kills when the process which started it ends."""
 _AGAIN_S = 0.5
 """Time before connecting is tried again."""
 _HINT = "write --env 'mcp:COMMAND' or --env mcp:http://HOST:PORT/mcp"
@@ -177,10 +175,8 @@ class Connection:
 
         if self._config.server.startswith(("http://", "https://")):
             return Client(self._config.server)
-        words = shlex.split(self._config.server)
-        # Under another name than its own it would not be known what to kill when this process is killed.
-        arguments = ["-I", "-c", _DIES_WITH_PARENT, *words]
-        return Client(StdioServerParameters(command=sys.executable, args=arguments, env=dict(self._config.env)))
+        program, *arguments = supervised(shlex.split(self._config.server))
+        return Client(StdioServerParameters(command=program, args=arguments, env=dict(self._config.env)))
 
     async def _list(self) -> dict[str, Mapping[str, object]]:
         found: dict[str, Mapping[str, object]] = {}

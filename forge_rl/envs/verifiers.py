@@ -18,6 +18,7 @@ from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.worker import Worker
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.types import Episode, Message, Score, Task
+from forge_rl.variables import handed_on
 
 PACKAGE = "verifiers>=0.4,<0.5"
 _SCRIPT = Path(__file__).parent / "peers" / "verifiers_worker.py"
@@ -193,7 +194,9 @@ def _run_list(python: str, config: str) -> tuple[list[Any], str]:
     """List the tasks; returns rows, or what the script said in the end. A recipe may ask again."""
     command = [python, "-E", str(_SCRIPT), "list", config]  # PYTHONPATH is for ours
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIST_S)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIST_S, env=handed_on()
+        )
     except subprocess.TimeoutExpired:
         return [], f"it took longer than {_LIST_S:g} s"
     if done.returncode:

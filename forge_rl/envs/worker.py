@@ -8,16 +8,13 @@ import itertools
 import json
 import os
 import subprocess
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
-
 from forge_rl.errors import ForgeError, ReplicaError
+from forge_rl.supervised import supervised
+from forge_rl.variables import handed_on
 
-_MARK = "FORGE_RL_WORKER"
-"""Variable by which all processes below a worker are known."""
 _LINE_BYTES = 64 << 20
 """Longest line of a worker."""
 _LAST_LINES = 12
@@ -40,7 +37,6 @@ class Worker:
         process: process of the script.
         lines: its output.
         calls: its input.
-        mark: value of the environment variable that all its descendants have.
         log: file that it and its descendants print to.
     """
 
@@ -50,7 +46,6 @@ class Worker:
         process: subprocess.Popen[bytes],
         lines: asyncio.StreamReader,
         calls: asyncio.WriteTransport,
-        mark: str,
         log: Path,
     ) -> None:
         self.name = name
@@ -58,7 +53,6 @@ class Worker:
         self._process = process
         self._lines = lines
         self._pipe = calls
-        self._mark = mark
         self._ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[object]] = {0: asyncio.get_running_loop().create_future()}
         self._ended = asyncio.Event()
@@ -72,13 +66,12 @@ class Worker:
         Raises:
             ForgeError: it ended, said what is wrong, or took too long.
         """
-        mark = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
-        process = _spawn(["/usr/bin/env", f"{_MARK}={mark}", *command], log)
+        process = _spawn(command, log)
         loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), process.stdout)
         calls, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-        worker = cls(name, process, lines, calls, mark, log)
+        worker = cls(name, process, lines, calls, log)
         try:
             async with asyncio.timeout(deadline_s):
                 await worker._calls[0]
@@ -128,28 +121,26 @@ class Worker:
 
     def kill(self) -> None:
         """Kill its process and all that it started, with calls in flight."""
-        self._process.kill()
-        kill_marked(_MARK, self._mark)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()  # its supervisor kills what it watches
 
     def _send(self, line: dict[str, object]) -> None:
         if not self._pipe.is_closing():
             self._pipe.write(json.dumps(line).encode() + b"\n")
 
     def _watch(self) -> None:
-        """Kill what the process has started as soon as it ends: that may hold its output open for ever."""
+        """Notice its end, also where Monarch is the first to ask for its status."""
         loop = asyncio.get_running_loop()
 
         def end() -> None:
             loop.remove_reader(fd)
             os.close(fd)
             self._process.poll()
-            kill_marked(_MARK, self._mark)
             self._ended.set()
 
         try:
             fd = os.pidfd_open(self._process.pid)
         except ProcessLookupError:
-            kill_marked(_MARK, self._mark)
             self._ended.set()
         else:
             loop.add_reader(fd, end)
@@ -166,7 +157,7 @@ class Worker:
                 else:
                     call.set_result(answer.get("result"))
         finally:
-            self._process.kill()  # it may have closed its output, or written what is no answer
+            self.kill()  # it may have closed its output, or written what is no answer
             await self._ended.wait()
             self._pipe.close()
             for call in self._calls.values():
@@ -185,17 +176,10 @@ def _spawn(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a process; not by asyncio, which would warn of those that Monarch has reaped."""
     with log.open("ab") as file:
         return subprocess.Popen(
-            command,
+            supervised(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=file,
+            env=handed_on(),
             start_new_session=True,  # Ctrl-C is for this process, which then ends it
         )
-
-
-def kill_marked(variable: str, value: str) -> None:
-    """Kill every process of this user that has such a variable in its environment."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it ended, or is somebody else's
-            if process.environ().get(variable) == value:
-                process.kill()

@@ -16,6 +16,7 @@ from rich.text import Text
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
+from forge_rl.variables import hide
 
 _REPLACED = {"--trainer.recompute": "--trainer.activation-checkpointing full"}
 """Flags of before, and what to give now."""
@@ -58,6 +59,7 @@ def launch(
             isolation = vars(config).get("isolation", Isolation())
             if isolation.private_network and not (is_private() or has_way_out()):
                 enter([sys.executable, *sys.orig_argv[1:]])
+            hide()
             status = asyncio.run(_run(main, config))
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
-from forge_rl.redaction import is_secret
 from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
+from forge_rl.variables import handed_on, hide, kept_back, take
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh, ProcMesh
@@ -73,6 +73,7 @@ class Cluster:
 
     def __init__(self, logs: Path, hosts: Mapping[str, HostMesh] | None = None, *, may_be_public: bool = False) -> None:
         set_defaults()
+        hide()
         self._logs = logs
         self._may_be_public = may_be_public
         self._hosts = dict(hosts or {})
@@ -114,7 +115,7 @@ class Cluster:
         Args:
             name: unique among the living meshes.
             env: added to the environment of each.
-            secrets: leave variables in their environment whose names say that they are secret, such as API keys.
+            secrets: tell them the variables that children do not get, such as API keys, for their os.environ alone.
             imports: modules that each imports first. Actors that share a process unpickle side by side, and would
                 otherwise find modules half imported.
 
@@ -124,8 +125,7 @@ class Cluster:
         if host not in self.hosts:
             raise ConfigError(f"there is no host {host!r}", hint=f"choose one of {', '.join(self.hosts)}")
         additions: dict[str, str | None] = {each: os.environ[each] for each in _DEFAULTS}
-        if not secrets:
-            additions |= dict.fromkeys(filter(is_secret, os.environ))
+        additions |= dict.fromkeys(os.environ.keys() - handed_on().keys())
         if os.path.dirname(os.environ.get(_COMPILED, "")) == tempfile.gettempdir():
             additions[_COMPILED] = None  # torch notes its own choice there once it has compiled something
         if host == THIS_HOST:
@@ -150,7 +150,13 @@ class Cluster:
             self._may_be_public = True
             mesh = place.spawn_procs(
                 per_host={"ranks": ranks},
-                bootstrap=functools.partial(_start_child, str(self.log_file(name)), tuple(imports), tuple(sys.path)),
+                bootstrap=functools.partial(
+                    _start_child,
+                    str(self.log_file(name)),
+                    tuple(imports),
+                    tuple(sys.path),
+                    kept_back() if secrets else {},
+                ),
                 bootstrap_command=lambda _: command,
                 name=name.replace("/", "_"),
             )
@@ -206,11 +212,13 @@ def _scratch_as_temporary() -> Iterator[str]:
             os.environ["TMPDIR"] = before
 
 
-def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str]) -> None:
+def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str], secrets: Mapping[str, str]) -> None:
     """Send a new process's output, and that of its own children, to its log file; then import modules.
 
-    Modules are looked for where the parent looks for them, too.
+    Modules are looked for where the parent looks for them, too. Secrets come here, since /proc shows what a process is
+    started with.
     """
+    take(secrets)
     for name, value in _CHILDREN_DEFAULTS.items():
         os.environ.setdefault(name, os.path.expanduser(value))
     sys.stdout.flush()

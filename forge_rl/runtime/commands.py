@@ -1,39 +1,21 @@
-"""Commands of a user's own: run with limits, in a process group that ends with them."""
+"""Commands of a user's own: run with limits, and ended with all that they have started."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_rl.errors import ConfigError
-from forge_rl.redaction import is_secret
+from forge_rl.supervised import supervised
+from forge_rl.variables import handed_on
 
 _KEPT_BYTES = 1 << 20
 """End of what a command prints that is kept."""
-_LIMIT = """
-import ctypes, json, os, resource, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[2]):
-    sys.exit(1)
-for name, value in json.loads(sys.argv[1]).items():
-    limit = getattr(resource, name)
-    most = resource.getrlimit(limit)[1]
-    # Past the soft limit of processor time it is told so, and past the hard one killed.
-    hard = value + 5 * (name == "RLIMIT_CPU")
-    hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
-    resource.setrlimit(limit, (min(value, hard), hard))
-try:
-    os.execvp(sys.argv[3], sys.argv[3:])
-except OSError as error:
-    sys.exit(f"cannot run {sys.argv[3]}: {error.strerror}")
-"""
-"""Becomes the command, under limits; it dies with its parent, whatever that dies of."""
+_MOST_S = 60.0
+"""Longest time until a supervisor that was told to end has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +82,15 @@ async def run_command(
     Args:
         command: program and arguments.
         limits: what it may use.
-        variables: added to its environment, which else has none whose names say that they are secret.
+        variables: added to its environment, which else has what `forge_rl.variables` hands on.
         given: its stdin.
     """
-    environment = {name: value for name, value in os.environ.items() if not is_secret(name)}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", "-c", _LIMIT, json.dumps(limits.as_rlimits()), str(os.getpid()), *command),
+        *supervised(command, limits.as_rlimits()),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**environment, **variables},
+        env=handed_on(variables),
         start_new_session=True,
     )
     assert process.stdin is not None
@@ -120,11 +101,20 @@ async def run_command(
             group.create_task(_feed(process.stdin, given))
             output, errors = (group.create_task(_tail(pipe)) for pipe in (process.stdout, process.stderr))
             status = await process.wait()
-            _end_group(process.pid)  # what it left may hold its pipes
     finally:
-        _end_group(process.pid)
-        await process.wait()
+        await _end(process)
     return Finished(status=status, output=output.result(), errors=errors.result())
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Have the supervisor end what it watches; without effect if it has ended."""
+    for end in (process.terminate, process.kill):
+        with contextlib.suppress(ProcessLookupError):
+            end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MOST_S):
+                await process.wait()
+                return
 
 
 async def _feed(pipe: asyncio.StreamWriter, given: bytes) -> None:
@@ -139,8 +129,3 @@ async def _tail(pipe: asyncio.StreamReader) -> str:
     while part := await pipe.read(1 << 16):
         kept = (kept + part)[-_KEPT_BYTES:]
     return kept.decode(errors="replace")
-
-
-def _end_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)

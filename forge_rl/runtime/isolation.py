@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.private_network import is_private
+from forge_rl.variables import hand_on_too
 
 _LOOPBACK = re.compile(r"127\.|::1$|::ffff:127\.")
 
@@ -29,14 +30,19 @@ class Isolation:
     public_ports: bool = False
     """Let Monarch listen where other machines reach it. It runs what it is sent, from whoever sends it: only for a
     network that nobody else is in."""
+    pass_env: tuple[str, ...] = ()
+    """Names of more environment variables that the processes of a run get: trainers, engines, agents, and what worlds
+    start. Without it they get those only which Python, torch, vLLM, CUDA and caches read. Rewards and environments
+    themselves find all of them in os.environ."""
 
 
 def check_isolation(isolation: Isolation) -> str:
-    """Check the network that a run is in; returns a line to warn of, or "".
+    """Check the network that a run is in, and note what its processes get; returns a line to warn of, or "".
 
     Raises:
-        ConfigError: it is open, and must not be.
+        ConfigError: it is open, and must not be; or a variable is not set.
     """
+    hand_on_too(isolation.pass_env)
     if is_private():
         return ""
     if isolation.private_network:

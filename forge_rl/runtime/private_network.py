@@ -57,6 +57,7 @@ def enter(command: Sequence[str]) -> NoReturn:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # it ends with the channel, not by Ctrl-C
+        env={name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ},
     )
     outside.close()
     sys.stdout.flush()

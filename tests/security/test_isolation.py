@@ -254,6 +254,15 @@ def test_processes_are_not_started_while_other_machines_reach_monarch(tmp_path: 
     ("name", "secret"),
     [
         ("PGPASSWORD", True),
+        *(
+            (name, True)
+            for name in ("AWS_ACCESS_KEY_ID", "GITHUB_PAT", "DB_PASS", "HF_TOKENS", "API_KEY_2", "MYAPIKEY")
+        ),
+        *((name, True) for name in ("DATABASE_URL", "SENTRY_DSN", "Authorization", "SSH_PASSPHRASE", "NPM_AUTH")),
+        *(
+            (name, False)
+            for name in ("max_tokens", "api_key_env", "api_key_file", "tokenizer", "path", "bypass", "keys")
+        ),
         *((name, True) for name in ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "MY_SECRET")),
         *((name, False) for name in ("TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "PATH", "VLLM_MAX_TOKENS")),
     ],

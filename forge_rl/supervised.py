@@ -1,0 +1,131 @@
+"""Commands under a supervisor, which ends with all that they have started, also in sessions of their own.
+
+This file is also run alone, by an interpreter that imports nothing else of this library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_MOST_S = 30.0
+"""Longest time for which processes are killed again and again; what the kernel keeps longer is left behind."""
+
+
+def supervised(command: Sequence[str], limits: Mapping[str, int] | None = None) -> list[str]:
+    """Return the command line of a supervisor that runs a command.
+
+        Popen(supervised(["node", "agent.js"], {"RLIMIT_NOFILE": 64}), start_new_session=True)
+
+    It ends as the command does, with its status or signal, once everything that the command has started is killed;
+    also at SIGTERM, and when the process that started it ends. Only what kills it by SIGKILL gets around it.
+
+    Args:
+        command: program and arguments.
+        limits: bounds for each process, by their names in Python's module resource.
+    """
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), json.dumps(dict(limits or {})), *command]
+
+
+def _supervise(parent: int, limits: Mapping[str, int], command: Sequence[str]) -> NoReturn:
+    prctl = ctypes.CDLL(None).prctl
+    told = {signal.SIGCHLD, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, told)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    me = os.getpid()
+    if os.getppid() != parent:
+        sys.exit(1)
+    child = os.fork()
+    if child == 0:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, told)
+        if os.getppid() == me:
+            _become(limits, command)
+        os._exit(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):  # they are the command's
+        os.dup2(null, fd)
+    status = None
+    while status is None:
+        told_to = signal.sigwait(told)
+        status = _reaped().get(child)
+        if told_to == signal.SIGTERM:
+            break
+    left = _end_all()
+    _end_as(left.get(child, -signal.SIGKILL) if status is None else status)
+
+
+def _become(limits: Mapping[str, int], command: Sequence[str]) -> None:
+    for name, value in limits.items():
+        limit = getattr(resource, name)
+        most = resource.getrlimit(limit)[1]
+        # Past the soft limit of processor time it is told so, and past the hard one killed.
+        hard = value + 5 * (name == "RLIMIT_CPU")
+        hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
+        resource.setrlimit(limit, (min(value, hard), hard))
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
+
+
+def _end_all() -> dict[int, int]:
+    """Kill all descendants, and return how they ended: those of a process that ends become this one's own children."""
+    until = time.monotonic() + _MOST_S
+    statuses: dict[int, int] = {}
+    while time.monotonic() < until:
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts no more
+            for pid in _descendants():
+                with contextlib.suppress(OSError):  # it ended, or has become somebody else's
+                    os.kill(pid, number)
+        statuses |= _reaped()
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:  # there are none
+            break
+        time.sleep(0.002)
+    return statuses
+
+
+def _reaped() -> dict[int, int]:
+    """Take the statuses of children that have ended, by number."""
+    statuses = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    return statuses
+
+
+def _descendants() -> list[int]:
+    found = [os.getpid()]
+    for pid in found:
+        with contextlib.suppress(OSError):  # it ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children") as file:
+                    found += map(int, file.read().split())
+    return found[1:]
+
+
+def _end_as(status: int) -> NoReturn:
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told so meanwhile
+        with contextlib.suppress(OSError):  # SIGKILL has no other handler
+            signal.signal(-status, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+if __name__ == "__main__":
+    _supervise(int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

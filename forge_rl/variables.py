@@ -1,0 +1,103 @@
+"""Environment variables: which ones other processes get, and how the rest is kept where no other process reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.redaction import is_secret, without_credentials
+
+_PASSED = "FORGE_RL_PASS_ENV"
+"""Variable with the names that a user has added, between commas."""
+_OWN = "FORGE_RL_PRIVATE_NETWORK"
+"""Belongs to one process, and to none that it starts."""
+_LISTED = re.compile(
+    r"(PATH|HOME|USER|LOGNAME|SHELL|PWD|HOSTNAME|LANG|LANGUAGE|TZ|TERM|TMPDIR|TEMP|TMP|LD_LIBRARY_PATH|LD_PRELOAD"
+    r"|LIBRARY_PATH|CPATH|CC|CXX|VIRTUAL_ENV|SSL_CERT_FILE|SSL_CERT_DIR|(REQUESTS|CURL|AWS)_CA_BUNDLE"
+    r"|NODE_EXTRA_CA_CERTS|GLIBC_TUNABLES|MAX_JOBS"
+    r"|(LC|XDG|CONDA|OMP|KMP|GOMP|MKL|DNNL|ONEDNN|OPENBLAS|NUMEXPR|NUMBA|MALLOC|TCMALLOC|PYTORCH|ATEN|TRITON|CUTE"
+    r"|CUTLASS|DG|VLLM|NCCL|GLOO|UCX|FI|RDMAV|CUDA|CUDNN|CUBLAS|NVIDIA|NVTE|HIP|ROCR|HF|HUGGINGFACE|TRANSFORMERS"
+    r"|TOKENIZERS|SAFETENSORS|DATASETS|MONARCH|HYPERACTOR|RUST|MUJOCO|PYOPENGL|SDL|FORGE_RL)_.*"
+    r"|(PYTHON|TORCH|FLASH|JE_MALLOC).*)"
+)
+"""What shells, Python, torch, vLLM, Monarch, NCCL, CUDA, caches and the C library read."""
+_PR_SET_DUMPABLE = 4
+
+
+def is_handed_on(name: str, value: str) -> bool:
+    """Return True if a child process gets this variable: on the list or named by the user, and no secret by itself."""
+    if name in os.environ.get(_PASSED, "").split(","):
+        return True
+    listed = _LISTED.fullmatch(name) is not None and name != _OWN
+    return listed and not is_secret(name) and value == without_credentials(value)
+
+
+def handed_on(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a child process, with more variables of its own.
+
+    Popen(command, env=handed_on({"OMP_NUM_THREADS": "1"}))
+    """
+    return {name: value for name, value in os.environ.items() if is_handed_on(name, value)} | dict(more or {})
+
+
+def kept_back() -> dict[str, str]:
+    """Return the variables that child processes do not get."""
+    return {name: value for name, value in os.environ.items() if not is_handed_on(name, value) and name != _OWN}
+
+
+def hand_on_too(names: Sequence[str]) -> None:
+    """Let child processes have more variables of this process, also secret ones.
+
+    Raises:
+        ConfigError: one is not set.
+    """
+    for name in names:
+        if name not in os.environ:
+            raise ConfigError(f"--pass-env names {name}, which is not set", hint="export it, or leave it out")
+    wanted = ",".join(dict.fromkeys([*filter(None, os.environ.get(_PASSED, "").split(",")), *names]))
+    if wanted != os.environ.get(_PASSED, ""):
+        os.environ[_PASSED] = wanted
+
+
+def hide() -> None:
+    """Keep other processes of this user from reading this one's memory, and the variables it keeps back in /proc.
+
+    Root can still read the memory. Call it before other threads run: libc's variables move.
+    """
+    with contextlib.suppress(OSError):
+        # Fields 50 and 51: where the variables lie that this process was started with, which /proc/PID/environ shows.
+        start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+        at = start
+        for entry in ctypes.string_at(start, end - start).split(b"\0") if start else ():
+            name, _, value = entry.partition(b"=")
+            if value.strip(b"*") and not is_handed_on(os.fsdecode(name), os.fsdecode(value)):
+                if os.environb.get(name) == value:
+                    os.environb[name] = value  # libc makes itself a copy elsewhere
+                ctypes.memset(at + len(name) + 1, ord("*"), len(value))
+            at += len(entry) + 1
+    _close_memory()
+
+
+def take(secrets: Mapping[str, str]) -> None:
+    """Add variables to this process's os.environ alone: neither /proc nor its child processes have them by default.
+
+    Nor does libc, whose variables must not change while other threads run.
+    """
+    if secrets:
+        _close_memory()
+        mapping: dict[bytes, bytes] = getattr(os.environ, "_data")  # noqa: B009
+        mapping.update({os.fsencode(name): os.fsencode(value) for name, value in secrets.items()})
+
+
+@functools.cache
+def _close_memory() -> None:
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_DUMPABLE, 0)
+    # Those that are forked and live on are found by the mark among their variables.
+    os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_DUMPABLE, 1))
