@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway import Gateway, GatewayConfig, Session
+from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.services.completion import Observer
 from forge_rl.types import Chunk, Sampling
 
@@ -29,6 +30,12 @@ Script = Callable[[tuple[int, ...], Sampling], Sequence[int]]
 @cache
 def tokenizer() -> Tokenizer:
     return Tokenizer(bundled_model(default_cache()))
+
+
+@cache
+def constraints() -> ConstraintChecker:
+    """What tries constraints, with one process for all tests; it takes seconds to start."""
+    return ConstraintChecker(tokenizer())
 
 
 def ids_of(text: str, *, end: bool = True) -> tuple[int, ...]:
@@ -148,7 +155,8 @@ async def serving(
     """Serve a gateway on a free port of this machine."""
     tokens = tokenizer() if model is None else Tokenizer(model)
     settings = GatewayConfig(**config)
-    async with Gateway(settings, backend, tokens, api_key=api_key, open_to_all=open_to_all, warn=warn) as gateway:
+    given = {"api_key": api_key, "open_to_all": open_to_all, "constraints": constraints(), "warn": warn}
+    async with Gateway(settings, backend, tokens, **given) as gateway:
         yield gateway
 
 

@@ -51,7 +51,8 @@ class Orders:
 
         Args:
             engine: index.
-            orders: `stream` after `after` tokens: "hold", "raise", "end", or a key of GARBAGE;
+            orders: `stream` after `after` tokens: "hold", "raise", "end", or a key of GARBAGE or NON_FINITE, and with
+                `lasts` at each token from there on;
                 `setup` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt` tokens with,
                 and `texts`, as vLLM's detokenizer would give them; `reads`: version that a load says it read;
                 `version`: that its tokens are said to be of.
@@ -144,7 +145,8 @@ class FakeEngine(ServiceActor):
         try:
             for count in range(sampling.max_tokens):
                 await self._going.wait()
-                misdeed = orders.get("stream") if count == orders.get("after", 0) else None
+                first = orders.get("after", 0)
+                misdeed = orders.get("stream") if count == first or (count > first and orders.get("lasts")) else None
                 if misdeed == "hold":
                     await asyncio.Event().wait()
                 if misdeed == "raise":
@@ -204,8 +206,6 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "unpickable": (Unpickable(), "its answer cannot be unpickled"),
     "negative id": ({"token_ids": (-1,)}, "token -1 is not one of 49152"),
     "large id": ({"token_ids": (49152,)}, "token 49152 is not one of 49152"),
-    "nan": ({"logprobs": (float("nan"),)}, "a logprob is nan"),
-    "infinite": ({"logprobs": (-float("inf"),)}, "a logprob is -inf"),
     "positive": ({"logprobs": (0.01,)}, r"a logprob is 0\.01"),
     "more logprobs": ({"logprobs": (-1.0, -1.0)}, "1 tokens have 2 logprobs and 1 versions"),
     "fewer versions": ({"versions": ()}, "1 tokens have 1 logprobs and 0 versions"),
@@ -220,6 +220,12 @@ GARBAGE: dict[str, tuple[Any, str]] = {
 """Kinds of garbage by name: the fields that make a chunk invalid, or a value in its place; and the error for it."""
 
 
+NON_FINITE = {"nan": float("nan"), "infinite": -float("inf")}
+"""Logprobs by name that mask a token."""
+
+
 def _garbage(kind: str, chunk: Chunk) -> object:
+    if kind in NON_FINITE:
+        return replace(chunk, logprobs=(NON_FINITE[kind],))
     fields, _ = GARBAGE[kind]
     return replace(chunk, **fields) if isinstance(fields, dict) and kind != "no chunk" else fields

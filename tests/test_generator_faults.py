@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ReplicaError, ServiceError, WeightsError
+from forge_rl.errors import ConfigError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services.completion import ResumableCompletion
@@ -23,7 +24,7 @@ from forge_rl.services.engine_pool import Lend
 from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling, Turn
 from tests.fake_actors import cluster, new_service_name
-from tests.fake_engine import FOLDER, GARBAGE, FakeEngine, FakeStore, Orders, draw
+from tests.fake_engine import FOLDER, GARBAGE, NON_FINITE, FakeEngine, FakeStore, Orders, draw
 
 PROMPT = (1, 4093, 198, 1780)
 MODEL = bundled_model(default_cache())
@@ -143,7 +144,7 @@ def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(tmp_pa
 
 
 def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothing_left: None) -> None:
-    kinds = {kind: GARBAGE[kind][1] for kind in ("large id", "nan", "unpickable", "no chunk")}
+    kinds = {kind: GARBAGE[kind][1] for kind in ("large id", "unpickable", "no chunk")}
     kinds |= {"raise": "it failed: RuntimeError: the engine has a bug", "end": "its stream ended without a finish"}
 
     async def check() -> None:
@@ -164,6 +165,36 @@ def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothi
             on.orders.tell(0, version=3)  # it was served once, but not since the request began
             assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
             assert "version 3, where the engine serves 1" in on.faults.seen[-1].cause
+
+    asyncio.run(check())
+
+
+def test_a_logprob_that_is_not_finite_is_masked_and_only_many_replace_their_engine(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    async def check() -> None:
+        async with stage(tmp_path, 1) as on:
+            await on.load(1)
+            for kind in NON_FINITE:
+                on.orders.tell(0, stream=kind, after=3)
+                turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20))
+                assert right(turn)
+                assert [place for place, logprob in enumerate(turn.logprobs) if logprob != -1.5] == [3], kind
+                assert np.isnan(turn.logprobs[3])
+            assert on.generator.non_finite.drain() == 2
+            assert on.generator.non_finite.drain() == 0
+
+            on.orders.tell(0, stream="nan", lasts=True)
+            with pytest.raises(ConfigError, match="not finite under the request's repetition_penalty"):
+                await on.generator.generate(PROMPT, Sampling(max_tokens=20, extra={"repetition_penalty": 0.1}))
+            assert not on.faults.seen, "settings of a request cost no engine"
+
+            on.only_once(0, stream="nan", lasts=True)
+            turn = await on.generator.generate(PROMPT, Sampling(max_tokens=60))
+            assert right(turn, 60)
+            assert np.isnan(turn.logprobs).sum() == 23, "two of the first 25 came before, and the last ended the engine"
+            assert "26 of 64 tokens have logprobs that are not finite" in on.faults.seen[-1].cause
+            await on.until_serving(0)
 
     asyncio.run(check())
 

@@ -151,10 +151,10 @@ class Completion:
         for token, logprob, top in zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), tops, strict=True):
             # A greedy completion has no behaviour logprob; the one to report is that of the likeliest token.
             known = logprob if math.isfinite(logprob) else dict(top).get(token, LEAST_LOGPROB)
-            top = top[: self._top]
-            ids, logprobs = tuple(other for other, _ in top), tuple(max(value, LEAST_LOGPROB) for _, value in top)
+            top = top[: self._top]  # max, given NaN second, returns the first
+            ids, logprobs = tuple(other for other, _ in top), tuple(max(LEAST_LOGPROB, value) for _, value in top)
             found.append(
-                TokenLogprob(token=token, logprob=max(known, LEAST_LOGPROB), top_ids=ids, top_logprobs=logprobs)
+                TokenLogprob(token=token, logprob=max(LEAST_LOGPROB, known), top_ids=ids, top_logprobs=logprobs)
             )
         return found
 

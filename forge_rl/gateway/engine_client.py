@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ServiceError
@@ -18,6 +20,8 @@ from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.chat import ChatMessage, Prompt, extend_digest
 from forge_rl.gateway.completion import Added, Completion
 from forge_rl.gateway.config import AgentSampling
+from forge_rl.gateway.constraints import ConstraintChecker
+from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
@@ -42,6 +46,7 @@ class EngineClient:
         model_config: what vLLM's server reads of its ModelConfig.
         renderer: what it reads of its renderer.
         agent_sampling: whose sampling settings hold in sessions.
+        constraints: tries what forces an answer's form.
         replaced: called with the name of each setting that a session's replaced.
     """
 
@@ -55,6 +60,7 @@ class EngineClient:
         model_config: SimpleNamespace,
         renderer: SimpleNamespace,
         agent_sampling: AgentSampling,
+        constraints: ConstraintChecker,
         replaced: Callable[[str], None],
     ) -> None:
         self.model_config = model_config
@@ -62,6 +68,7 @@ class EngineClient:
         self._backend = backend
         self._tokenizer = tokenizer
         self._agent_sampling = agent_sampling
+        self._constraints = constraints
         self._replaced = replaced
 
     def check_admission(self, count: int) -> None:
@@ -86,6 +93,9 @@ class EngineClient:
         prompt_ids = prompt.token_ids.tolist()
         completions = [self._completion(prompt, params, place, call) for place in range(params.n)]
         call.completions += completions
+        forced = completions[0].sampling.extra.get("structured_outputs")
+        if isinstance(forced, Mapping):
+            await self._check_constraint(forced)
         came: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
 
         def show(added: CompletionOutput) -> None:
@@ -135,6 +145,23 @@ class EngineClient:
             await self._backend.decode(ids, sampling, observe, session=key, gather_s=0.0 if show else GATHER_S)
         if not completion.finish:
             raise ServiceError("a completion has no end", service="generator", call="decode")
+
+    async def _check_constraint(self, constraint: Mapping[str, Any]) -> None:
+        """Raise ApiError if an engine cannot decode under a constraint."""
+        if "whitespace_pattern" in constraint:
+            raise ApiError(400, "whitespace_pattern is not supported", param="structured_outputs")
+        for name, given in constraint.items():
+            match name, given:
+                case "regex", str():
+                    await self._constraints.check("regex", given)
+                case "choice", list():
+                    await self._constraints.check("ebnf", choice_as_grammar(given))
+                case "grammar", str():
+                    await self._constraints.check("lark" if grammar_is_likely_lark(given) else "ebnf", given)
+                case "json", _:
+                    await self._constraints.check("json", given if isinstance(given, str) else json.dumps(given))
+                case "structural_tag", str():
+                    await self._constraints.check("tag", given)
 
     def _completion(self, prompt: Prompt, params: SamplingParams, place: int, call: Call) -> Completion:
         return Completion(

@@ -20,8 +20,8 @@ from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.reading import Reader
-from forge_rl.gateway.requests import template_settings
 from forge_rl.gateway.responses_input import to_messages
+from forge_rl.gateway.template_settings import template_settings
 from forge_rl.gateway.tools import ToolParser, read_calls
 
 T = TypeVar("T")

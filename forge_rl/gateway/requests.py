@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.sampling_bounds import check_sampling
+from forge_rl.gateway.template_settings import check_template
 
 _NOT_THERE = "it is not there"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -31,20 +33,10 @@ _MOST_LOGPROBS = 512
 """Logprobs of one position in all completions of a request."""
 _FIRST_ERROR = Field(fail_fast=True)
 """Lists end at their first error: errors of all elements would take long, and much memory."""
-_TEMPLATE_WORD = re.compile(r"[A-Za-z0-9_.-]{0,64}")
-"""Text that a request may give a chat template beside its messages; no control token is written so."""
 
 
 def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())
-
-
-_TEMPLATE_OWN = _names(
-    "conversation messages tools documents chat_template add_generation_prompt tokenize "
-    "continue_final_message padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs self"
-)
-"""Arguments of what renders a chat template, which are not a request's to set."""
 
 
 def _refused(why: str, **neutral: tuple[object, ...]) -> dict[str, tuple[tuple[object, ...], str]]:
@@ -92,7 +84,8 @@ class Body(BaseModel):
         for name in self.model_extra or ():
             if name not in self.unsupported and name not in self.ignored and name not in self.served:
                 raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
-        _check_template((self.model_extra or {}).get("chat_template_kwargs"))
+        check_template((self.model_extra or {}).get("chat_template_kwargs"))
+        check_sampling({"temperature": getattr(self, "temperature", None), **(self.model_extra or {})}, self.wanted)
 
     @property
     def wanted(self) -> int:
@@ -342,30 +335,6 @@ class MessagesBody(CountBody):
     def check(self) -> None:
         super().check()
         self._check_stops(self.stop_sequences or (), "stop_sequences")
-
-
-def template_settings(found: Mapping[str, object]) -> dict[str, object]:
-    """Return the variables of a chat template that are a request's to set, out of all that vLLM gives it."""
-    return {name: value for name, value in found.items() if name not in _TEMPLATE_OWN and value is not None}
-
-
-def _check_template(settings: object) -> None:
-    """Raise ApiError if a request gives its chat template what could be read as a message."""
-    if settings is None:
-        return
-    good = isinstance(settings, dict) and all(
-        name.isidentifier()
-        and name not in _TEMPLATE_OWN
-        and (isinstance(value, bool | int | float | None) or _is_word(value))
-        for name, value in settings.items()
-    )
-    if not good:
-        problem = "chat_template_kwargs may hold numbers, true, false, null and single words, by names of variables"
-        raise ApiError(400, problem, param="chat_template_kwargs", code="invalid_value")
-
-
-def _is_word(value: object) -> bool:
-    return isinstance(value, str) and _TEMPLATE_WORD.fullmatch(value) is not None
 
 
 def _lone_surrogate(body: bytes) -> str | None:

@@ -24,6 +24,7 @@ from forge_rl.gateway import http
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ApiError, to_api_error
 from forge_rl.gateway.guard import ANTHROPIC_PATH, Guard, InFlight
 from forge_rl.gateway.json_text import encode, encode_beside
@@ -58,6 +59,7 @@ class Gateway:
         api_key: the owner's key, for requests outside of sessions; by default that of config.api_key_file.
         open_to_all: answer requests outside of sessions, where there is no such key. A run leaves it off: its engines
             are for its episodes.
+        constraints: tries what forces an answer's form; by default in a process that the gateway ends with itself.
         healthy: what /health reports.
         warn: called with a line for the user.
 
@@ -73,6 +75,7 @@ class Gateway:
         *,
         api_key: str = "",
         open_to_all: bool = False,
+        constraints: ConstraintChecker | None = None,
         healthy: Callable[[], bool] = lambda: True,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -81,6 +84,8 @@ class Gateway:
         self._tokenizer = tokenizer
         self._models = tuple(dict.fromkeys((backend.model, *config.aliases)))
         self._reader = Reader(tokenizer, backend.max_model_tokens)
+        self._constraints = constraints or ConstraintChecker(tokenizer)
+        self._owns_constraints = constraints is None
         self._vllm: VLLMServer | None = None
         self._warn = warn
         self._replaced: set[str] = set()
@@ -114,7 +119,7 @@ class Gateway:
         def load() -> VLLMServer:
             from forge_rl.gateway.vllm_server import VLLMServer
 
-            given = (self._backend, self._tokenizer, self.config, self._reader, parser)
+            given = (self._backend, self._tokenizer, self.config, self._reader, parser, self._constraints)
             return VLLMServer(*given, replaced=self._note_replaced)
 
         self._vllm = await asyncio.to_thread(load)
@@ -157,6 +162,8 @@ class Gateway:
             await self._http.stop()
         gc.unfreeze()
         self._reader.close()
+        if self._owns_constraints:
+            await self._constraints.close()
 
     async def __aenter__(self) -> Gateway:
         await self.start()

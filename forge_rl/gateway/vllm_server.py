@@ -27,6 +27,7 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.engine_client import EngineClient
 from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.prompt_renderer import PromptRenderer
@@ -67,6 +68,7 @@ class VLLMServer:
         config: the gateway's config.
         reader: does what grows with a request's length.
         parser: the parser of tool calls, loaded.
+        constraints: tries what forces an answer's form.
         replaced: called with the name of each sampling setting that a session's replaced.
     """
 
@@ -77,6 +79,7 @@ class VLLMServer:
         config: GatewayConfig,
         reader: Reader,
         parser: ToolParser,
+        constraints: ConstraintChecker,
         replaced: Callable[[str], None],
     ) -> None:
         # It logs each error, with a trace, that its client is told; what is ours to see comes out of `answer`.
@@ -97,7 +100,7 @@ class VLLMServer:
             is_encoder_decoder=False,
         )
         renderer = SimpleNamespace(tokenizer=hf, get_tokenizer=lambda: hf)
-        client = EngineClient(backend, tokenizer, model, renderer, config.agent_sampling, replaced)
+        client = EngineClient(backend, tokenizer, model, renderer, config.agent_sampling, constraints, replaced)
         names = {"tool_parser": parser.name, "reasoning_parser": config.reasoning_parser or None}
         shared = {"request_logger": None, "chat_template": hf.chat_template, "chat_template_content_format": "string"}
         online = PromptRenderer(

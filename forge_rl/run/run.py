@@ -134,6 +134,7 @@ class Run(Generic[C]):
                 "groups/uniform": packed.uniform_share,
             }
             self._clock.tokens("train", packed.sequence_tokens)
+        values["tokens/non_finite"] = float(self.generator.non_finite.drain())
         values |= self.mixture.metrics()
         self._tell_epochs()
         values |= self.rollouts.metrics() | self._devices.pop_metrics() | self._monitor.pop_depths() | self._end_step()

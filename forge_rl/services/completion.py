@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import TypeAlias
@@ -207,10 +206,8 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
     for token in (chunk.token_ids.min(), chunk.token_ids.max()) if count else ():
         if not 0 <= token < vocab_size:
             return f"token {token} is not one of {vocab_size}"
-    if sampling.temperature > 0:
-        wrong = ~((chunk.logprobs > -math.inf) & (chunk.logprobs <= _ROUNDING))
-        if wrong.any():
-            return f"a logprob is {chunk.logprobs[wrong][0]:g}"
+    if sampling.temperature > 0 and (wrong := np.isfinite(chunk.logprobs) & (chunk.logprobs > _ROUNDING)).any():
+        return f"a logprob is {chunk.logprobs[wrong][0]:g}"
     for version in set(chunk.versions.tolist()):
         if version not in versions:
             return f"a token is of version {version}, where the engine serves {' or '.join(map(str, versions))}"

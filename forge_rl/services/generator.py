@@ -32,6 +32,7 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S, Decode, Observer, ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool, Lend
 from forge_rl.services.generator_actor import GeneratorActor
+from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Chunk, Message, Sampling, TokenIds, Turn
 from forge_rl.weights.manifest import LoadReport
@@ -86,6 +87,7 @@ class Generator:
         self._lend = lend
         self._stopping = False
         self._loading = asyncio.Lock()
+        self.non_finite = NonFiniteTokens()
         self.attested_in_place = 0.0
         """Share of the weights that the last load attested over the live parameters."""
         self.bytes_read: tuple[int, ...] = ()
@@ -202,6 +204,8 @@ class Generator:
                 vocab_size=self._tokenizer.vocab_size,
                 versions=self._pool.versions[first:],
             )
+            if not problem:
+                chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
             if problem:
                 raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
             drawn += len(chunk.token_ids)

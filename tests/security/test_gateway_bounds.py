@@ -127,6 +127,62 @@ def test_too_much_of_anything_is_refused_with_its_limit(served: Served, path: st
     assert served.post(CHAT, BODY).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        b'"repetition_penalty":1e-300',
+        b'"repetition_penalty":"1e-300"',
+        b'"repetition_penalty":1e300',
+        b'"repetition_penalty":NaN',
+        b'"repetition_penalty":true',
+        b'"temperature":5e-324',
+        b'"temperature":1e-10',
+        b'"temperature":3',
+        b'"frequency_penalty":1e30',
+        b'"presence_penalty":-1e30',
+        b'"top_p":0',
+        b'"top_p":5e-324',
+        b'"min_p":2',
+        b'"min_p":-Infinity',
+        b'"top_k":-5',
+        b'"top_k":1e30',
+        b'"top_k":9223372036854775808',
+        b'"min_tokens":-1',
+        b'"logit_bias":{"5":1e308}',
+        b'"logit_bias":{"5":NaN}',
+        b'"logit_bias":{"5":"1"}',
+        b'"logit_bias":[1]',
+        b'"logit_bias":{%s}' % b",".join(b'"%d":1' % at for at in range(1025)),
+        b'"stop_token_ids":%s' % json.dumps([1] * 1025).encode(),
+        b'"allowed_token_ids":%s,"n":128' % json.dumps([1] * 2049).encode(),
+        b'"bad_words":%s' % json.dumps(["a b"] * 129).encode(),
+        b'"bad_words":%s,"n":9' % json.dumps(["a b"] * 128).encode(),
+        b'"bad_words":[""]',
+        b'"bad_words":["%s"]' % (b"a" * 129),
+        b'"chat_template_kwargs":{"eos_token":""}',
+        b'"chat_template_kwargs":{"image_token":"x"}',
+        b'"chat_template_kwargs":{"additional_special_tokens":0}',
+        b'"chat_template_kwargs":{"messages":1}',
+        b'"chat_template_kwargs":{"raise_exception":true}',
+        b'"chat_template_kwargs":{"add_generation_prompt":false}',
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_settings_that_could_break_an_engine_are_refused_by_name(served: Served, path: str, setting: bytes):
+    served.backend.asked.clear()
+    given = {
+        CHAT: b'"messages":[{"role":"user","content":"Hi"}]',
+        COMPLETIONS: b'"prompt":"Hi"',
+        RESPONSES: b'"input":"Hi"',
+    }
+    answer = served.post(path, b'{"model":"fake",%s,%s}' % (given[path], setting))
+    assert answer.status_code == 400, answer.text
+    told = answer.json()["error"]
+    assert told["param"] == setting.split(b'"')[1].decode(), told
+    assert len(answer.content) < 1000
+    assert not served.backend.asked
+
+
 def test_what_an_agent_may_need_is_let_through():
     with served_by(FakeBackend(["Yes."], max_model_tokens=200_000)) as served:
         text = 'Commas, [brackets] and {braces}: "quoted\\", [[[ {{{ ,,, \n' * 4000
@@ -136,6 +192,9 @@ def test_what_an_agent_may_need_is_let_through():
             (CHAT, {"messages": [HI], "tools": [tool(at, "x" * 100) for at in range(400)]}),
             (CHAT, {"messages": [HI], "stop": ["x" * 500] * 16, "n": 24, "logprobs": True, "top_logprobs": 20}),
             (COMPLETIONS, {"prompt": ["word"] * 128}),
+            (CHAT, {"messages": [HI], "temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}),
+            (CHAT, {"messages": [HI], "temperature": 2, "logit_bias": {"5": -100}, "stop_token_ids": [7, 8]}),
+            (CHAT, {"messages": [HI], "allowed_token_ids": list(range(49_000)), "bad_words": ["a b", "c"]}),
             (COMPLETIONS, {"prompt": [5] * 150_000}),
             (MESSAGES, {"messages": [HI], "system": text, "max_tokens": 5}),
         ):
@@ -269,3 +328,46 @@ def test_headers_of_any_kind_are_told_apart(served: Served):
     check()
     answer = served.post(CHAT, BODY, {**JSON, "authorization": f"Bearer {session.key}"})
     assert answer.status_code == 401
+
+
+NULLABLE = '(("a"? "b"? [a-zA-Z ]?){1,3000}){1,3000}'
+
+
+def test_a_constraint_that_would_hold_up_an_engine_costs_its_own_request(served: Served):
+    served.backend.asked.clear()
+    pattern = "^((a?b?[a-zA-Z ]?){1,3000}){1,3000}$"
+    forms: list[tuple[str, dict[str, Any]]] = [
+        ("may be empty", {"structured_outputs": {"grammar": f"root ::= {NULLABLE}"}}),
+        ("may be empty", {"structured_outputs": {"regex": pattern}}),
+        ("may be empty", {"structured_outputs": {"grammar": f'root ::= [a-z]* "#" {NULLABLE}'}}),
+        ("may be empty", {"tools": [tool(0, "", schema(pattern=pattern))], "tool_choice": "required"}),
+        (
+            "nested repeats",
+            {"structured_outputs": {"json": {"type": "string", "pattern": "^((a{1,3000}){1,3000}){1,3000}$"}}},
+        ),
+        ("takes", {"structured_outputs": {"grammar": "root ::= root root root | root root | [a-zA-Z ]"}}),
+        ("brackets are open", {"structured_outputs": {"regex": "(" * 3000 + "a" + ")*" * 3000}}),
+        ("brackets are open", {"structured_outputs": {"grammar": "root ::= " + "(" * 30000 + '"a"' + ")" * 30000}}),
+        ("131072", {"structured_outputs": {"choice": [f"choice {at}" for at in range(10_000)]}}),
+        ("cannot be compiled", {"structured_outputs": {"regex": "(?<=a)b\\1"}}),
+        ("cannot be compiled", {"structured_outputs": {"grammar": 'start: "a"+\n%import common.X'}}),
+        ("whitespace_pattern", {"structured_outputs": {"json": {"type": "object"}, "whitespace_pattern": "(a+)+"}}),
+    ]
+    for told, fields in forms:
+        answer = served.post(CHAT, {"model": "fake", "messages": [HI], **fields})
+        assert (answer.status_code, told in answer.text) == (400, True), (fields, answer.text)
+        assert len(answer.content) < 1000
+    assert not served.backend.asked
+    for fields in (
+        {"structured_outputs": {"regex": "[a-z]{1,20}(, [a-z]{1,20}){0,9}"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"grammar": 'root ::= "a"? "b"{1,30} [a-z]*'}},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [tool(0, "", schema(pattern="^[0-9]{5}$"))], "tool_choice": "required"},
+    ):
+        answer = served.post(CHAT, {"model": "fake", "messages": [HI], **fields})
+        assert answer.status_code == 200, (fields, answer.text)
+
+
+def schema(**of_x: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"x": {"type": "string", **of_x}}, "required": ["x"]}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import WeightTransferConfig
+from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -269,6 +269,8 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         hf_overrides={"head_dtype": "float32"},
         enable_prefix_caching=True,
         disable_log_stats=True,
+        # "auto" has the first constraint after the start choose for all that follow.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         seed=seed,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",

@@ -1,0 +1,251 @@
+"""Tries constraints of requests in processes that may crash or hang. A script: it imports nothing of forge_rl.
+
+python -I constraint_worker.py LIMITS
+
+It reads JSON lines: first the tokenizer's vocabulary as xgrammar serialises it, then [kind, text] of one constraint
+after another. It answers each with a line, [problem], which is "" if an engine can decode under the constraint. Each is
+tried in a fork, under limits of processor time and memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\{\d+(?:, ?-?\d*)?\}|[\w.\-]+|[()|*+?]')
+"""Parts of xgrammar's normal form of a grammar, as it prints it."""
+_MOST_TEXT = 2 << 20
+"""Longest normal form of a grammar, in characters."""
+_MOST_EMPTY = 8
+"""How often a grammar may repeat what may be empty: all ways to spread the empty ones are followed at each token."""
+_MOST_REPEATS = 1 << 31
+"""Product of nested repeats."""
+_WALKS, _WALK_TOKENS = 3, 256
+"""Completions that are drawn under a constraint, and the most tokens of one."""
+_MEAN_S, _WORST_S = 0.025, 0.5
+"""Processor time that a token of such a completion may take, on average and at worst: all requests wait for it."""
+
+
+def main(limits: dict[str, float]) -> None:
+    """Answer until stdin ends."""
+    die_with(os.getppid())
+    vocabulary = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        read, write = os.pipe()
+        parent = os.getpid()
+        if not (child := os.fork()):
+            die_with(parent)
+            os.close(read)
+            kind, text = json.loads(line)
+            os.write(write, attempt(vocabulary, kind, text, limits).encode()[:1000])
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            problem = pipe.read().decode(errors="replace")
+        _, status = os.waitpid(child, 0)
+        print(json.dumps([ending(status) or problem]), flush=True)
+
+
+def die_with(parent: int) -> None:
+    """End this process with its parent."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def ending(status: int) -> str:
+    """Say why an attempt did not come to its end; "" if it did."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        return ""
+    if code in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGALRM):
+        return "it takes too long"
+    return "it takes too much memory, or crashes what compiles it"
+
+
+def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> str:
+    """Compile a constraint and decode under it, in this process; returns what is wrong with it, or ""."""
+    os.nice(5)
+    signal.alarm(round(limits["wall_s"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    most = mapped + int(limits["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    allow_cpu(limits["compile_s"])
+    try:
+        make, arguments = FORMS[kind]
+        given = arguments(text)
+        if problem := repeats_too_much(str(getattr(xgrammar.Grammar, make)(*given))):
+            return problem
+        compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+        compiled = COMPILE[kind](compiler, *given)
+        allow_cpu(limits["walk_s"])
+        return walk(compiled, vocabulary.vocab_size)
+    except MemoryError:
+        return "it takes too much memory"
+    except Exception as error:
+        return f"it cannot be compiled: {str(error).splitlines()[0][:300]}" if str(error) else "it cannot be compiled"
+
+
+def allow_cpu(seconds: float) -> None:
+    """End this process after so many more seconds of processor time."""
+    limit = int(time.process_time() + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def tags(text: str) -> tuple[Any, ...]:
+    """Read a structural tag as vLLM does, which knows two forms."""
+    found = json.loads(text)
+    if "structures" not in found:
+        return (text,)
+    items = (
+        xgrammar.StructuralTagItem(begin=each["begin"], schema=json.dumps(each["schema"]), end=each["end"])
+        for each in found["structures"]
+    )
+    return list(items), found["triggers"]
+
+
+FORMS: dict[str, tuple[str, Any]] = {
+    "regex": ("from_regex", lambda text: (text,)),
+    "json": ("from_json_schema", lambda text: (text,)),
+    "ebnf": ("from_ebnf", lambda text: (text,)),
+    "lark": ("from_lark", lambda text: (text,)),
+    "tag": ("from_structural_tag", tags),
+}
+COMPILE: dict[str, Any] = {
+    "regex": xgrammar.GrammarCompiler.compile_regex,
+    "json": xgrammar.GrammarCompiler.compile_json_schema,
+    "ebnf": xgrammar.GrammarCompiler.compile_grammar,
+    "lark": xgrammar.GrammarCompiler.compile_lark,
+    "tag": xgrammar.GrammarCompiler.compile_structural_tag,
+}
+
+
+def walk(compiled: Any, vocabulary_size: int) -> str:
+    """Draw completions of a grammar; returns what is wrong with it."""
+    mask = np.full((1, (vocabulary_size + 31) // 32), -1, np.int32)
+    draw = random.Random(0)
+    for _ in range(_WALKS):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        stops = set(matcher.stop_token_ids)
+        taken = 0.0
+        for count in range(1, _WALK_TOKENS + 1):
+            began = time.thread_time()
+            matcher.fill_next_token_bitmask(mask, 0)
+            filled = time.thread_time() - began
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary_size])
+            if not len(allowed):
+                return "no token can follow in it" if count == 1 else ""
+            token = next((int(each) for each in draw.choices(allowed, k=8) if int(each) not in stops), None)
+            if token is None:
+                break
+            began = time.thread_time()
+            matcher.accept_token(token)
+            took = filled + time.thread_time() - began
+            taken += took
+            if took > _WORST_S or taken / max(count, 16) > _MEAN_S:
+                return f"each token under it takes {1000 * taken / count:.0f} ms of all requests' time"
+            if matcher.is_terminated():
+                break
+    return ""
+
+
+class Rule:
+    """A rule of a grammar, or a group in one."""
+
+    def __init__(self) -> None:
+        self.alternatives: list[list[Item]] = [[]]
+        self.may_be_empty = False
+
+
+class Item:
+    """What stands in a rule: a rule's name, or a literal that may be empty or not."""
+
+    def __init__(self, rule: str, *, is_empty: bool = False) -> None:
+        self.rule = rule
+        self.is_empty = is_empty
+        self.least, self.most = 1, 1
+
+
+def read_rules(text: str) -> dict[str, Rule]:
+    """Read a grammar in normal form."""
+    rules: dict[str, Rule] = {}
+    for line in text.splitlines():
+        name, _, body = line.partition(" ::= ")
+        open_rules = [rules.setdefault(name, Rule())]
+        for token in _TOKEN.findall(body):
+            items = open_rules[-1].alternatives[-1]
+            if token == "(":
+                group = f"({len(rules)}"
+                items.append(Item(group))
+                open_rules.append(rules.setdefault(group, Rule()))
+            elif token == ")":
+                open_rules = open_rules[:-1] or open_rules
+            elif token == "|":
+                open_rules[-1].alternatives.append([])
+            elif token in "*+?" or token[0] == "{":
+                if items:
+                    least, _, most = token[1:-1].partition(",") if token[0] == "{" else ("0" * (token != "+"), "", "-1")
+                    items[-1].least = int(least or 1)
+                    items[-1].most = max(int(most or least or 1), 1)  # without an end it is recursion, not a count
+            else:
+                literal = token[0] in '"['
+                items.append(Item("" if literal else token, is_empty=token == '""'))
+    return rules
+
+
+def repeats_too_much(text: str) -> str:
+    """Check the repeats of a grammar in normal form; returns what is wrong with them, or ""."""
+    if len(text) > _MOST_TEXT:
+        return f"its grammar has {len(text)} characters, and may have {_MOST_TEXT}"
+    rules = read_rules(text)
+
+    def may_be_empty(item: Item) -> bool:
+        return item.least == 0 or item.is_empty or (item.rule in rules and rules[item.rule].may_be_empty)
+
+    changed = True
+    while changed:
+        changed = False
+        for rule in rules.values():
+            if not rule.may_be_empty and any(all(map(may_be_empty, items)) for items in rule.alternatives):
+                rule.may_be_empty = changed = True
+
+    products: dict[str, tuple[int, int]] = {}
+
+    def nested(name: str) -> tuple[int, int]:
+        """Return the largest product of nested repeats below a rule, and of those of what may be empty."""
+        if name not in rules or name in products:
+            return products.get(name, (1, 1))
+        products[name] = (1, 1)  # where a rule comes back to itself
+        most = empty = 1
+        for item in (each for items in rules[name].alternatives for each in items):
+            below, empty_below = nested(item.rule)
+            is_empty = item.rule in rules and rules[item.rule].may_be_empty
+            most, empty = max(most, item.most * below), max(empty, (item.most if is_empty else 1) * empty_below)
+        products[name] = most, empty
+        return most, empty
+
+    sys.setrecursionlimit(20_000)
+    found = [nested(name) for name in rules]
+    most, empty = (max((each[place] for each in found), default=1) for place in (0, 1))
+    if empty > _MOST_EMPTY:
+        return f"it repeats what may be empty up to {empty} times, and may do so {_MOST_EMPTY} times"
+    if most > _MOST_REPEATS:
+        return f"its nested repeats come to {most}, and may come to {_MOST_REPEATS}"
+    return ""
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,176 @@
+"""Tries constraints of requests, such as schemas and grammars, in a process that may crash, before an engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import select
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.gateway.errors import ApiError
+
+_MOST_BYTES = 128 << 10
+"""Longest text of a constraint."""
+_MOST_DEPTH = 200
+"""Brackets that may be open at a time in it."""
+_MOST_WAITING = 64
+"""Constraints that may wait to be tried."""
+_MOST_VERDICTS = 4096
+_START_S = 120.0
+"""Time that the process may take to start: it imports torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialLimits:
+    """Bounds what it may take to try a constraint: `TrialLimits(wall_s=10)`."""
+
+    wall_s: float = 60.0
+    """Longest time."""
+    compile_s: float = 20.0
+    """Processor time to compile it; xgrammar takes seconds for a string with a maxLength."""
+    walk_s: float = 5.0
+    """Processor time to draw some completions under it."""
+    memory_bytes: int = 1 << 30
+    """Memory that it may add."""
+
+
+class ConstraintChecker:
+    """Tells which constraints an engine can decode under; one that crashes or hangs costs its own request only.
+
+    checker = ConstraintChecker(tokenizer)
+    await checker.check("regex", "[a-z]{1,9}")
+    await checker.close()
+
+    Its process starts with the first constraint. Verdicts are kept, so that one that is sent again is not tried again.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        limits: what each may take.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: TrialLimits | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits or TrialLimits()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="gateway-constraints")
+        """One thread, which the process ends with."""
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._waiting: dict[bytes, asyncio.Future[str]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    async def check(self, kind: str, text: str) -> None:
+        """Check that an engine can decode under a constraint.
+
+        Args:
+            kind: "json", "regex", "ebnf", "lark" or "tag".
+            text: the constraint.
+
+        Raises:
+            ApiError: it cannot, or too many wait.
+        """
+        size = len(text.encode(errors="replace"))
+        if size > _MOST_BYTES:
+            raise _refusal(f"it has {size} bytes, and may have {_MOST_BYTES}")
+        if (depth := _depth(text)) > _MOST_DEPTH:
+            raise _refusal(f"{depth} brackets are open at a time, and {_MOST_DEPTH} may be")
+        key = hashlib.sha256(f"{kind}\n{text}".encode(errors="replace")).digest()
+        problem = self._verdicts.get(key)
+        if problem is None:
+            problem = await self._verdict(key, kind, text)
+        else:
+            self._verdicts.move_to_end(key)
+        if problem:
+            raise _refusal(problem)
+
+    async def close(self) -> None:
+        """End the process; constraints that wait are refused."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()  # a trial that waits for it ends
+        self._executor.submit(self._kill)
+        await asyncio.to_thread(self._executor.shutdown)
+
+    async def _verdict(self, key: bytes, kind: str, text: str) -> str:
+        """Try a constraint, or wait until another request has tried the same."""
+        if (same := self._waiting.get(key)) is None:
+            if len(self._waiting) >= _MOST_WAITING:
+                raise ApiError(503, "too many constraints wait to be tried; try again", code="busy")
+            same = asyncio.get_running_loop().run_in_executor(self._executor, self._try, kind, text)
+            self._waiting[key] = same
+            same.add_done_callback(lambda done: self._keep(key, done))
+        return await asyncio.shield(same)
+
+    def _keep(self, key: bytes, done: asyncio.Future[str]) -> None:
+        del self._waiting[key]
+        if not done.cancelled() and done.exception() is None:
+            self._verdicts[key] = done.result()
+            if len(self._verdicts) > _MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+
+    def _try(self, kind: str, text: str) -> str:
+        """Have the process try a constraint; returns what is wrong with it, or "". Runs in the thread."""
+        if self._closed:
+            raise ApiError(503, "the server was closed", code="closed")
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], self._limits.wall_s + _START_S)[0]:
+                (problem,) = json.loads(process.stdout.readline())
+                return str(problem)
+        except (OSError, ValueError):  # it ended
+            pass
+        self._kill()
+        raise ApiError(503, "the process that tries constraints failed; try again", code="busy")
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            from xgrammar import TokenizerInfo  # it loads torch
+
+            script, limits = Path(__file__).with_name("constraint_worker.py"), json.dumps(asdict(self._limits))
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(script), limits],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None
+            vocabulary = TokenizerInfo.from_huggingface(self._tokenizer.hf).serialize_json()
+            self._process.stdin.write(json.dumps(vocabulary).encode() + b"\n")
+        return self._process
+
+    def _kill(self) -> None:
+        if (process := self._process) is not None:
+            process.kill()  # what it forked ends with it
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self._process = None
+
+
+def _depth(text: str) -> int:
+    """Return the most brackets of a text that are open at a time, whatever they mean."""
+    depth = most = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            most = max(most, depth)
+        elif character in ")]}":
+            depth -= 1
+    return most
+
+
+def _refusal(problem: str) -> ApiError:
+    return ApiError(400, f"the constraint of the request cannot be used: {problem}", code="invalid_constraint")

@@ -1,0 +1,73 @@
+"""Ranges of a request's sampling settings: outside of them logits become NaN, or each step takes long for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from forge_rl.gateway.errors import ApiError
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.01, 2),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (0.1, 10),
+}
+"""Least and most of each number."""
+_COUNTS = ("top_k", "min_tokens")
+_MOST_COUNT = 2**31 - 1
+_BIAS = 100.0
+"""Most that a token's logit may be raised or lowered by."""
+_LISTS = {"logit_bias": 1024, "stop_token_ids": 1024, "allowed_token_ids": 1 << 18, "bad_words": 128}
+"""Most entries of each list of tokens or words."""
+_MOST_ENTRIES = 1 << 18
+"""Entries of such a list in all completions of a request together: each has its own copy of it."""
+_MOST_BAD_WORDS = 1024
+"""Words that all completions together may be kept from: each token is compared with them in Python."""
+_MOST_WORD_CHARACTERS = 128
+
+
+def check_sampling(settings: Mapping[str, object], wanted: int) -> None:
+    """Raise ApiError, which names the parameter, if a setting of a request is out of range.
+
+    Args:
+        settings: parameters of the request by name; others than those of sampling are left alone.
+        wanted: completions that it asks for.
+    """
+    for name, (least, most) in _RANGES.items():
+        value = settings.get(name)
+        zero_is_greedy = name == "temperature" and value == 0
+        if value is not None and not zero_is_greedy and not (_is_number(value) and least <= value <= most):  # type: ignore[operator]
+            words = "0, or a number" if name == "temperature" else "a number"
+            raise _refusal(name, f"{words} from {least:g} to {most:g}")
+    for name in _COUNTS:
+        value = settings.get(name)
+        least = -1 if name == "top_k" else 0
+        if value is not None and not (type(value) is int and least <= value <= _MOST_COUNT):
+            raise _refusal(name, f"a whole number from {least} to {_MOST_COUNT}")
+    for name, most in _LISTS.items():
+        value = settings.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, dict if name == "logit_bias" else list):
+            raise _refusal(name, "an object" if name == "logit_bias" else "a list")
+        together = _MOST_BAD_WORDS if name == "bad_words" else _MOST_ENTRIES
+        if len(value) > most or len(value) * wanted > together:
+            raise _refusal(name, f"of at most {most} entries, and of {together} in all completions together")
+    biases = settings.get("logit_bias")
+    if isinstance(biases, dict) and not all(_is_number(each) and abs(each) <= _BIAS for each in biases.values()):
+        raise _refusal("logit_bias", f"made of numbers from {-_BIAS:g} to {_BIAS:g}")
+    words_kept_out = settings.get("bad_words")
+    if isinstance(words_kept_out, list) and not all(
+        isinstance(word, str) and 0 < len(word) <= _MOST_WORD_CHARACTERS for word in words_kept_out
+    ):
+        raise _refusal("bad_words", f"made of words with 1 to {_MOST_WORD_CHARACTERS} characters")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refusal(name: str, wanted: str) -> ApiError:
+    return ApiError(400, f"{name} must be {wanted}", param=name, code="invalid_value")

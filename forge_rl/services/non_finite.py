@@ -1,0 +1,63 @@
+"""Tokens whose logprob is not finite: masked and counted; the request's fault, or its engine's if there are many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from forge_rl.errors import ConfigError
+from forge_rl.types import Chunk, Sampling
+
+_WINDOW_TOKENS = 512
+"""Tokens of an engine after which it is counted anew."""
+_MOST_SHARE = 0.05
+"""Share of them that may not be finite: one may come of rounding, many mean that the engine computes garbage."""
+
+
+class NonFiniteTokens:
+    """Masks tokens of engines whose logprob is not finite, and judges each engine by their share.
+
+    chunk, problem = non_finite.mask(chunk, sampling, replica)
+    """
+
+    def __init__(self) -> None:
+        self._masked = 0
+        self._counts: WeakKeyDictionary[Hashable, tuple[int, int]] = WeakKeyDictionary()
+        """Tokens of each engine in its current window, and those of them that are not finite."""
+
+    def mask(self, chunk: Chunk, sampling: Sampling, engine: Hashable) -> tuple[Chunk, str]:
+        """Give tokens of a chunk that are not finite the logprob NaN, which packing masks.
+
+        Returns:
+            The chunk, and why the engine is to be replaced, or "" if it is not.
+
+        Raises:
+            ConfigError: the request has settings of its own, such as penalties, which can make a logprob infinite.
+        """
+        if sampling.temperature == 0:
+            return chunk, ""
+        finite = np.isfinite(chunk.logprobs)
+        found = len(finite) - int(np.count_nonzero(finite))
+        if found and sampling.extra:
+            raise ConfigError(
+                f"logprobs are not finite under the request's {', '.join(sorted(sampling.extra))}",
+                hint="leave some token to be drawn, and keep penalties and biases small",
+            )
+        tokens, before = self._counts.get(engine, (0, 0))
+        tokens, bad = tokens + len(finite), before + found
+        self._counts[engine] = (tokens, bad) if tokens < _WINDOW_TOKENS else (0, 0)
+        if not found:
+            return chunk, ""
+        self._masked += found
+        garbage = bad > _MOST_SHARE * _WINDOW_TOKENS
+        problem = f"{bad} of {tokens} tokens have logprobs that are not finite" if garbage else ""
+        return replace(chunk, logprobs=np.where(finite, chunk.logprobs, np.float32(math.nan))), problem
+
+    def drain(self) -> int:
+        """Return the number of tokens that were masked since the last call."""
+        masked, self._masked = self._masked, 0
+        return masked
