@@ -27,11 +27,11 @@ from forge_rl.data.scan import PromptLengths, Scan, check_tasks
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.run.launch import launch
+from forge_rl.terminal import visible
 from forge_rl.types import Task
 
 _BINS = 10
 _BAR = 40
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def rendered(tokenizer: Tokenizer, task: Task) -> Text:
     text = Text()
     for is_special, ids in _runs(tokenizer.render(task.messages, tools=task.tools), special):
         written = tokenizer.decode(ids, skip_special=False)
-        text.append(written.translate(_CONTROL), style="bold magenta" if is_special else "")
+        text.append(visible(written), style="bold magenta" if is_special else "")
     return text
 
 
@@ -156,7 +156,7 @@ def _show_source(
 ) -> None:
     limit = config.generator.max_model_tokens - config.generator.max_new_tokens
     console.rule(Text(f"{name}  {mixture.shares[name]:.0%} of the mixture", style="bold"), align="left")
-    console.print(Text(_clean(scan.describe(limit) if scan is not None else "generated, without end")))
+    console.print(Text(visible(scan.describe(limit) if scan is not None else "generated, without end")))
     if scan is not None:
         batches = scan.trained / max(1e-9, config.groups_per_batch * mixture.shares[name])
         console.print(
@@ -183,9 +183,9 @@ def _shown(tokenizer: Tokenizer, task: Task, title: str) -> Panel:
     truth.add_column(overflow="fold")
     for key, value in task.truth.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        truth.add_row(Text(_clean(str(key))), Text(_clean(text if len(text) <= 300 else f"{text[:300]} ...")))
+        truth.add_row(Text(visible(str(key))), Text(visible(text if len(text) <= 300 else f"{text[:300]} ...")))
     shown = Group(rendered(tokenizer, task), Text("\ntruth, never shown to the model", style="dim"), truth)
-    return Panel(shown, title=Text(_clean(title)), title_align="left", border_style="dim")
+    return Panel(shown, title=Text(visible(title)), title_align="left", border_style="dim")
 
 
 def _show_sets(console: Console, sets: dict[str, tuple[Task, ...]], scans: dict[str, Scan], limit: int) -> None:
@@ -193,7 +193,7 @@ def _show_sets(console: Console, sets: dict[str, tuple[Task, ...]], scans: dict[
     for name, tasks in sets.items():
         scan = scans.get(f"evaluation {name}")
         of = f" ({scan.describe(limit)})" if scan is not None else ""
-        console.print(Text(_clean(f"{name}: {len(tasks):,} tasks{of}")))
+        console.print(Text(visible(f"{name}: {len(tasks):,} tasks{of}")))
 
 
 def _sample(mixture: Mixture, name: str, scan: Scan | None, count: int) -> list[Task]:
@@ -231,11 +231,6 @@ def _runs(ids: Sequence[int], special: set[int]) -> Iterator[tuple[bool, list[in
         yield True, [token]
     if run:
         yield False, run
-
-
-def _clean(text: str) -> str:
-    """Write out what would do something to a terminal."""
-    return text.translate(_CONTROL)
 
 
 def _same(tokenizer: Tokenizer) -> Tokenizer:

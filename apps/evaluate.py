@@ -49,6 +49,7 @@ from forge_rl.runtime.tasks import interrupted_by, task_group
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, parts_of
+from forge_rl.terminal import visible
 from forge_rl.types import Episode, Outcome, Sampling, Task
 
 S = TypeVar("S", Generator, Reward, Environment)
@@ -193,7 +194,7 @@ class Results:
 
 async def main(config: Config) -> None:
     """Evaluates each model on what is not finished, and prints scores and comparisons."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if open_to := check_isolation(config.isolation):
         console.print(f"warning: {open_to}", style="yellow")
     sets = build_sets(config)
@@ -308,7 +309,7 @@ def print_scores(console: Console, scores: Mapping[str, Mapping[str, Mapping[str
     for name in first:
         for model, found in scores.items():
             shown = [_with_error(found[name], column.header) for column in table.columns[2:]]
-            table.add_row(name, model, *shown)
+            table.add_row(visible(name), visible(model), *shown)
     console.print(table)
 
 
@@ -362,7 +363,8 @@ async def _evaluate(
             await rollouts.finish_evaluation()
     if failed:
         many = f"{len(failed)} of {evaluation.total} episodes failed, and are tried again by the same command"
-        console.print(f"warning: {name}: {many}; {describe_failure(failed[-1])}", style="yellow", soft_wrap=True)
+        text = f"warning: {name}: {many}; {describe_failure(failed[-1])}"
+        console.print(visible(text), style="yellow", soft_wrap=True)
 
 
 @contextlib.asynccontextmanager

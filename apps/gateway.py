@@ -33,6 +33,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.generator import Generator
+from forge_rl.terminal import visible
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
 _START_DEADLINE_S = 900.0
@@ -156,7 +157,7 @@ def _key(config: Config) -> tuple[str, str]:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(f"warning: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def _model(config: Config) -> tuple[Path, str]:

@@ -6,6 +6,8 @@ import copyreg
 import operator
 from collections.abc import Mapping
 
+from forge_rl.terminal import visible
+
 
 class ForgeError(Exception):
     """Base of every error that a user can meet.
@@ -27,7 +29,8 @@ class ForgeError(Exception):
         return copyreg.__newobj__, (type(self), self.message, self.hint), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
-        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+        # Messages quote models, agents, files and other machines, and are shown on terminals.
+        return visible(f"{self.message}\n  hint: {self.hint}" if self.hint else self.message)
 
 
 class ConfigError(ForgeError):

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 STAGES = (
+    ("forge_rl.terminal",),
     ("forge_rl.types", "forge_rl.errors"),
     ("forge_rl.folders", "forge_rl.redaction", "forge_rl.spec", "forge_rl.supervised", "forge_rl.user_code"),
     ("forge_rl.agent_child", "forge_rl.variables"),

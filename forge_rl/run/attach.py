@@ -14,6 +14,7 @@ from typing import Any
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.folders import check_own
 from forge_rl.runtime.local_socket import connect
+from forge_rl.terminal import visible
 
 _SOCKET = "control.sock"
 _FILE = re.compile(r"([^=]*=)?([^=]+\.py)(:.*)")
@@ -147,7 +148,8 @@ class AttachedRun:
         }
         table = (f"  {name:<8}  {value}" for name, value in rows.items())
         mixture = (f"  {line}" for line in found["mixture"].splitlines())
-        return "\n".join([f"Run  step {found['step']} of {found['steps']}  {found['folder']}", *table, *mixture])
+        first = f"Run  step {found['step']} of {found['steps']}  {found['folder']}"
+        return visible("\n".join([first, *table, *mixture]))
 
 
 class AttachedMixture(MutableMapping[str, float]):
@@ -186,7 +188,7 @@ class AttachedMixture(MutableMapping[str, float]):
         return weights
 
     def __repr__(self) -> str:
-        return str(self._run.ask("status")["mixture"])
+        return visible(str(self._run.ask("status")["mixture"]))
 
 
 class AttachedSchedule:
@@ -206,7 +208,9 @@ class AttachedSchedule:
 
     def __repr__(self) -> str:
         found = vars(self)["_run"].ask("status")["schedule"]
-        return "\n".join([f"Schedule  {found['kind']}", *(f"  {name} {value}" for name, value in found.items())])
+        return visible(
+            "\n".join([f"Schedule  {found['kind']}", *(f"  {name} {value}" for name, value in found.items())])
+        )
 
 
 class LastBatch:
@@ -225,17 +229,18 @@ class LastBatch:
         for each in self.samples:
             lines.append(f"{each['source']} {each['task']}: {each['outcome']}, reward {each['reward']}")
             lines += [f"  {line}" for part in ("prompt", "answer") for line in str(each[part]).splitlines()[:8]]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 class Events(list[dict[str, Any]]):
     """Events of a run: time in seconds, level and text; a line for each."""
 
     def __repr__(self) -> str:
-        return "\n".join(
-            f"{time.strftime('%H:%M:%S', time.localtime(each['time']))}  {each['level']:<7}  {each['text']}"
-            for each in self
-        )
+        times = (time.strftime("%H:%M:%S", time.localtime(each["time"])) for each in self)
+        # A text with several lines does not look like several events.
+        lines = (str(each["text"]).replace("\n", "\n" + " " * 19) for each in self)
+        levels = (f"{each['level']:<7}" for each in self)
+        return visible("\n".join(map("  ".join, zip(times, levels, lines, strict=True))))
 
 
 def _exchange(connection: socket.socket, request: dict[str, object]) -> dict[str, Any]:

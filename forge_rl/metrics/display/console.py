@@ -23,6 +23,7 @@ from forge_rl.metrics.phases import PhaseClock
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, Steps
 from forge_rl.metrics.status import Recovery, RolloutStatus
 from forge_rl.metrics.values import Histogram
+from forge_rl.terminal import visible
 from forge_rl.types import Batch
 
 Mode = Literal["auto", "live", "plain", "none"]
@@ -233,5 +234,5 @@ class Display(Sink):
             self._console.print(Text(self._writable(text), style=style), soft_wrap=True)
 
     def _writable(self, text: str) -> str:
-        """Replace letters that the console cannot write."""
-        return text.encode(self._console.encoding, "replace").decode(self._console.encoding)
+        """Write out what would act on a terminal, and replace letters that the console cannot write."""
+        return visible(text).encode(self._console.encoding, "replace").decode(self._console.encoding)

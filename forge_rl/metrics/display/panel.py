@@ -18,6 +18,7 @@ from rich.text import Text
 from forge_rl.metrics.display.format import duration, number, sparkline
 from forge_rl.metrics.display.state import UPDATE, RunState, phases
 from forge_rl.metrics.phases import PhaseClock
+from forge_rl.terminal import visible
 
 WIDEST = 100
 """Columns: beyond this, bars stretch and say no more."""
@@ -48,8 +49,9 @@ class RunPanel:
 
     def show(self, name: str, share: float | None, detail: str = "", *, service: bool = False) -> None:
         """Show a bar: the share done from 0 to 1, None while it is not known. Services that are done vanish."""
+        detail = visible(detail)
         if name not in self._ids:
-            self._ids[name] = self._bars.add_task(name, total=None, detail=detail, service=service)
+            self._ids[name] = self._bars.add_task(visible(name), total=None, detail=detail, service=service)
         total = None if share is None else 1.0
         self._bars.update(self._ids[name], total=total, completed=share or 0.0, detail=detail)
 
@@ -67,7 +69,7 @@ class RunPanel:
         for label, content in self._rows(training):
             grid.add_row(label, content)
         info = self._state.info
-        title = Text(f"{info.recipe} · {info.model}" if info else "forge_rl", style="bold")
+        title = Text(visible(f"{info.recipe} · {info.model}") if info else "forge_rl", style="bold")
         content = Group(self._bars.make_tasks_table(tasks), grid)
         return Constrain(Panel(content, title=title, title_align="left", border_style="cyan"), WIDEST)
 
@@ -91,7 +93,8 @@ class RunPanel:
             text = f"the controller, whose event loop has been blocked for {duration(now - polled)}"
             yield "waiting", Text(text, style="yellow")
         elif waiting is not None:
-            yield "waiting", Text(f"{waiting[0]}; {duration(now - waiting[1])} without progress", style="yellow")
+            text = f"{visible(waiting[0])}; {duration(now - waiting[1])} without progress"
+            yield "waiting", Text(text, style="yellow")
         yield from _results(state)
         problems = {"faults": state.faults, "warnings": state.warnings}
         if any(problems.values()):
@@ -138,5 +141,6 @@ def _busy(values: Mapping[str, float]) -> dict[str, str]:
 
 def _flow(pairs: Mapping[str, str], *first: RenderableType, style: str = "") -> Columns:
     """Lay names and values side by side, in as many lines as they need."""
-    texts = [Text.assemble((f"{name} " if name else "", "dim"), (value, style)) for name, value in pairs.items()]
+    shown = [(visible(f"{name} " if name else ""), visible(value)) for name, value in pairs.items()]
+    texts = [Text.assemble((name, "dim"), (value, style)) for name, value in shown]
     return Columns([*first, *texts], padding=(0, 3))

@@ -11,6 +11,7 @@ from rich.text import Text
 from forge_rl.metrics.display.format import duration
 from forge_rl.metrics.display.state import RunState
 from forge_rl.metrics.status import Recovery
+from forge_rl.terminal import visible
 
 
 def print_summary(
@@ -36,7 +37,7 @@ def print_summary(
     widest = max(len(name) for name, _ in rows)
     for name, content in rows:
         # Lines, not a table: a path or a command that a column broke into lines could not be copied.
-        console.print(Text.assemble((f"{name:<{widest}}  ", "dim"), content), soft_wrap=True)
+        console.print(Text.assemble((visible(f"{name:<{widest}}  "), "dim"), content), soft_wrap=True)
 
 
 def _table(faults: Sequence[Recovery]) -> Table:
@@ -46,5 +47,5 @@ def _table(faults: Sequence[Recovery]) -> Table:
     table.add_column("cause", overflow="fold")
     for row in sorted(faults, key=lambda row: row.at_s):
         outcome = Text(row.outcome, style="green" if row.recovered_s is not None else "bold red")
-        table.add_row(duration(row.at_s), row.name, row.phase, outcome, Text(row.cause.strip()))
+        table.add_row(duration(row.at_s), Text(visible(row.name)), row.phase, outcome, Text(row.cause.strip()))
     return table
