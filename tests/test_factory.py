@@ -1,10 +1,14 @@
 """Environments of engines' processes."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from forge_rl.engines import factory
-from forge_rl.engines.factory import decode_environment, thread_environment
+from forge_rl.engines.factory import decode_environment, thread_environment, train_environment
 
 
 @pytest.mark.parametrize(("sharers", "threads"), [(1, "4"), (2, "2"), (3, "1"), (9, "1")])
@@ -17,6 +21,36 @@ def test_threads_that_wait_leave_their_core() -> None:
     for env in (thread_environment(1), decode_environment(0, replicas=1)):
         assert env["OMP_WAIT_POLICY"] == "PASSIVE"
         assert 0 < int(env["GOMP_SPINCOUNT"]) < 1000, "libgomp's own are milliseconds"
+
+
+FREED = """
+import torch
+from forge_rl.engines import platform
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+platform.available_bytes = lambda: platform.memory_bytes()
+before = resident()
+torch.ones(64 << 20)
+kept = resident() - before
+platform.release_memory()
+roomy = resident() - before
+platform.available_bytes = lambda: 0
+platform.release_memory()
+print(kept >> 20, roomy >> 20, (resident() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is the GPU's memory that is released there")
+def test_a_trainer_keeps_what_it_freed_until_memory_is_short() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FREED], env=os.environ | train_environment(1), capture_output=True, text=True, check=True
+    )
+    kept, roomy, short = map(int, done.stdout.split())
+    assert kept > 200, "256 MiB stay in the heap, where the next step takes them"
+    assert roomy > 200
+    assert short < 50
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM compiles")

@@ -23,6 +23,23 @@ def test_auto_takes_bfloat16_on_cuda_only(device: str, dtype: torch.dtype, monke
     assert resolve_dtype("auto") is dtype
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "supported", "warned"),
+    [
+        ("bfloat16", "cpu", False, True),
+        ("bfloat16", "cpu", True, False),
+        ("auto", "cpu", False, False),
+        ("bfloat16", "cuda", False, False),
+    ],
+)
+def test_a_cpu_without_bfloat16_warns(
+    name: str, device: str, supported: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(platform, "device_type", lambda: device)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    assert ("--trainer.dtype" in platform.slow_format(name)) is warned  # type: ignore[arg-type]
+
+
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     assert [local_device(rank).index for rank in range(3)] == [0, 1, 2]

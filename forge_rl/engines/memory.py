@@ -25,6 +25,8 @@ class TrainMemory:
     """Bytes that the output projection and its chunk of logits add to those, if they are more."""
     masks: int
     """Masks of a block of queries, on a CPU."""
+    heap: int
+    """Freed bytes between larger pieces that a CPU's heap cannot use again; see `factory.train_environment`."""
 
     @property
     def state(self) -> int:

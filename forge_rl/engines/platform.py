@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 from pathlib import Path
 from typing import Literal
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
 from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
+
+_SHORT = 0.25
+"""Share of a machine's memory; while less than it is available, memory is short."""
 
 
 def device_type() -> Literal["cuda", "cpu"]:
@@ -42,6 +47,16 @@ def resolve_dtype(name: Dtype | TrainDtype) -> torch.dtype:
     return torch.bfloat16 if device_type() == "cuda" else torch.float32
 
 
+def slow_format(name: TrainDtype) -> str:
+    """Return a warning if this CPU has no instructions for the trainer's format, else ""."""
+    if device_type() == "cuda" or resolve_dtype(name) != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return ""
+    return (
+        "this CPU has no instructions for bfloat16 (AVX-512 or AMX): training in it takes many times longer than in "
+        "float32; drop --trainer.dtype bfloat16"
+    )
+
+
 def cpu_cores() -> int:
     """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -51,11 +66,36 @@ def memory_bytes() -> int:
     """Return the memory of a GPU, or of this machine: its container's limit, if that is less."""
     if device_type() == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    limits = [limit for limit, _ in _container_memory()]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
+
+
+def available_bytes() -> int:
+    """Return the memory that processes of this machine, or its container, can still take."""
+    return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _container_memory())])
+
+
+def _container_memory() -> list[tuple[int, int]]:
+    """Return limit and use of the container's memory, in bytes, by each version of control groups that sets one."""
+    found = []
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            found.append(int(Path(path).read_text()))
-    return min(found)
+            folder = Path("/sys/fs/cgroup")
+            found.append((int((folder / limit).read_text()), int((folder / used).read_text())))
+    return found
+
+
+def release_memory() -> None:
+    """Return memory that this process has freed but keeps, for other processes: on a CPU only where memory is short,
+    since the next step has to ask for it again (0.3 s of SmolLM2-135M's 8)."""
+    if device_type() == "cuda":
+        torch.cuda.empty_cache()
+    elif available_bytes() < memory_bytes() * _SHORT:
+        with contextlib.suppress(AttributeError):  # a C library without it
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:

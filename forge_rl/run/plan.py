@@ -92,6 +92,7 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
         ),
         "output head, a chunk of logits": found.head,
         "attention masks": found.masks,
+        "freed memory that the heap keeps": found.heap,
     }
     if trainer.cpu_offload:
         for name in ("weights, float32", "gradients", "optimizer state"):

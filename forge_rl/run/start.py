@@ -21,6 +21,7 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
+from forge_rl.engines.platform import slow_format
 from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
@@ -165,8 +166,8 @@ class Starting(Generic[C]):
                 log.event(note)
             for note in damaged:
                 log.event(note, "warning")
-            if open_to:
-                log.event(open_to, "warning")
+            for warning in filter(None, (open_to, slow_format(config.trainer.dtype))):
+                log.event(warning, "warning")
             faults.install()
             watch = display.watch(waiting=monitor.waiting_for, status=monitor.poll)
             watching = asyncio.get_running_loop().create_task(watch)

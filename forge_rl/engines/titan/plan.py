@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.memory import TrainMemory
-from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.attention import MASK_BYTES, TreeMask
 from forge_rl.engines.titan.checkpointing import checkpointing_of
-from forge_rl.engines.titan.model import TreeAttention, build_model
+from forge_rl.engines.titan.model import HEAD_CHUNK_BYTES, TreeAttention, build_model
 from forge_rl.engines.titan.shards import freeze
 
 
@@ -60,6 +60,8 @@ def plan_training(
         activations=row,
         head=head,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
+        # Measured: about two of the largest temporaries, the logits of a chunk, between what lasts longer.
+        heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * architecture.vocab) if device_type() == "cpu" else 0,
     )
 
 

@@ -19,7 +19,7 @@ from torchtitan.tools.utils import set_default_dtype
 from forge_rl.algorithms import Loss, LossInputs, logprob_gap
 from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.architecture import read_architecture
-from forge_rl.engines.platform import local_device, resolve_dtype
+from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.checkpointing import checkpointing_of
 from forge_rl.engines.titan.model import attention_mask, build_model
@@ -160,8 +160,7 @@ class TitanEngine:
 
     def local_shards(self) -> Iterator[LocalShard]:
         self.onload()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # engines on this device are about to take back what a step needed at its peak
+        release_memory()  # engines are about to take back what a step needed at its peak
         return local_shards(self.model)
 
     def specs(self) -> tuple[TensorSpec, ...]:
