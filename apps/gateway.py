@@ -113,7 +113,7 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
             tokenizer,
             api_key=key,
             open_to_all=config.without_key != "nobody",
-            healthy=lambda: bool(engines.engines()),
+            healthy=lambda: engines.answers,
             warn=_warn,
         )
         async with gateway:

@@ -57,10 +57,10 @@ class Scorer:
 
 @asynccontextmanager
 async def attempts_of(
-    agent: Agent | str, judge: Scorer | None = None, **outside: Any
+    agent: Agent | str, judge: Scorer | None = None, config: GatewayConfig | None = None, **outside: Any
 ) -> AsyncIterator[AgentEpisodeRunner]:
     engines = FakeBackend(**outside)
-    async with serving_agents(agent, GatewayConfig(), engines, tokenizer(), judge or Scorer()) as attempts:
+    async with serving_agents(agent, config or GatewayConfig(), engines, tokenizer(), judge or Scorer()) as attempts:
         yield attempts
 
 
@@ -269,6 +269,31 @@ def test_an_agent_that_asks_again_and_again_is_cut_and_scored_and_one_that_hangs
         else:
             assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, len("Hello there."))
             assert len(episode.turns) >= 2
+
+    asyncio.run(check())
+
+
+def test_an_agent_that_loops_is_told_what_a_session_may_have_and_is_cut():
+    async def loop(task: Task, session: Session) -> str:
+        while True:
+            await ask(session)
+
+    async def ask_for_many(task: Task, session: Session) -> str:
+        async with client_of(session) as client:
+            await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "Hi"}], n=6)
+        return ""
+
+    async def check() -> None:
+        async with attempts_of(loop, config=GatewayConfig(session_turns=5)) as attempts:
+            episode = await attempts(TASK, PolicyClient(FakeBackend()))
+            assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 5)
+            many = await replace(attempts, agent=ask_for_many)(TASK, PolicyClient(FakeBackend()))
+            assert (many.outcome, many.turns) == (Outcome.ENVIRONMENT_ERROR, ())
+            assert "6 turns, and may have 5 (--gateway.session-turns)" in many.problem
+            each = len(episode.turns[0].context)
+        async with attempts_of(loop, config=GatewayConfig(session_tokens=2 * each)) as attempts:
+            episode = await attempts(TASK, PolicyClient(FakeBackend()))
+            assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 2)
 
     asyncio.run(check())
 

@@ -115,6 +115,15 @@ def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_toke
         completion.fail_over(DIED)
 
 
+def test_what_may_have_hung_an_engine_is_shown_to_no_other(tokenizer: Tokenizer) -> None:
+    hung = ReplicaError("hung: its process was stopped", service="generator", replica=0)
+    constrained = replace(SAMPLING, extra={"structured_outputs": {"regex": "a"}})
+    ResumableCompletion((1, 2), constrained, tokenizer).fail_over(DIED)
+    ResumableCompletion((1, 2), SAMPLING, tokenizer).fail_over(hung)
+    with pytest.raises(ReplicaError, match="hung"):
+        ResumableCompletion((1, 2), constrained, tokenizer).fail_over(hung)
+
+
 @pytest.mark.parametrize("place", range(1, 8))
 def test_a_character_that_two_engines_decoded_is_whole(tokenizer: Tokenizer, place: int) -> None:
     text = "où 🦜🦜 et"

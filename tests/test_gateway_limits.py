@@ -248,6 +248,8 @@ def test_a_port_in_use_is_named():
         {"max_body_bytes": 3},
         {"max_concurrent": 0},
         {"client_deadline_s": 0},
+        {"session_turns": 0},
+        {"session_tokens": 0},
     ],
 )
 def test_wrong_flags_are_refused(wrong: dict[str, Any]):

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from apps.gateway import Config, serving
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import AttestationError, ConfigError, WeightsError
+from forge_rl.errors import AttestationError, ConfigError, ReplicaError, WeightsError
 from forge_rl.gateway import Gateway
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
@@ -148,7 +148,28 @@ async def _check_constraints(generator: Generator) -> None:
         with pytest.raises(ConfigError, match="vLLM"):
             await generator.generate(PROMPT, asked(regex=regex))
     assert (await generator.generate(PROMPT, asked(choice=["no"]))).text == "no"
+    with pytest.raises(ConfigError, match="not finite under the request's repetition_penalty"):
+        await generator.generate(PROMPT, Sampling(max_tokens=9, extra={"repetition_penalty": 1e-300}))
     assert repr(generator.engines()) == before
+
+
+@pytest.mark.long
+def test_an_engine_whose_step_hangs_is_replaced(tiny_model: Path, tmp_path: Path, nothing_left: None) -> None:
+    engine = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.25, stall_s=10)
+
+    async def check() -> None:
+        async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
+            _, generator, faults = served
+            grammar = 'root ::= (("a"? "b"? [a-zA-Z ]?){1,3000}){1,3000}'
+            hostile = Sampling(max_tokens=40, extra={"structured_outputs": {"grammar": grammar}})
+            honest = asyncio.create_task(generator.generate(PROMPT, Sampling(max_tokens=200)))
+            with pytest.raises(ReplicaError, match="hung: a step of its vLLM engine took longer"):
+                await generator.generate(PROMPT, hostile)
+            assert len((await honest).token_ids) <= 200, "it goes on with the engine that replaces the other"
+            assert [fault.cause.startswith("hung") for fault in faults.seen] == [True]
+            assert generator.answers
+
+    asyncio.run(check())
 
 
 def test_an_engine_computes_with_the_weights_that_were_published_last(served_engine: Serving, tiny_model: Path) -> None:

@@ -19,6 +19,7 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ConfigError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
+from forge_rl.services import progress
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.engine_pool import Lend
 from forge_rl.services.generator import Generator
@@ -195,6 +196,29 @@ def test_a_logprob_that_is_not_finite_is_masked_and_only_many_replace_their_engi
             assert np.isnan(turn.logprobs).sum() == 23, "two of the first 25 came before, and the last ended the engine"
             assert "26 of 64 tokens have logprobs that are not finite" in on.faults.seen[-1].cause
             await on.until_serving(0)
+
+    asyncio.run(check())
+
+
+def test_engines_answer_while_one_has_no_work_or_goes_on_with_it(
+    tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with stage(tmp_path, 1) as on:
+            await on.load(1)
+            on.orders.tell(0, stream="hold", after=3)
+            chunks = on.generator.stream(PROMPT, Sampling(max_tokens=20))
+            await read(chunks, 3)
+            assert on.generator.answers, "it gave tokens just now"
+            monkeypatch.setattr(progress, "_SILENT_S", 0.0)
+            assert not on.generator.answers
+            await on.generator.pause()
+            assert on.generator.answers
+            await on.generator.resume()
+            await chunks.aclose()
+            await on.until(lambda: on.generator.answers)
+            os.kill(await on.pid(0), signal.SIGKILL)
+            await on.until(lambda: not on.generator.answers)
 
     asyncio.run(check())
 

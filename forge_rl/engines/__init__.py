@@ -2,3 +2,10 @@
 
 ENGINE_DIED = 71
 """Exit status of a process that ended because the engine below it did."""
+ENGINE_STALLED = 72
+"""Exit status of a process that ended because the engine below it hangs in a step."""
+EXIT_MEANINGS = {
+    ENGINE_DIED: "its vLLM engine process died",
+    ENGINE_STALLED: "hung: a step of its vLLM engine took longer than --generator.stall-s",
+}
+"""Sentences for these statuses."""

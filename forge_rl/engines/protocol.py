@@ -53,6 +53,8 @@ class DecodeSettings:
     """Return which experts each token was routed to, with each completion, so that training can route it alike."""
     eager: bool = False
     """Do not compile and capture no CUDA graphs: starts sooner, decodes slower. Always so on CPU."""
+    stall_s: float = 180.0
+    """Longest time for one step of an engine, also with a long prompt; one that takes longer hangs, and is replaced."""
 
     @property
     def devices(self) -> int:

@@ -17,7 +17,7 @@ from forge_rl.gateway.agent_command import AgentError, AgentFunction
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
-from forge_rl.gateway.sessions import Session
+from forge_rl.gateway.sessions import SESSION_FULL, Session
 from forge_rl.rewards.scorer import score_again, with_score
 from forge_rl.services.completion import Observer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task, TokenIds
@@ -149,9 +149,9 @@ class AgentEpisodeRunner:
         if died:
             return Outcome.INFRASTRUCTURE_ERROR, "", failure
         if failure and session.refusal is not None:
-            if session.refusal.code == "context_length_exceeded":
-                if last is None:
-                    raise ContextError(session.refusal.message, hint="raise --generator.max-model-tokens")
+            if session.refusal.code == "context_length_exceeded" and last is None:
+                raise ContextError(session.refusal.message, hint="raise --generator.max-model-tokens")
+            if session.refusal.code in ("context_length_exceeded", SESSION_FULL) and last is not None:
                 return Outcome.TRUNCATED, last.text, ""
             if session.refusal.status >= 500 or session.refusal.status == 429:
                 return Outcome.INFRASTRUCTURE_ERROR, "", failure

@@ -46,6 +46,12 @@ class GatewayConfig:
     client_deadline_s: float = 60.0
     """Longest time that a client may take to send its request, or to read what is sent to it."""
 
+    session_turns: int = 1000
+    """Most completions of a session, which is an agent's attempt at a task; all are kept until it ends. More requests
+    are refused, and the attempt is truncated."""
+    session_tokens: int = 1 << 24
+    """Most tokens of all its completions and their prompts together."""
+
     agent_deadline_s: float = 3600.0
     """Longest time for an agent's attempt at a task, without the time for which it waits for an engine or is paused. If
     it came back to the policy again and again, the attempt is truncated, and scored; else the agent hangs."""
@@ -71,6 +77,8 @@ class GatewayConfig:
             ),
             ("max-body-bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more"),
             ("max-concurrent", self.max_concurrent, self.max_concurrent >= 1, "1 or more"),
+            ("session-turns", self.session_turns, self.session_turns >= 1, "1 or more"),
+            ("session-tokens", self.session_tokens, self.session_tokens >= 1, "1 or more"),
             ("client-deadline-s", self.client_deadline_s, self.client_deadline_s > 0, "a value above 0"),
             ("agent-deadline-s", self.agent_deadline_s, self.agent_deadline_s > 0, "a value above 0"),
         ):

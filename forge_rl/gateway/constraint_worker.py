@@ -83,11 +83,13 @@ def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> 
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
     most = mapped + int(limits["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    allow_cpu(limits["compile_s"])
+    allow_cpu(limits["read_s"])
     try:
         make, arguments = FORMS[kind]
         given = arguments(text)
-        if problem := repeats_too_much(str(getattr(xgrammar.Grammar, make)(*given))):
+        grammar = getattr(xgrammar.Grammar, make)(*given)
+        allow_cpu(limits["compile_s"])
+        if problem := repeats_too_much(str(grammar)):
             return problem
         compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
         compiled = COMPILE[kind](compiler, *given)

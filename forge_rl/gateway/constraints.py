@@ -33,6 +33,8 @@ class TrialLimits:
 
     wall_s: float = 60.0
     """Longest time."""
+    read_s: float = 1.0
+    """Processor time to read it, which engines do in their event loops."""
     compile_s: float = 20.0
     """Processor time to compile it; xgrammar takes seconds for a string with a maxLength."""
     walk_s: float = 5.0

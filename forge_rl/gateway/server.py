@@ -147,7 +147,16 @@ class Gateway:
         """
         key = f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
         on_close = partial(self._keys.remove, key)
-        session = Session(key, self.base_url, task_id=task_id, model=self.model, sampling=sampling, on_close=on_close)
+        session = Session(
+            key,
+            self.base_url,
+            task_id=task_id,
+            model=self.model,
+            sampling=sampling,
+            most_turns=self.config.session_turns,
+            most_tokens=self.config.session_tokens,
+            on_close=on_close,
+        )
         self._keys.add(key, session)
         return session
 
@@ -229,6 +238,8 @@ class Gateway:
         CALL.set(call)
         request = await self._vllm.read(path, body, call, self._check_model)
         del body
+        if session is not None and not call.counted:
+            session.check_room(call.wanted)
         with self._in_flight.admit(call.wanted - 1, session):
             try:
                 answer = await self._vllm.answer(path, request, call)

@@ -13,6 +13,9 @@ import numpy.typing as npt
 from forge_rl.gateway.errors import ApiError
 from forge_rl.types import Sampling, TokenIds, Turn
 
+SESSION_FULL = "session_limit_exceeded"
+"""Code of the error that a request gets after the last one that a session may have."""
+
 
 class Session:
     """One episode at the gateway; made by Gateway.open.
@@ -23,6 +26,8 @@ class Session:
         task_id: id of the episode's task, for people to read.
         model: name of the policy in requests.
         sampling: how its turns are sampled, and the most tokens of one.
+        most_turns: turns that it may have.
+        most_tokens: tokens that all its turns may have, with their prompts.
         on_close: called when it closes; ends its key.
     """
 
@@ -34,6 +39,8 @@ class Session:
         task_id: str,
         model: str,
         sampling: Sampling,
+        most_turns: int,
+        most_tokens: int,
         on_close: Callable[[], object],
     ) -> None:
         self.key = key
@@ -46,6 +53,9 @@ class Session:
         """Requests in flight."""
         self.refusal: ApiError | None = None
         """Error that the last request was answered with, if it was."""
+        self._most_turns = most_turns
+        self._most_tokens = most_tokens
+        self._tokens = 0
         self._on_close = on_close
         self._turns: list[Turn] = []
         self._contexts: dict[bytes, npt.NDArray[np.int32]] = {}
@@ -63,6 +73,16 @@ class Session:
     def turns(self) -> tuple[Turn, ...]:
         """Turns so far, in the order in which they ended. The logprobs of greedy turns are NaN, which packing masks."""
         return tuple(self._turns)
+
+    def check_room(self, wanted: int) -> None:
+        """Raise ApiError if so many more completions are more than the session may have."""
+        turns, tokens = len(self._turns) + wanted, self._tokens
+        if turns <= self._most_turns and tokens < self._most_tokens:
+            return
+        problem, flag = f"{turns} turns, and may have {self._most_turns}", "turns"
+        if turns <= self._most_turns:
+            problem, flag = f"{tokens} tokens, and may have {self._most_tokens}", "tokens"
+        raise ApiError(400, f"the session has {problem} (--gateway.session-{flag})", code=SESSION_FULL)
 
     def close(self) -> tuple[Turn, ...]:
         """End the session: its key is refused from now on, and requests in flight are ended and not recorded.
@@ -101,6 +121,7 @@ class Session:
         self.refusal = None
         self._turns.append(turn)
         ids = turn.context
+        self._tokens += len(ids)
         if digest is not None:
             self._contexts[digest] = ids
         if text is not None:

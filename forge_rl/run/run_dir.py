@@ -41,7 +41,7 @@ _FREE = (
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
     *("generator.tensor_parallel", "generator.data_parallel", "generator.expert_parallel"),
     *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),
-    *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stuck_s", "reward.replicas"),
+    *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s", "*.stuck_s", "reward.replicas"),
     *("environment.replicas", "gateway.*", "data.max_bad_rows"),
 )
 """Patterns of fields that say where and how a run is computed, not what: they may change in any continuation."""

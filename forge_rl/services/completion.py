@@ -134,8 +134,9 @@ class ResumableCompletion:
         Raises:
             ReplicaError: `error`, if several engines in a row died without a token, or if another engine cannot go on:
                 what constrains a completion, or penalises its tokens, knows only those that its own engine decoded.
+                Also if an engine hung while it decoded under a constraint, which may be the cause.
         """
-        if self.tokens and self.sampling.extra:
+        if self.sampling.extra and (self.tokens or error.message.startswith("hung")):
             raise error
         self._failures = 1 if self.tokens > self._resumed_at else self._failures + 1
         self._resumed_at = self.tokens

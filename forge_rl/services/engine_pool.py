@@ -13,6 +13,7 @@ from forge_rl.errors import ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
+from forge_rl.services.progress import Progress
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import LoadReport
 
@@ -74,6 +75,12 @@ class EnginePool:
         self._ready: dict[int, Replica] = {}
         """Engines in the desired state, by index. They serve, or are about to."""
         self._holding = asyncio.Lock()
+        self.progress = Progress()
+
+    def answers(self, *, loading: bool) -> bool:
+        """Return whether an engine serves that goes on with its work, or is held or loading, on purpose."""
+        held = loading or self._desired.paused or self._desired.asleep
+        return any(each.serving and (held or self.progress.goes_on(each)) for each in self._service.replicas)
 
     async def start_one(self, index: int) -> None:
         """Start the engine of an index, also in place of a dead one, and bring it to the state of the others."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.engines import ENGINE_DIED
+from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.platform import resolve_dtype
@@ -74,6 +74,7 @@ class Generator:
                     "kv_cache_gib": 0,
                     "memory_share": 0,
                     "request_deadline_s": 0,
+                    "stall_s": 0,
                     "max_model_tokens": self.max_new_tokens,
                 },
                 below={"temperature": 10, "memory_share": 1},
@@ -127,8 +128,7 @@ class Generator:
             ConfigError: an engine of several devices cannot hold the model, or there are too few GPUs.
         """
         check_decode_layout(model, config, engines=config.replicas)
-        meanings = {ENGINE_DIED: "its vLLM engine process died"}
-        service = Service(name, cluster, faults, uniform=True, exit_meanings=meanings)
+        service = Service(name, cluster, faults, uniform=True, exit_meanings=EXIT_MEANINGS)
         # The config's own class would have the engines' processes import this module, and all that a controller needs.
         settings = DecodeSettings(**{each.name: getattr(config, each.name) for each in fields(DecodeSettings)})
 
@@ -174,6 +174,11 @@ class Generator:
         most = self.config.max_requests * self.config.data_parallel
         return {replica.index: most for replica in self._service.replicas if replica.serving}
 
+    @property
+    def answers(self) -> bool:
+        """True while an engine serves, and has no work, is held on purpose, or goes on with what it has."""
+        return self._pool.answers(loading=self._loading.locked())
+
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         """Decode the rest of a completion on one engine, which gives it each chunk.
 
@@ -197,6 +202,7 @@ class Generator:
 
         def take(chunk: Chunk) -> bool:
             nonlocal drawn, ended
+            self._pool.progress.note(replica)
             problem = validate_chunk(
                 chunk,
                 completion.sampling,

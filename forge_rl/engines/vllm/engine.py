@@ -24,17 +24,19 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from forge_rl.engines import ENGINE_DIED
+from forge_rl.engines import ENGINE_DIED, ENGINE_STALLED
 from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.vllm import BACKEND
 from forge_rl.engines.vllm.internals import (
+    answer_between_steps,
     call_workers,
     engine_pids,
     stop_decoding,
     unlink_shared_memory,
     version_starts,
 )
+from forge_rl.engines.vllm.steps import watch_steps
 from forge_rl.engines.vllm.transfer import Owner, WorkerExtension, WorkerReport
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
@@ -58,6 +60,8 @@ class VLLMEngine:
         self._llm = llm
         self._returns_routing = settings.routed_experts
         self._closing = False
+        self._requests = 0
+        """Requests in flight."""
         self._failure = ""
         self._paused = False
         self._asleep = False
@@ -72,6 +76,7 @@ class VLLMEngine:
         self._guard = clean_up_after((), pids) if len(pids) > 1 else None
         for pid in pids:
             when_process_ends(pid, self._on_engine_death)
+        self._watching = asyncio.ensure_future(self._watch(settings.stall_s))
 
     @classmethod
     async def start(cls, folder: Path, settings: DecodeSettings, seed: int) -> VLLMEngine:
@@ -101,6 +106,7 @@ class VLLMEngine:
         generated = self._llm.generate(prompt, _parameters(sampling), request_id=request)
         gathered: list[CompletionOutput] = []
         begun = 0.0
+        self._requests += 1
         try:
             async with contextlib.aclosing(generated) as outputs:
                 async for output in outputs:
@@ -132,6 +138,8 @@ class VLLMEngine:
         except EngineDeadError:
             self._on_engine_death()  # as soon as its process has ended this one would: no need to wait for that
             raise
+        finally:
+            self._requests -= 1
 
     async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
         """Return the experts of a request that has ended, `[tokens, layers, top_k]`."""
@@ -226,8 +234,20 @@ class VLLMEngine:
             await self._llm.collective_rpc("wake_up", kwargs={"tags": back})
         self._released = [tag for tag in self._released if tag not in back]
 
+    async def _watch(self, stall_s: float) -> None:
+        """End this process, which the engine ends with, once the engine hangs in a step."""
+        await watch_steps(
+            lambda: answer_between_steps(self._llm),
+            lambda: self._requests > 0 and not self._changing.locked(),
+            stall_s=stall_s,
+        )
+        if not self._closing:
+            print(f"forge_rl: no step of the vLLM engine ended within {stall_s:g} s", file=sys.stderr, flush=True)
+            os._exit(ENGINE_STALLED)
+
     def close(self) -> None:
         self._closing = True
+        self._watching.cancel()
         if self._guard is not None:
             self._guard.kill()
         self._llm.shutdown(timeout=_CLOSE_S)

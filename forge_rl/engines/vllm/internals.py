@@ -85,6 +85,11 @@ async def stop_decoding(llm: AsyncLLM, *, clear_cache: bool) -> None:
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
+async def answer_between_steps(llm: AsyncLLM) -> None:
+    """Return once all engine processes have answered, which they do between two steps."""
+    await llm.engine_core.call_utility_all_async("is_scheduler_paused")
+
+
 def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> list[tuple[str, int]]:
     """Each version of a completion with the number of its first token.
 
