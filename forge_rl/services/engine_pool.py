@@ -78,7 +78,7 @@ class EnginePool:
         self.progress = Progress()
 
     def answers(self, *, loading: bool) -> bool:
-        """Return whether an engine serves that goes on with its work, or is held or loading, on purpose."""
+        """Return whether a serving engine is idle, makes progress, or is paused or loading on purpose."""
         held = loading or self._desired.paused or self._desired.asleep
         return any(each.serving and (held or self.progress.goes_on(each)) for each in self._service.replicas)
 

@@ -176,7 +176,7 @@ class Generator:
 
     @property
     def answers(self) -> bool:
-        """True while an engine serves, and has no work, is held on purpose, or goes on with what it has."""
+        """True while a serving engine is idle, makes progress, or is paused or loading on purpose."""
         return self._pool.answers(loading=self._loading.locked())
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Watches that vLLM's engine processes come to the end of each step, which a crash does not tell of."""
+"""Detects a vLLM engine whose process lives but hangs in a step."""
 
 from __future__ import annotations
 
