@@ -31,7 +31,7 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.envs.config import build_environment, sources_of
 from forge_rl.envs.protocol import Env, EnvFactory, Step
 from forge_rl.errors import ConfigError, check_flags
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
 from forge_rl.run.launch import launch
 from forge_rl.types import Message, Task, ToolCall
 
@@ -171,9 +171,9 @@ class Session:
         self._done = step.done
         self._rewarded |= step.reward is not None
         reward = step.reward
-        if step.done and not self._rewarded and self._task is not None and "entry" in self._task.truth:
+        if step.done and not self._rewarded and self._task is not None and self._task.verifier == REASONING_GYM:
             answer = text if step.output is None else step.output
-            reward = (await asyncio.to_thread(self._world.config.verifier, self._task, answer)).total
+            reward = (await self._world.config.verifier(self._task, answer)).total
         shown = step.messages or step.history or ()
         return _observation(shown, reward=reward, done=step.done, metadata={"parts": dict(step.parts)})
 

@@ -131,6 +131,9 @@ class Task:
     """Data for the verifier; never shown to the model. Must pickle."""
     tools: tuple[Mapping[str, object], ...] = ()
     """JSON schemas of the tools that the model is shown, as chat templates take them."""
+    verifier: str = ""
+    """Name of the verifier that the task's source brings along, such as "reasoning_gym"; "" if it brings none. Set by
+    code alone: nothing that a file's row holds gets here."""
 
     @property
     def prompt(self) -> str:

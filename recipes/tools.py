@@ -50,9 +50,9 @@ WORLD = ToolEnv(
 )
 
 
-def score(task: Task, episode: Episode) -> Score:
+async def score(task: Task, episode: Episode) -> Score:
     """1 for a right answer; the share of episodes that called a tool is shown beside it."""
-    correct = ReasoningGymReward()(task, episode.text)
+    correct = await ReasoningGymReward()(task, episode.text)
     return replace(correct, parts={"called": float(len(episode.turns) > 1)})
 
 

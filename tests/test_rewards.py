@@ -1,6 +1,8 @@
 """Rewards: finding answers in text, and scoring them by reasoning-gym's verifiers."""
 
+import asyncio
 import pickle
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -8,9 +10,8 @@ from forge_rl.data.sources import ReasoningGymSource
 from forge_rl.errors import TaskError
 from forge_rl.rewards import verifiers
 from forge_rl.rewards.extract import boxed, extract, is_number, last_number, tagged
-from forge_rl.rewards.protocol import Reward
 from forge_rl.rewards.verifiers import ReasoningGymReward
-from forge_rl.types import Task
+from forge_rl.types import Score, Task
 
 
 @pytest.mark.parametrize(
@@ -141,63 +142,83 @@ def _gold(task: Task) -> str:
     return str(entry["answer"])
 
 
+Scoring = Callable[..., Score]
+
+
+@pytest.fixture(scope="module")
+def scored() -> Iterator[Scoring]:
+    """Scores a text by a task; all share the processes that verify."""
+    with asyncio.Runner() as runner:
+        yield lambda task, text, **options: runner.run(ReasoningGymReward(**options, processes=1)(task, text))
+
+
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_the_gold_answer_scores_one_and_an_empty_one_zero(dataset: str) -> None:
-    source, reward = ReasoningGymSource(dataset, {}, 0, 0.1), ReasoningGymReward()
+def test_the_gold_answer_scores_one_and_an_empty_one_zero(dataset: str, scored: Scoring) -> None:
+    source = ReasoningGymSource(dataset, {}, 0, 0.1)
     for task in (source.draw() for _ in range(5)):
         gold = _gold(task)
-        assert reward(task, f"Let me see, <answer>{gold}</answer>.").total == 1.0
-        assert reward(task, gold).total == 1.0
+        assert scored(task, f"Let me see, <answer>{gold}</answer>.").total == 1.0
+        assert scored(task, gold).total == 1.0
         if is_number(gold):
-            assert reward(task, f"After 12 steps, 3 + 4, the answer is {gold}.").total == 1.0
-        assert reward(task, "").total == 0.0
-        assert reward(task, "<answer>I do not know</answer>").total == 0.0
+            assert scored(task, f"After 12 steps, 3 + 4, the answer is {gold}.").total == 1.0
+        assert scored(task, "").total == 0.0
+        assert scored(task, "<answer>I do not know</answer>").total == 0.0
 
 
 def _task(dataset: str, entry: dict[str, object]) -> Task:
-    return Task(id="x", source=dataset, messages=(), truth={"dataset": dataset, "params": {}, "entry": entry})
+    truth = {"dataset": dataset, "params": {}, "entry": entry}
+    return Task(id="x", source=dataset, messages=(), truth=truth, verifier="reasoning_gym")
 
 
-def test_a_wrong_number_scores_zero() -> None:
+def test_a_wrong_number_scores_zero(scored: Scoring) -> None:
     task = _task("chain_sum", {"question": "2 + 3 =", "answer": "5", "metadata": {}})
-    reward: Reward = ReasoningGymReward()
-    assert reward(task, "2 + 3 = 5").total == 1.0
-    assert reward(task, "2 + 3 = 6").total == 0.0
+    assert scored(task, "2 + 3 = 5").total == 1.0
+    assert scored(task, "2 + 3 = 6").total == 0.0
 
 
-def test_partial_credit_is_kept_only_when_not_strict() -> None:
+def test_partial_credit_is_kept_only_when_not_strict(scored: Scoring) -> None:
     # reasoning-gym gives len("5") / len("55") to an answer that holds the right one.
     task = _task("chain_sum", {"question": "2 + 3 =", "answer": "5", "metadata": {}})
-    assert ReasoningGymReward(strict=False)(task, "55").total == 0.5
-    assert ReasoningGymReward(strict=True)(task, "55").total == 0.0
+    assert scored(task, "55", strict=False).total == 0.5
+    assert scored(task, "55", strict=True).total == 0.0
 
 
-def test_text_that_a_verifier_chokes_on_scores_zero() -> None:
+def test_text_that_a_verifier_chokes_on_scores_zero(scored: Scoring) -> None:
     # The verifier of prime_factorization raises ValueError on what is not a number.
     task = ReasoningGymSource("prime_factorization", {}, 0, 0.1).draw()
-    assert ReasoningGymReward(extract="whole")(task, "zzz").total == 0.0
+    assert scored(task, "zzz", extract="whole").total == 0.0
 
 
-def test_a_verifier_that_fails_on_the_gold_answer_too_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(answer: str, entry: object) -> float:
-        raise KeyError("metadata")
-
-    monkeypatch.setattr(verifiers, "_verifier", lambda dataset, params_json: broken)
-    task = _task("chain_sum", {"question": "2 + 3 =", "answer": "5"})
-    with pytest.raises(TaskError, match="the verifier of 'chain_sum' failed on task 'x': KeyError: 'metadata'"):
-        ReasoningGymReward()(task, "6")
+def test_a_verifier_that_hangs_costs_its_answer_alone(scored: Scoring) -> None:
+    # That of coin_flip makes a Fraction of it, of a billion digits.
+    task = ReasoningGymSource("coin_flip", {}, 0, 0.1).draw()
+    late = scored(task, "<answer>1e1000000000</answer>", extract="tagged", timeout_s=1.0)
+    assert (late.total, late.parts) == (0.0, {"late": 1.0})
+    assert scored(task, _gold(task)).total == 1.0
 
 
-def test_a_score_outside_zero_to_one_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "_verifier", lambda dataset, params_json: lambda answer, entry: float("nan"))
+def test_a_verifier_that_fails_on_the_gold_answer_too_raises(scored: Scoring) -> None:
+    # The entry has no metadata, which that verifier wants.
+    task = _task("word_ladder", {"question": "COLD to WARM", "answer": "COLD,WARM"})
+    with pytest.raises(TaskError, match="the verifier of 'word_ladder' failed on task 'x': KeyError: 'metadata'"):
+        scored(task, "COLD,WARM")
+
+
+def test_a_score_outside_zero_to_one_raises(monkeypatch: pytest.MonkeyPatch, scored: Scoring) -> None:
+    async def score(*given: object) -> float:
+        return float("nan")
+
+    monkeypatch.setattr(verifiers, "shared_workers", lambda *given: score)
     with pytest.raises(TaskError, match="scored nan, not 0 to 1"):
-        ReasoningGymReward()(_task("chain_sum", {"question": "2 + 3 =", "answer": "5"}), "6")
+        scored(_task("chain_sum", {"question": "2 + 3 =", "answer": "5"}), "6")
 
 
-def test_a_task_without_an_entry_raises() -> None:
-    with pytest.raises(TaskError, match=r"no reasoning-gym entry.*\['answer'\]"):
-        ReasoningGymReward()(Task(id="x", source="mine", messages=(), truth={"answer": "5"}), "5")
+def test_a_task_of_another_source_raises(scored: Scoring) -> None:
+    with pytest.raises(TaskError, match=r"does not come from reasoning-gym.*\['answer'\]"):
+        scored(Task(id="x", source="mine", messages=(), truth={"answer": "5"}), "5")
 
 
 def test_a_reward_pickles() -> None:
     assert pickle.loads(pickle.dumps(ReasoningGymReward(strict=False))) == ReasoningGymReward(strict=False)
+    task = ReasoningGymSource("chain_sum", {}, 0, 0.1).draw()
+    assert pickle.loads(pickle.dumps(task)).verifier == task.verifier == "reasoning_gym"

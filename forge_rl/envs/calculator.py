@@ -54,6 +54,8 @@ def _value(node: ast.expr) -> int | float:
             return _bounded(_BINARY[type(op)](a, b))
         case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in _FUNCTIONS:
             values = [_value(each) for each in given]
+            if name == "round" and any(abs(digits) > 400 for digits in values[1:]):
+                raise ValueError("round takes up to 400 digits")
             if name in ("factorial", "lcm") and any(abs(value) > 400 for value in values):
                 raise ValueError(f"{name} takes numbers up to 400")
             return _bounded(_FUNCTIONS[name](*values))

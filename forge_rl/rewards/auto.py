@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from forge_rl.rewards.answers import Match, Number
 from forge_rl.rewards.extract import is_number
 from forge_rl.rewards.maths import Maths
 from forge_rl.rewards.truth import true_answers
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
 from forge_rl.types import Score, Task
 
 _MATHS = re.compile(r"[\\$^%√π]|[\d)]\s*[/*+=]|=\s*[-\d]|\d[a-z]\b|\b[a-z]\s*=")
@@ -30,7 +29,7 @@ class Auto:
 
     def __call__(self, task: Task, text: str) -> Score | Awaitable[Score]:
         """Raises TaskError for a task without an answer."""
-        if "entry" in task.truth and "dataset" in task.truth:
+        if task.verifier == REASONING_GYM:
             return ReasoningGymReward()(task, text)
         right = true_answers(task, self.key, "auto")
         if all(map(is_number, right)):
@@ -38,10 +37,4 @@ class Auto:
         score = Match(key=self.key)(task, text)
         if score.total == 1.0 or not any(map(_MATHS.search, right)):
             return score
-        return _maths(self.key)(task, text)
-
-
-@functools.lru_cache(maxsize=8)
-def _maths(key: str) -> Maths:
-    """Keep the processes of one for all scores."""
-    return Maths(key=key)
+        return Maths(key=self.key)(task, text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.rewards.extract import boxed, tagged
 from forge_rl.rewards.truth import true_answers
-from forge_rl.rewards.workers import Workers
+from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
 _LONGEST = 1000
@@ -34,24 +34,16 @@ class Maths:
     """Most processes that compare, in each replica of the reward service."""
     deadline_s: ClassVar[float] = 3600.0
     """Longest time for one score, with the wait for others before it."""
-    workers: Workers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward math:", least={"processes": 1}, above={"timeout_s": 0})
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("--reward math: math-verify is not installed", hint="pip install math-verify")
-        self.__setstate__({})
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "workers"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self.__dict__["workers"] = Workers(__name__, "compare", processes=self.processes, deadline_s=self.timeout_s)
 
     async def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer, ForgeError where math-verify does not start."""
-        compared = await self.workers(true_answers(task, self.key, "math"), text)
+        workers = shared_workers(__name__, "compare", self.processes, self.timeout_s, ("math_verify", "sympy"))
+        compared = await workers(true_answers(task, self.key, "math"), text)
         if compared is None:
             return Score(total=0.0, parts={"late": 1.0})
         equal, answer = cast(tuple[bool, str], compared)

@@ -134,6 +134,7 @@ class ReasoningGymSource:
             source=self.name,
             messages=messages,
             truth={"dataset": self.dataset, "params": self.params, "entry": entry},
+            verifier="reasoning_gym",
         )
 
     def _described(self) -> str:

@@ -1,0 +1,128 @@
+"""Takes from a process what scoring needs none of: network, other processes, files to write, and most to read."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import signal
+import stat
+import struct
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+_MOST_BYTES = 4 << 30
+"""Most address space of a process."""
+_PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 1, 38, 22, 2
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom")
+
+# Landlock's system calls have the same numbers everywhere: Documentation/userspace-api/landlock.rst of Linux.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Number of rights to files by version of Landlock; 16 from version 5 on."""
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""Kernel's number of an architecture, and its column below."""
+_ALLOWED: dict[str, tuple[int, int]] = {
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "close": (3, 57),
+    "lseek": (8, 62), "dup": (32, 23), "fcntl": (72, 25), "fstat": (5, 80), "newfstatat": (262, 79),
+    "statx": (332, 291), "stat": (4, 79), "lstat": (6, 79), "access": (21, 48), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "readlink": (89, 78), "readlinkat": (267, 78), "getdents64": (217, 61),
+    "getcwd": (79, 17), "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216),
+    "madvise": (28, 233), "brk": (12, 214), "membarrier": (324, 283), "futex": (202, 98), "rseq": (334, 293),
+    "set_robust_list": (273, 99), "sched_yield": (24, 124), "sched_getaffinity": (204, 123),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
+    "restart_syscall": (219, 128), "setitimer": (38, 103), "getitimer": (36, 102), "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "gettimeofday": (96, 169), "time": (201, 169), "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178),
+    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "uname": (63, 160),
+    "sysinfo": (99, 179), "getrusage": (98, 165), "getrlimit": (97, 163), "getrandom": (318, 278),
+    "poll": (7, 73), "ppoll": (271, 73), "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+"""System calls of a process that computes, reads files and writes what it has open, on x86-64 and on 64-bit ARM."""
+_OPENAT = (257, 56)
+_OPEN = 2  # of x86-64 alone
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000  # the last is O_TMPFILE's own
+_EPERM = 1
+
+# Classic BPF: linux/filter.h and linux/seccomp.h.
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | _EPERM, 0x80000000
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when the one that started it is gone."""
+    _libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def confine(packages: Iterable[Path]) -> None:
+    """Leave this process no more than computing, and reading the files of Python and of some packages.
+
+    Network, other processes, signals, programs and writing files are refused by seccomp, on x86-64 and 64-bit ARM;
+    reading other files by Landlock. A kernel without one of them does without it. There is no way back.
+
+    Args:
+        packages: folders that hold packages which may be imported later.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    libc = _libc()
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # what both of them ask for
+    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own.add(str(Path(__file__).parent.parent))
+    _restrict_reading(libc, [*map(str, packages), *sorted(own), *_SYSTEM, *_SYSTEM_FILES])
+    if platform.machine() in _ARCHITECTURES:
+        number, column = _ARCHITECTURES[platform.machine()]
+        _filter_calls(libc, _program(number, column))
+
+
+def _restrict_reading(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
+    """Refuse to open anything else than these files and what is in these folders, by Landlock."""
+    version = libc.syscall(_CREATE_RULESET, None, 0, 1)
+    if version < 1:
+        return
+    rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
+    # Network from version 4 on; abstract sockets and signals to others from version 6 on.
+    handled = struct.pack("QQQ", rights, 3, 3)[: 8 * (1 + (version >= 4) + (version >= 6))]
+    rules = libc.syscall(_CREATE_RULESET, handled, len(handled), 0)
+    if rules < 0:
+        return
+    for path in readable:
+        with contextlib.suppress(OSError):  # what is not there
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            folder = stat.S_ISDIR(os.fstat(opened).st_mode)
+            allowed = _READ_FILE | _READ_FOLDER if folder else _READ_FILE
+            libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", allowed, opened), 0)
+            os.close(opened)
+    libc.syscall(_RESTRICT_SELF, rules, 0)
+    os.close(rules)
+
+
+def _program(architecture: int, column: int) -> bytes:
+    """Program for seccomp that allows the calls above; a file is opened only to be read."""
+    # Offsets into seccomp_data: 0 is the call's number, 4 the architecture, 16 and on its arguments, 8 bytes each.
+    lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    lines += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _REFUSE)]  # x32's numbers
+    for call in sorted({numbers[column] for numbers in _ALLOWED.values()}):
+        lines += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
+    for call, flags in [(_OPENAT[column], 2), *([(_OPEN, 1)] if column == 0 else [])]:
+        lines += [(_EQUAL, 0, 4, call), (_LOAD, 0, 0, 16 + 8 * flags), (_ANY_BIT, 0, 1, _WRITING)]
+        lines += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+    lines.append((_RETURN, 0, 0, _REFUSE))
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
+
+
+def _filter_calls(libc: ctypes.CDLL, program: bytes) -> None:
+    kept = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(kept))
+    libc.prctl(_SECCOMP, _FILTER, described, 0, 0)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,133 @@
+"""Scorers that read what a model wrote: none runs it, and a process that did would find nothing to take or break."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from forge_rl.data.config import DataConfig
+from forge_rl.data.sources import ReasoningGymSource
+from forge_rl.errors import TaskError
+from forge_rl.rewards.auto import Auto
+from forge_rl.rewards.procedural import OWN
+from forge_rl.rewards.verifiers import ReasoningGymReward, verify
+from forge_rl.rewards.workers import Workers
+from forge_rl.types import Score, Task
+
+
+async def scored(task: Task, text: str) -> Score:
+    score = Auto()(task, text)
+    return score if isinstance(score, Score) else await score
+
+
+@pytest.mark.parametrize("dataset", sorted(OWN))
+def test_an_answer_that_is_code_does_not_run(dataset: str, tmp_path: Path):
+    entry = ReasoningGymSource(dataset, {}, 0, 0.1).draw().truth["entry"]
+    assert isinstance(entry, dict)
+    written = tmp_path / "written"
+    code = f"__import__('pathlib').Path({str(written)!r}).write_text('ran')"
+    for answer in (code, f"[{code}]", f"[[{code}]]", f"({code}) + 1", f"sqrt({code})"):
+        assert verify(dataset, {}, entry, answer) in (0.0, 0.01)
+    assert not written.exists()
+
+
+def test_columns_of_a_data_file_choose_no_verifier(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    row = '{"question": "What is 2 + %d?", "answer": "5", "dataset": "chain_sum", "entry": {"answer": "7"}, "verifier": "reasoning_gym"}\n'  # noqa: E501
+    file.write_text("".join(row % number for number in range(20)))
+    mixture = DataConfig().build((str(file),), seed=0)
+    task = mixture.draw_from(mixture.source_order(1)[0])
+    assert "entry" in task.truth
+    assert [asyncio.run(scored(task, text)).total for text in ("5", "7")] == [1.0, 0.0]
+    with pytest.raises(TaskError, match="does not come from reasoning-gym"):
+        asyncio.run(ReasoningGymReward()(task, "7"))
+
+
+def attempts(parent: int, folder: str, port: int) -> dict[str, str]:
+    """Try what a scorer has no business with; returns what was had, by what it was."""
+
+    def read(path: str) -> str:
+        return Path(path).read_text(errors="replace")
+
+    def connect() -> str:
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            return "connected"
+
+    tried = {
+        "environment": lambda: [name for name in os.environ if "KEY" in name] or None,
+        "environment of the parent": lambda: read(f"/proc/{parent}/environ"),
+        "a file": lambda: read(f"{folder}/secret"),
+        "a system file": lambda: read("/etc/passwd"),
+        "a folder": lambda: os.listdir(folder),
+        "a new file": lambda: Path(f"{folder}/new").write_text("x"),
+        "an old file": lambda: os.open(f"{folder}/secret", os.O_APPEND),
+        "a link": lambda: os.link(f"{folder}/secret", f"{folder}/link"),
+        "removing": lambda: (os.unlink(f"{folder}/secret"), "removed"),
+        "a Unix socket": lambda: socket.socket(socket.AF_UNIX),
+        "a connection": connect,
+        "fork": os.fork,
+        "a program": lambda: subprocess.run([sys.executable, "-c", ""], check=True),
+        "exec": lambda: os.execv("/bin/true", ["true"]),
+        "a signal": lambda: (os.kill(parent, 0), "sent"),
+        "limits of the parent": lambda: __import__("resource").prlimit(parent, 7),
+        "privileges": lambda: (os.setuid(0), "root"),
+        "typing on the terminal": lambda: __import__("fcntl").ioctl(2, 0x5412, b"x"),
+    }
+    had = {}
+    for name, attempt in tried.items():
+        with contextlib.suppress(OSError):
+            if (got := attempt()) is not None:
+                had[name] = str(got)[:100]
+    return had
+
+
+def test_a_process_that_scores_can_do_nothing_but_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", "k")
+    (tmp_path / "secret").write_text("s")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        workers = Workers(__name__, "attempts", processes=1, deadline_s=60.0)
+        assert asyncio.run(workers(os.getpid(), str(tmp_path), port)) == {}
+    assert [each.name for each in tmp_path.iterdir()] == ["secret"]
+
+
+def babbles(what: str) -> object:
+    """Answer as a process does that somebody else has taken over."""
+    if what == "pid":
+        return os.getpid()
+    for file in range(3, 20):
+        with contextlib.suppress(OSError):
+            os.write(file, {"garbage": b"]]\n", "long": b"1" * 200_000, "deep": b"[" * 60_000 + b"\n"}[what])
+    time.sleep(60)
+    return None
+
+
+def test_what_makes_no_sense_costs_its_answer_alone():
+    async def main() -> None:
+        workers = Workers(__name__, "babbles", processes=1, deadline_s=30.0)
+        for what in ("garbage", "long", "deep"):
+            assert await workers(what) is None
+        assert isinstance(await workers("pid"), int)
+
+    asyncio.run(main())
+
+
+def test_a_process_that_others_killed_between_calls_costs_no_answer():
+    async def main() -> None:
+        workers = Workers(__name__, "babbles", processes=1, deadline_s=30.0)
+        first = await workers("pid")
+        assert isinstance(first, int)
+        os.kill(first, 9)
+        second = await workers("pid")
+        assert isinstance(second, int)
+        assert second != first
+
+    asyncio.run(main())
