@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,6 +60,7 @@ def _checked(folder: Path) -> Path:
     """Check what can be checked before anything is loaded: the folder may be incomplete, broken or crafted."""
     files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
     _check_links(folder, files)
+    _check_owners(folder, files)
     objects = {path.name: _read_object(path) for path in files if path.name in _OBJECTS}
     missing = [] if "config.json" in objects else ["config.json"]
     weights = [path.name for path in files if path.suffix == ".safetensors"]
@@ -87,6 +90,26 @@ def _check_links(folder: Path, files: Sequence[Path]) -> None:
             raise ModelError(
                 f"{path} is a link out of the model's folder, to {target}", hint=f"copy it: cp -rL {folder} COPY"
             )
+
+
+def _check_owners(folder: Path, files: Sequence[Path]) -> None:
+    """Check that all of it is the folder's owner's, this user's or root's, and that nobody else may write to it."""
+    top = folder.stat()
+    owners = {top.st_uid, os.geteuid(), 0}
+    for path in (folder, *files):
+        with contextlib.suppress(FileNotFoundError):  # a link to nothing is told as what it lacks
+            status, problem = path.stat(), ""
+            if status.st_uid not in owners:
+                problem = f"{path} belongs to user {status.st_uid}, and the folder to user {top.st_uid}"
+            elif status.st_mode & stat.S_IWOTH and top.st_mode & stat.S_IXOTH:
+                problem = f"anybody may write to {path} (mode {stat.S_IMODE(status.st_mode):o})"
+            elif path != folder and not stat.S_ISREG(status.st_mode):
+                problem = f"{path} is no file"
+            if problem:
+                raise ModelError(
+                    f"{folder} cannot be trusted: {problem}",
+                    hint=f"if you know what is in it: chown -R and chmod -R o-w, or copy it: cp -rL {folder} COPY",
+                )
 
 
 def _read_object(path: Path) -> dict[str, object]:

@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.errors import ModelError
+from tests.security.other_user import NOBODY, needs_root
 
 ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
@@ -97,6 +99,33 @@ def test_a_link_out_of_a_model_folder_is_refused(file: str, model: Path):
     (model / file).unlink(missing_ok=True)
     (model / file).symlink_to("/etc/passwd")
     refused(model, f"{file} is a link out of the model's folder, to /etc/passwd")
+
+
+@pytest.mark.parametrize("file", ["", "config.json", "model.safetensors", "chat_template.jinja"])
+def test_a_model_that_anybody_may_write_to_is_refused(file: str, model: Path):
+    (model / "chat_template.jinja").touch()
+    model.chmod(0o755)
+    path = model / file
+    path.chmod(path.stat().st_mode | 0o002)
+    refused(model, f"anybody may write to .*{file}")
+    model.chmod(0o700)
+    if file:
+        assert resolve_model(str(model), model) == model, "nobody else comes there"
+
+
+@needs_root
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_of_another_user_in_a_model_is_refused(file: str, model: Path):
+    os.chown(model / file, NOBODY, NOBODY)
+    refused(model, f"{file} belongs to user {NOBODY}, and the folder to user 0")
+    os.chown(model, NOBODY, NOBODY)
+    assert resolve_model(str(model), model) == model, "a folder that is another's is named by who trusts them"
+
+
+def test_a_pipe_in_a_model_is_not_waited_for(model: Path):
+    (model / "generation_config.json").unlink(missing_ok=True)
+    os.mkfifo(model / "generation_config.json")
+    refused(model, "generation_config.json is no file")
 
 
 def test_links_of_the_hubs_cache_are_followed(model: Path):
