@@ -8,13 +8,15 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway import AgentCommand
+from forge_rl.gateway import AgentCommand, Session, agent_command
+from forge_rl.gateway.agent_command import AgentError, AgentStartError
 from forge_rl.runtime.commands import CommandLimits
 from forge_rl.types import Outcome, Task
 from recipes.agent_command import EXAMPLE
@@ -53,7 +55,9 @@ def test_the_bundled_agent_asks_again_and_its_turns_are_one_segment():
 @pytest.mark.parametrize(
     ("prints", "scored"),
     [
-        ("print('thinking'); print('5'); print()", "5"),
+        ("print('thinking'); print('5'); print()", "thinking\n5"),
+        ("print('thinking'); print('{\"answer\": 5}'); print()", "5"),
+        ("print('{\"answer\": 5}'); print('or 6')", '{"answer": 5}\nor 6'),
         ("print('{\"answer\": 5}')", "5"),
         ("print('{\"answer\": null}')", "Hello there."),
         ("print('{\"other\": 5}')", '{"other": 5}'),
@@ -61,7 +65,9 @@ def test_the_bundled_agent_asks_again_and_its_turns_are_one_segment():
         ("", "Hello there."),
     ],
 )
-def test_the_last_line_is_scored_or_else_the_policys_last_answer(prints: str, scored: str):
+def test_what_it_prints_is_scored_or_the_answer_of_its_last_line_or_else_the_policys_last_answer(
+    prints: str, scored: str
+):
     episode = episode_of(AgentCommand(python(ASKS + f"ask()\n{prints}")))
     assert (episode.outcome, episode.text) == (Outcome.COMPLETED, scored)
 
@@ -104,6 +110,71 @@ def test_what_fails_is_the_agents_error_and_says_what_it_said(code: str, limits:
     episode = episode_of(AgentCommand(python(ASKS + code), CommandLimits(**limits)))
     assert episode.outcome is Outcome.ENVIRONMENT_ERROR
     assert problem in episode.problem
+
+
+def session(turns: int = 0) -> Any:
+    """What a command is told of a session in which the policy was asked so often."""
+    urls = {"base_url": "http://127.0.0.1:1/v1", "anthropic_url": "http://127.0.0.1:1", "key": "k", "model": "fake"}
+    return SimpleNamespace(**urls, task_id="7", turns=(None,) * turns, refusal=None)
+
+
+def test_an_agent_whose_every_start_fails_for_one_cause_ends_the_run(tmp_path: Path):
+    marker = tmp_path / "installed"
+    missing = f"not os.path.exists({str(marker)!r})"
+    code = f"import os, sys; print(os.getpid(), file=sys.stderr)\nif {missing}: import lost_package"
+    agent = AgentCommand(python(code)).logging_to(tmp_path / "agent.log")
+
+    async def check() -> None:
+        async def fails(times: int) -> None:
+            for _ in range(times):
+                with pytest.raises(AgentError, match="No module named 'lost_package'") as caught:
+                    await agent(TASK, session())
+                assert type(caught.value) is AgentError
+
+        await fails(7)
+        marker.touch()
+        assert await agent(TASK, session(turns=1)) is None
+        marker.unlink()
+        await fails(7)
+        with pytest.raises(AgentStartError, match=r"8 processes .* before they asked the policy") as caught:
+            await agent(TASK, session())
+        assert "line 2, in <module>\nModuleNotFoundError: No module named" in caught.value.message
+        assert str(tmp_path / "agent.log") in caught.value.hint
+
+    asyncio.run(check())
+    log = (tmp_path / "agent.log").read_text()
+    assert log.count("--- task 7: ended with status 1: ModuleNotFoundError") == 15
+    assert log.count("--- task 7: ended with status 0") == 1
+    assert (tmp_path / "agent.log").stat().st_mode & 0o077 == 0
+
+
+def test_the_error_of_a_start_ends_the_run_and_that_of_an_episode_does_not():
+    class Failing(AgentCommand):
+        async def __call__(self, task: Task, session: Session) -> str | None:
+            raise AgentStartError("every start fails")
+
+    with pytest.raises(AgentStartError):
+        episode_of(Failing("true"))
+
+
+def test_a_log_of_agents_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agent_command, "_LOG_BYTES", 1000)
+    monkeypatch.setattr(agent_command, "_LOGGED_BYTES", 600)
+    agent = AgentCommand(python("import sys; sys.stderr.write('x' * 100000)"), log=tmp_path / "agent.log")
+
+    async def check() -> None:
+        for _ in range(5):
+            await agent(TASK, session(turns=1))
+
+    asyncio.run(check())
+    assert [path.stat().st_size < 1700 for path in sorted(tmp_path.iterdir())] == [True, True]
+
+
+def test_python_is_the_interpreter_that_runs_this():
+    agent = AgentCommand("python -c 'import sys; print(sys.executable)'")
+    found = asyncio.run(agent(TASK, session(turns=1)))
+    assert found is not None
+    assert Path(found).parent == Path(sys.executable).parent
 
 
 def test_an_agent_that_fails_since_its_prompt_is_too_long_is_truncated():

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import json
+import os
+import re
 import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.gateway.sessions import Session
-from forge_rl.runtime.commands import CommandLimits, run_command
+from forge_rl.runtime.commands import CommandLimits, Finished, run_command
+from forge_rl.terminal import visible
 from forge_rl.types import Task
 from forge_rl.user_code import names_code
+from forge_rl.variables import handed_on
+
+_FAILED_STARTS = 8
+"""Number of processes in a row that end with one cause before they ask the policy, after which no more are tried."""
+_LOGGED_BYTES = 1 << 16
+"""End of what one process writes to stderr that is logged."""
+_QUOTED_LINES = 12
+"""Lines of stderr that an error shows."""
+_LOG_BYTES = 16 << 20
+"""Length from which a log is begun anew; the one before it is kept."""
 
 
 class AgentError(ForgeError):
     """An agent's process failed: its problem, as it said it."""
+
+
+class AgentStartError(AgentError):
+    """An agent whose processes all fail for one cause before they ask the policy: it ends the run."""
 
 
 class AgentCommand:
@@ -29,24 +49,37 @@ class AgentCommand:
 
     It finds the policy by its environment: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY,
     which clients read by themselves, and FORGE_RL_MODEL. The task comes as JSON on its stdin, and in the file that
-    FORGE_RL_TASK_FILE names: id, source, messages and tools. The last line that it prints is the text to score, or the
-    "answer" of a JSON object there; without one it is the policy's last answer.
+    FORGE_RL_TASK_FILE names: id, source, messages and tools. What it prints is the text to score, unless its last line
+    is a JSON object with an "answer", which then is; if it prints nothing, it is the policy's last answer. `python` is
+    the interpreter that runs this.
 
     Args:
         command: program and arguments, or a line that is split as a shell would.
         limits: what each process may use; by default those of the gateway's config.
+        log: file for what they write to stderr.
 
     Raises:
         ConfigError: there is no such program.
     """
 
-    def __init__(self, command: str | Sequence[str], limits: CommandLimits | None = None) -> None:
+    def __init__(
+        self, command: str | Sequence[str], limits: CommandLimits | None = None, *, log: Path | None = None
+    ) -> None:
         self.command = tuple(shlex.split(command) if isinstance(command, str) else command)
         self.limits = limits or CommandLimits()
-        if not self.command or shutil.which(self.command[0]) is None:
+        if not self.command or shutil.which(self.command[0], path=_path()) is None:
             program = self.command[0] if self.command else ""
             raise ConfigError(f"there is no program {program!r} for the agent", hint="name one that is on the PATH")
+        self.log = log
         self._slots = asyncio.Semaphore(self.limits.at_a_time)
+        self._failed_starts: list[str] = []
+        """Causes, the same each time, of the processes that failed since one asked the policy."""
+
+    def logging_to(self, log: Path) -> Self:
+        """Return the same agent with a log."""
+        other = copy.copy(self)
+        other.log, other._failed_starts = log, []
+        return other
 
     def __repr__(self) -> str:
         return f"AgentCommand({shlex.join(self.command)!r})"
@@ -56,6 +89,7 @@ class AgentCommand:
 
         Raises:
             AgentError: it failed.
+            AgentStartError: so did all before it, for the same cause.
         """
         shown = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
         return await self._run(json.dumps(shown).encode(), session)
@@ -73,11 +107,40 @@ class AgentCommand:
                     "ANTHROPIC_API_KEY": session.key,
                     "FORGE_RL_MODEL": session.model,
                     "FORGE_RL_TASK_FILE": str(file),
+                    "PATH": _path(),
                 }
                 done = await run_command(self.command, self.limits, variables=variables, given=given)
+        self._note(session, done)
         if done.problem:
-            raise AgentError(f"the agent's process {done.problem}", hint=f"run it by hand: {shlex.join(self.command)}")
+            raise AgentError(f"the agent's process {done.problem}", hint=self._hint)
         return _answer(done.output)
+
+    @property
+    def _hint(self) -> str:
+        log = f"; what it wrote to stderr is in {self.log}" if self.log else ""
+        return f"run it by hand: {shlex.join(self.command)}{log}"
+
+    def _note(self, session: Session, done: Finished) -> None:
+        """Log what a process wrote to stderr; and end what cannot go well."""
+        if self.log is not None and done.errors:
+            said = done.errors.encode(errors="replace")[-_LOGGED_BYTES:]
+            head = visible(f"--- task {session.task_id}: {done.problem or 'ended with status 0'}")
+            _append(self.log, head.encode() + b"\n" + said.rstrip(b"\n") + b"\n")
+        problem = done.problem or "ended with status 0"
+        cause = re.sub(r"\d+", "", problem)
+        asked = bool(session.turns) or session.refusal is not None
+        if asked or cause not in self._failed_starts:
+            self._failed_starts.clear()
+        if not asked:
+            self._failed_starts.append(cause)
+        if len(self._failed_starts) >= _FAILED_STARTS:
+            self._failed_starts.clear()  # whoever tries again has mended it
+            last = "\n".join(["", *done.errors.strip().splitlines()[-_QUOTED_LINES:]])
+            raise AgentStartError(
+                f"{_FAILED_STARTS} processes of the agent in a row ended before they asked the policy; the last one "
+                f"{problem}{last}",
+                hint=self._hint,
+            )
 
 
 class AgentFunction(AgentCommand):
@@ -122,14 +185,27 @@ class AgentFunction(AgentCommand):
 
 
 def _answer(output: str) -> str | None:
-    """Return what a command answers by the last line that it prints; None if it prints none."""
-    last = next((line for line in reversed(output.splitlines()) if line.strip()), None)
-    if last is None:
-        return None
+    """Return the "answer" of a JSON object in the last line of what a command prints, or else all of it, if any."""
+    printed = output.strip()
     try:
-        found = json.loads(last)
+        found = json.loads(printed.rpartition("\n")[2])
     except (ValueError, RecursionError):
-        return last
+        return printed or None
     if isinstance(found, dict) and "answer" in found:
         return None if found["answer"] is None else str(found["answer"])
-    return last
+    return printed
+
+
+def _path() -> str:
+    """Return the PATH of agents: our own interpreter, and what is installed for it, comes first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), handed_on().get("PATH", os.defpath)])
+
+
+def _append(log: Path, text: bytes) -> None:
+    """Add to a log, which is begun anew when it is long."""
+    with contextlib.suppress(FileNotFoundError):
+        if log.stat().st_size > _LOG_BYTES:
+            log.replace(log.with_name(f"{log.name}.1"))
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(text)

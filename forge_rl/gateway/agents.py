@@ -9,11 +9,12 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, ReplicaError, SpendingError
-from forge_rl.gateway.agent_command import AgentError, AgentFunction
+from forge_rl.gateway.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.server import Gateway
@@ -103,6 +104,7 @@ class AgentEpisodeRunner:
         Raises:
             ContextError: the agent's first prompt leaves no room for an answer.
             SpendingError: a judge has spent all that it may.
+            AgentStartError: the agent's processes fail at each start.
         """
         began = time.monotonic()
         session = self.gateway.open(task.id, sampling=client.sampling)
@@ -131,6 +133,8 @@ class AgentEpisodeRunner:
             with deadline:
                 async with deadline.limit:
                     text = await self.agent(task, session)
+        except AgentStartError:
+            raise
         except AgentError as error:
             failure = error.message
         except Exception as error:
@@ -213,10 +217,12 @@ async def serving_agents(
     tokenizer: Tokenizer,
     reward: Reward,
     warn: Callable[[str], None] = lambda text: None,
+    logs: Path | None = None,
 ) -> AsyncIterator[AgentEpisodeRunner]:
     """Serve the policy to an agent at a gateway of its own, and yield what runs its episodes.
 
-    A text, MODULE:FUNCTION or FILE.py:FUNCTION, names an agent that runs in a process of its own.
+    A text, MODULE:FUNCTION or FILE.py:FUNCTION, names an agent that runs in a process of its own. Processes of agents
+    write to agent.log in the folder `logs`, if it is given.
 
     Raises:
         ConfigError: it cannot listen, or there is no such agent.
@@ -224,6 +230,8 @@ async def serving_agents(
     if isinstance(agent, str):
         agent = function = AgentFunction(agent, config.agent_limits)
         await function.check()
+    if isinstance(agent, AgentCommand) and logs is not None:
+        agent = agent.logging_to(logs / "agent.log")
     backend = SessionBackend(outside)
     async with Gateway(config, backend, tokenizer, warn=warn) as gateway:
         yield AgentEpisodeRunner(agent, gateway, backend, reward, config.agent_deadline_s)

@@ -228,6 +228,7 @@ class Starting(Generic[C]):
                         tokenizer,
                         services.reward,
                         warn=lambda text: log.event(text, "warning"),
+                        logs=folder / "logs",
                     )
                     run_episode = await stack.enter_async_context(serving)
                 else:
