@@ -11,6 +11,7 @@ from rich.table import Table
 
 from forge_rl.data.models import resolve_model
 from forge_rl.engines.architecture import Architecture, read_architecture
+from forge_rl.engines.context import check_context
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.platform import device_type, memory_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
@@ -80,6 +81,7 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
     trainer = config.trainer
     found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference)
     architecture = read_architecture(model)
+    check_context(architecture, config.generator)
     dtype = str(resolve_dtype(trainer.dtype)).removeprefix("torch.")
     parts = {
         "weights, float32": found.weights,

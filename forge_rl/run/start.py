@@ -19,6 +19,7 @@ from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import check_tasks
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.platform import slow_format
@@ -189,6 +190,7 @@ class Starting(Generic[C]):
                     log.event(f"{config.model} is quantised: engines and trainer have its weights in bfloat16")
                     model = await asyncio.to_thread(dequantized, model, config.cache, display.progress)
                 check_decode_layout(model, config.generator, engines=config.generator.replicas)
+                check_context(architecture, config.generator)
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:
                         self.mixture.restore_sources(saved)  # refuses files that have changed

@@ -28,6 +28,7 @@ from forge_rl.engines import ENGINE_DIED, ENGINE_STALLED
 from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.vllm import BACKEND
+from forge_rl.engines.vllm.causes import own_log, start_cause
 from forge_rl.engines.vllm.internals import (
     answer_between_steps,
     call_workers,
@@ -89,9 +90,8 @@ class VLLMEngine:
                 unlink_shared_memory(pid)
                 when_process_ends(pid, engine._on_engine_death)
         except (ValueError, RuntimeError) as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
             raise ModelError(
-                f"vLLM does not start with {folder}: {lines[-1] if lines else type(error).__name__}",
+                f"vLLM does not start with {folder}: {start_cause(error, own_log())}",
                 hint="see logs/generator-*.log in the run folder for vLLM's own report",
             ) from error
         return engine

@@ -1,0 +1,60 @@
+"""Checks that an engine's context fits a model's positions and the engine's memory, before anything starts."""
+
+from __future__ import annotations
+
+from forge_rl.engines.families.config import Architecture
+from forge_rl.engines.platform import device_type, memory_bytes, resolve_dtype
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.errors import ConfigError
+
+
+def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
+    """Refuse a context that is longer than the model's positions, or whose keys and values find no room.
+
+    vLLM refuses the same when it starts, half a minute later. What it needs besides is not counted here.
+
+    Raises:
+        ConfigError: the context is too long.
+    """
+    tokens, positions = settings.max_model_tokens, _positions(architecture)
+    if tokens > positions:
+        raise ConfigError(
+            f"--generator.max-model-tokens is {tokens}, and the model has {positions} positions",
+            hint=f"set --generator.max-model-tokens to {positions} or less",
+        )
+    needed, room = sequence_bytes(architecture, settings), _cache_bytes(architecture, settings)
+    if needed > room:
+        flag = "--generator.memory-share" if device_type() == "cuda" else "--generator.kv-cache-gib"
+        raise ConfigError(
+            f"keys and values of one sequence of {tokens} tokens need {needed / 2**30:.3g} GiB, and a device of the "
+            f"engine has {max(0, room) / 2**30:.3g} GiB for them",
+            hint=f"raise {flag}, or lower --generator.max-model-tokens",
+        )
+
+
+def sequence_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
+    """Return the least bytes of the keys and values of one sequence of the longest context, on one device."""
+    a, tokens = architecture, settings.max_model_tokens
+    windowed = len(a.window_layers) if a.window else 0
+    seen = (a.layers - windowed) * tokens + windowed * min(tokens, a.window or tokens)
+    if a.latent:
+        values = a.latent.kv_rank + a.latent.rope_dim
+    else:
+        values = 2 * a.head_dim * max(1, a.kv_heads // settings.tensor_parallel)
+    return seen * values * resolve_dtype(settings.dtype).itemsize
+
+
+def _positions(architecture: Architecture) -> int:
+    """Return the most positions that vLLM lets a sequence have."""
+    rope = architecture.rope
+    if rope["rope_type"] != "yarn":
+        return architecture.max_positions
+    return max(architecture.max_positions, int(float(rope["original_max_position_embeddings"]) * float(rope["factor"])))
+
+
+def _cache_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
+    """Return the most bytes that a device of an engine has for keys and values."""
+    if device_type() == "cpu":
+        return int(settings.kv_cache_gib * 2**30 / settings.devices)
+    weights = architecture.weights * resolve_dtype(settings.dtype).itemsize // settings.tensor_parallel
+    return int(settings.memory_share * memory_bytes()) - weights

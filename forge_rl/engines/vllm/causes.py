@@ -1,0 +1,56 @@
+"""Finds the line that says why vLLM did not start, among those it prints and raises."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+_TAIL_BYTES = 256 << 10
+_EMPTY = ("For further information visit", "Traceback", "Process ", "[rank")
+_ELSEWHERE = ("See root cause above", "See stack trace", "Engine core initialization failed", "Executor failed")
+"""Words of lines whose reason stands in another line."""
+_RAISED = re.compile(r"\b(\w{1,60}(?:Error|Exception|Interrupt)): (.{1,2000})")
+
+
+def start_cause(error: BaseException, log: str = "") -> str:
+    """Return the reason in an error of vLLM's start, on one line.
+
+        start_cause(error, own_log())  # "max_model_len (99999) is greater than the derived max_model_len ..."
+
+    Args:
+        error: raised by vLLM; errors that it came from are read first.
+        log: output of the process, where vLLM's own processes print what the error leaves out.
+    """
+    for each in _chain(error):
+        lines = [line.strip() for line in str(each).splitlines() if line.strip()]
+        told = [line for line in lines if not line.startswith(_EMPTY) and not any(word in line for word in _ELSEWHERE)]
+        # Of pydantic's lines the first counts errors and names a class, the second says what is wrong.
+        values = [line.removeprefix("Value error, ") for line in told if line.startswith("Value error, ")]
+        if values or told:
+            return (values or told[-1:])[0].split(" [type=", 1)[0]
+    for line in reversed(log.splitlines()):
+        found = _RAISED.search(line)
+        if found and not any(word in line for word in _ELSEWHERE):
+            return f"{found[1]}: {found[2]}".strip()
+    return type(error).__name__
+
+
+def own_log() -> str:
+    """Return the end of what this process and its children have printed, or "" where that is not a file."""
+    try:
+        with open("/proc/self/fd/2", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield what an error came from, the first cause first."""
+    found: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in found:
+        found.append(each)
+        each = each.__cause__
+    return reversed(found)
