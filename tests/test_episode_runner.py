@@ -1,11 +1,14 @@
 """Episodes of many turns: rewards by turn, tool calls, and histories that are compacted."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.real_engines import _Story
 from forge_rl.envs.protocol import Observation, Step
+from forge_rl.errors import ContextError
 from forge_rl.rollout.episode_runner import EpisodeRunner, Parse
 from forge_rl.types import Episode, Outcome, Task, TokenIds, ToolCall, Turn
 from tests.staged_rollouts import Letters, StagedEnvironment, StagedReward
@@ -127,3 +130,20 @@ def test_a_step_that_shows_nothing_and_does_not_end_is_the_environments_error():
     episode = run(Broken, ["a"])
     assert (episode.outcome, len(episode.turns)) == (Outcome.ENVIRONMENT_ERROR, 1)
     assert "must show the model something" in episode.problem
+
+
+def test_a_story_of_a_benchmark_has_a_score_also_where_its_short_turns_outgrow_the_context() -> None:
+    async def check() -> Episode:
+        story = _Story(100, random.Random(0))
+        runner = EpisodeRunner(Letters(), story, None)  # type: ignore[arg-type]  # the environment scores
+        rooms = iter([True, True])
+
+        async def decode(prompt_ids: TokenIds) -> Turn:
+            if next(rooms, None) is None:
+                raise ContextError("no room")
+            return Turn(prompt_ids=prompt_ids, token_ids=[1], logprobs=[0.0], versions=[0], text="a")
+
+        return await runner(TASK, decode)
+
+    episode = asyncio.run(check())
+    assert (episode.outcome, len(episode.turns), episode.problem) == (Outcome.TRUNCATED, 2, "")
