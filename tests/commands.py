@@ -35,6 +35,7 @@ class Command:
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
+        self._reads = True
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.seen: set[psutil.Process] = set()
@@ -45,6 +46,9 @@ class Command:
             with self._changed:
                 self.lines.append(line.rstrip())
                 self._changed.notify_all()
+            if not self._reads:
+                break
+        self.process.stdout.close()
         self.process.wait()  # its output ends a moment before it does
         with self._changed:
             self._ended = True
@@ -65,6 +69,10 @@ class Command:
         assert line is not None, f"no line matches {pattern!r}:\n" + "\n".join(self.lines)
         self.seen |= set(self.children())
         return line
+
+    def stop_reading(self) -> None:
+        """Closes its output after the next line, as a `tee` that ends."""
+        self._reads = False
 
     def children(self) -> list[psutil.Process]:
         try:

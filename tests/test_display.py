@@ -564,3 +564,38 @@ def test_numbers_read_as_a_person_writes_them() -> None:
     assert [duration(s) for s in (0.04, 2.14, 59.96, 65, 3723)] == ["0.04s", "2.1s", "1:00", "1:05", "1:02:03"]
     assert [number(v) for v in (0.4531, 0.5, -0.0, -0.00002, 123456.0)] == ["0.453", "0.5", "0", "-2e-05", "1.23e+05"]
     assert number(math.nan) == "nan"
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_display_whose_reader_has_gone_turns_itself_off_and_says_why(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.openpty() if mode == "live" else os.pipe()
+    monkeypatch.setenv("TERM", "xterm")
+    told: list[str] = []
+
+    async def until_told(display: Display) -> None:
+        def tell(text: str) -> None:
+            told.append(text)
+            watching.cancel()
+
+        watching = asyncio.ensure_future(display.watch(waiting=str, status=lambda: None, tell=tell))
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+    with open(writer, "w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        display = Display(mode, phase_clock=PhaseClock())
+        display.start(RunInfo(recipe="grpo", model="tiny", folder=Path("runs/a"), steps=20))
+        os.close(reader)
+        display.log(1, STEP)
+        display.event("one", "warning")
+        asyncio.run(until_told(display))
+        display.log(2, STEP)
+        display.event("two")
+        display.summary({"run folder": "runs/a"})
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            file.close()
+    assert len(told) == 1
+    assert told[0].startswith("nothing more is shown, as stdout cannot be written: [Errno ")

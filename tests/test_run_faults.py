@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,13 @@ from forge_rl.weights.volume import reclaim
 from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
 
 FOR_EVER = ("--steps", "100000", "--evaluation.every", "0")
+
+
+def signal_all(command: Command, number: signal.Signals, *, children: bool = False) -> None:
+    """Signals each process of a run, as scancel, systemd and a time limit do; or all but the controller."""
+    for process in [psutil.Process(command.process.pid)][children:] + command.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def engine_of(command: Command, replica: int) -> psutil.Process:
@@ -90,6 +99,11 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
     arguments += ("--weights.shm", str(shm))
     command = tiny_run(commands, tiny_model, out, "--steps", "100000", *arguments)
     command.wait_for("step +3/")
+    # Others may tell all processes to stop; these wait for the controller, vLLM's own too.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal_all(command, number, children=True)
+    command.wait_for(f"step +{metrics(out)[-1]['step'] + 2}/")
+    assert "failed" not in command.output
     # One at a time, so that the machine has room; both engines at once in the end.
     faults = [
         ("reward", 0, signal.SIGKILL, "SIGKILL"),
@@ -153,3 +167,72 @@ def test_a_port_in_use_is_named(commands: list[Command], tiny_model: Path, tmp_p
     assert f":{port}" in command.output
     assert "--trainer.port" in command.output
     assert command.strays() == []
+
+
+def events(out: Path) -> str:
+    return (out / "events.jsonl").read_text()
+
+
+def saved_steps(out: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted((out / "checkpoints").glob("step-*"))]
+
+
+def wait_until(holds: Callable[[], bool], command: Command, timeout_s: float = 120.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert command.process.poll() is None, command.output
+        assert time.monotonic() < until, command.output
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_outlives_its_output_and_a_full_disk_and_saves_when_all_its_processes_are_told_to_stop(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGE_RL_FAKE_ENGINES", str(tmp_path))
+    before, out = shared_memory(), tmp_path / "run"
+    arguments = (*FOR_EVER, "--checkpoint-every", "2", "--reward.replicas", "1", "--reward.restart.max-restarts", "0")
+
+    def run() -> Command:
+        return tiny_run(commands, tiny_model, out, *arguments, recipe="tests.tiny_fake")
+
+    def steps() -> int:
+        return int(metrics(out)[-1]["step"])
+
+    # Whoever reads its output goes; then the disk has no room for what the controller writes, and has room again.
+    command = run()
+    command.wait_for("step +1/")
+    command.stop_reading()
+    wait_until(lambda: "nothing more is shown" in events(out), command)
+    controller = psutil.Process(command.process.pid)
+    controller.rlimit(psutil.RLIMIT_FSIZE, (0, -1))
+    seen, saved = steps(), saved_steps(out)
+    wait_until(lambda: len(list((out / "checkpoints").glob(".step-*"))) > 0, command)
+    time.sleep(2)
+    assert steps() == seen
+    assert saved_steps(out) == saved
+    controller.rlimit(psutil.RLIMIT_FSIZE, (-1, -1))
+    wait_until(lambda: steps() > seen and bool(set(saved_steps(out)) - set(saved)), command)
+    assert steps() > seen + 1, "it trained meanwhile"
+    assert "JSONLSink.log works again" in events(out)
+
+    signal_all(command, signal.SIGTERM)
+    signal_all(command, signal.SIGHUP)
+    assert command.process.wait(60) == 143
+    assert command.strays() == []
+    assert saved_steps(out)[-1] == steps()
+
+    # A fault that ends a run: what was trained is saved, and where is said.
+    command, begun = run(), steps()
+    command.wait_for(f"step +{begun + 2}/")
+    wait_until(lambda: saved_steps(out)[-1] != steps(), command)
+    actor_of(command, "reward").kill()
+    assert command.end() == 1
+    assert "SIGKILL" in command.output
+    last = steps()
+    assert saved_steps(out)[-1] == last
+    assert f"step {last} is saved in {out}/checkpoints" in command.output
+    assert "Traceback" not in command.output
+    assert command.strays() == []
+    assert not forgotten(before)

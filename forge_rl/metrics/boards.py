@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,23 +32,20 @@ class TensorBoardSink(Sink):
         self._step = 0
 
     def rollback(self, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.close()
-        with writing(self._folder):
-            self._writer = SummaryWriter(str(self._folder), purge_step=step + 1, flush_secs=10)
         self._step = step
+        with self._writing():
+            pass  # opened, so that an error is raised now
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
-        assert self._writer is not None, "the sink was not started"
-        self._step = max(self._step, step)
-        with writing(self._folder):
+        with self._writing() as writer:
+            self._step = max(self._step, step)
             for name, value in values.items():
                 if not isinstance(value, Histogram):
-                    self._writer.add_scalar(name, value, step)
+                    writer.add_scalar(name, value, step)
                 elif value.counts:
                     counts, edges = value.bins()
-                    self._writer.add_histogram_raw(
+                    writer.add_histogram_raw(
                         name,
                         min=min(value.counts),
                         max=max(value.counts),
@@ -61,15 +59,28 @@ class TensorBoardSink(Sink):
                     )
 
     def event(self, text: str, level: Level) -> None:
-        assert self._writer is not None, "the sink was not started"
-        with writing(self._folder):
-            self._writer.add_text(f"events/{level}", text, self._step)
+        with self._writing() as writer:
+            writer.add_text(f"events/{level}", text, self._step)
 
     def close(self) -> None:
         if self._writer is not None:
             writer, self._writer = self._writer, None
             with writing(self._folder):
                 writer.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[SummaryWriter]:
+        """Give the writer; where it fails, as on a full disk, the next call opens another, as it works no more."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        with writing(self._folder):
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self._folder), purge_step=self._step + 1, flush_secs=10)
+            try:
+                yield self._writer
+            except OSError:
+                self._writer = None
+                raise
 
 
 class WandbSink(Sink):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
+from forge_rl.errors import ForgeError
 from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
 from forge_rl.redaction import without_credentials
@@ -18,7 +19,8 @@ _NUMBERS = re.compile(r"\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
 class RunLog:
     """Fans out to the display and to the sinks.
 
-    Every call reaches all of them, also when one fails; then the first error is raised, and notes name the others.
+    Every call reaches all of them, also when one fails. Only `start` raises an error of a sink: later, as on a full
+    disk, the run continues without the entries that were lost. The others are warned when a sink begins to fail.
 
     Example:
         log = RunLog(display, JSONLSink(folder / "metrics.jsonl"), EpisodeSink(folder / "episodes.jsonl"))
@@ -32,6 +34,8 @@ class RunLog:
     def __init__(self, display: Display, *sinks: Sink) -> None:
         self.display = display
         self._sinks = sinks
+        self._lost: dict[tuple[int, str], int] = {}
+        """Failures in a row, by the sink's id and the method that failed when it was called last."""
         self._warnings: dict[str, int] = {}
         """Number of warnings so far, by their text without its numbers."""
         self._folded: dict[str, str] = {}
@@ -39,12 +43,13 @@ class RunLog:
 
     def start(self, info: RunInfo) -> None:
         """Open all; on a resumed run, drop what they hold beyond `info.step`."""
-        _each(self._sinks, lambda sink: sink.start(info))
+        for sink in self._sinks:
+            sink.start(info)
         self.display.start(info, self._history)
 
     def rollback(self, step: int) -> None:
         """Go on from an earlier step: drop what was logged beyond it."""
-        _each(self._sinks, lambda sink: sink.rollback(step))
+        self._each(self._sinks, "rollback", step)
         self.display.rollback(step, self._history)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
@@ -52,11 +57,11 @@ class RunLog:
 
         What is shown has been written.
         """
-        _each((*self._sinks, self.display), lambda sink: sink.log(step, values, batch))
+        self._each((*self._sinks, self.display), "log", step, values, batch)
 
     def episode(self, episode: Episode) -> None:
         """Keep an episode that has ended, if it may be a sample worth reading."""
-        _each(self._sinks, lambda sink: sink.episode(episode))
+        self._each(self._sinks, "episode", episode)
 
     def event(self, text: str, level: Level = "info") -> None:
         """Tell of something that happened between steps; `without_credentials`, as it is kept in files.
@@ -80,25 +85,30 @@ class RunLog:
         folded, self._folded = self._folded, {}
         for kind, text in folded.items():
             self._tell(f"{text} ({self._warnings[kind]} like it in all)", "warning")
-        _each((self.display, *self._sinks), lambda sink: sink.close())
+        self._each((self.display, *self._sinks), "close")
 
     def _tell(self, text: str, level: Level) -> None:
         told = without_credentials(text)
-        _each((self.display, *self._sinks), lambda sink: sink.event(told, level))
+        self._each((self.display, *self._sinks), "event", told, level)
 
     @property
     def _history(self) -> Steps:
         return next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
 
-
-def _each(sinks: Iterable[Sink], call: Callable[[Sink], None]) -> None:
-    errors: list[Exception] = []
-    for sink in sinks:
-        try:
-            call(sink)
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        for other in errors[1:]:
-            errors[0].add_note(f"also failed: {other}")
-        raise errors[0]
+    def _each(self, sinks: Iterable[Sink], method: str, *args: object) -> None:
+        """Call a method of all, and tell when one of them begins to fail and when it works again."""
+        told: list[str] = []
+        for sink in sinks:
+            name, key = f"{type(sink).__name__}.{method}", (id(sink), method)
+            try:
+                getattr(sink, method)(*args)
+            except Exception as error:
+                self._lost[key] = self._lost.get(key, 0) + 1
+                if self._lost[key] == 1:
+                    cause = error.message if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+                    told.append(f"{name} fails, and the run goes on without it: {cause}")
+            else:
+                if lost := self._lost.pop(key, 0):
+                    told.append(f"{name} works again; what it was given {lost} times is lost")
+        for text in told:
+            self._tell(text, "warning")

@@ -49,7 +49,6 @@ class Checkpointer:
         self._warn = warn
         self._keep_best = keep_best
         self._saving: asyncio.Task[Checkpoint | CheckpointError] | None = None
-        self._failed = False
         self._began = time.monotonic()
         self._seconds_before = 0.0
         self.step = 0
@@ -114,15 +113,11 @@ class Checkpointer:
         What was begun before is finished first. One that cannot be written is told, and the run goes on.
 
         Raises:
-            CheckpointError: it is the second in a row that cannot be written.
             ReplicaError: the trainer died.
         """
         if self._saving is not None:
             await asyncio.wait([self._saving])
-            failed = self._saving.result()
-            if isinstance(failed, CheckpointError) and self._failed:
-                raise failed
-            self._failed = isinstance(failed, CheckpointError)
+            self._saving.result()
         copied = asyncio.get_running_loop().create_future()
         self._saving = asyncio.create_task(self._save(copied))
         await asyncio.wait([self._saving, copied], return_when=asyncio.FIRST_COMPLETED)
@@ -223,10 +218,16 @@ class Checkpointer:
         self._mark_best()
 
     def _mark_best(self) -> None:
-        """Marks the checkpoint with the highest score, the earliest of several, among those whose score is known."""
+        """Marks the checkpoint with the highest score, the earliest of several, among those whose score is known.
+
+        Where the disk has no room for the mark, the next one has it.
+        """
         if self._keep_best:
             scored = [checkpoint.step for checkpoint in self._checkpoints.all() if checkpoint.step in self.scores]
-            self._checkpoints.mark_best(max(scored, key=lambda step: (self.scores[step], -step), default=None))
+            try:
+                self._checkpoints.mark_best(max(scored, key=lambda step: (self.scores[step], -step), default=None))
+            except CheckpointError as error:
+                self._warn(str(error))
 
     def _read(
         self, checkpoint: Checkpoint

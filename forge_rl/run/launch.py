@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -36,7 +38,8 @@ def launch(
         if __name__ == "__main__":
             launch(Config, main)
 
-    Exit status: 0 after a complete run, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 after a complete run, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM, 129
+    after SIGHUP, unless it is ignored, as under nohup.
 
     Args:
         config_class: a frozen dataclass; its fields become flags, and its docstrings their help. One named `isolation`
@@ -62,36 +65,50 @@ def launch(
             hide()
             status = asyncio.run(_run(main, config))
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        _say("stopped by Ctrl-C")
         status = 130
     except ForgeError as error:
-        message = Text("error: ", style="bold red").append(str(error), style="default")
-        Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+        told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        with contextlib.suppress(OSError):
+            message = Text("error: ", style="bold red").append(told, style="default")
+            Console(stderr=True, highlight=False, soft_wrap=True).print(message)
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    except Exception:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it has gone
+            stream.flush()
     os._exit(status)  # all is closed; unloading Monarch's runtime after a fault can abort, and change the status
 
 
 async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     task = asyncio.current_task()
     assert task is not None
-    terminated = False
+    received: list[signal.Signals] = []
 
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
         task.cancel()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         await main(config)
     except asyncio.CancelledError:
-        if not terminated:
+        if not received:
             raise
-        print("stopped by SIGTERM", file=sys.stderr)
-        return 143
+        _say(f"stopped by {received[0].name}")
+        return 128 + received[0]
     return 0
+
+
+def _say(text: str) -> None:
+    """Tells the user, if somebody reads."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def _command_of(main: Callable[..., object]) -> str:

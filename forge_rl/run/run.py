@@ -241,21 +241,32 @@ class Run(Generic[C]):
         """Writes a checkpoint of the last finished step; returns it where it waits until it is written, else None.
 
         By default that is after the last step. Before, it returns once the trainer's state is copied: the bytes are
-        written while the next steps run. One that cannot be written is told; two in a row end the run.
+        written while the next steps run. If it cannot be written, that is a warning, and the run continues.
 
         Args:
             wait: whether to wait.
 
         Raises:
-            CheckpointError: it, or the second in a row, cannot be written.
+            CheckpointError: it cannot be written, and this waits for it.
         """
         with self.phase("checkpoint"):
             await self._checkpointer.begin_save()
             wait = self.step >= self.config.steps if wait is None else wait
             return await self._checkpointer.finish_save() if wait else None
 
+    async def save_after(self, error: Exception) -> None:
+        """Saves as `save_interrupted` does, where an error ends the run, and notes there what became of it."""
+        try:
+            await self.save_interrupted()
+        except Exception as failed:
+            error.add_note(f"step {self.step} could not be saved: {failed}")
+        if (saved := self._checkpointer.saved) is not None:
+            error.add_note(
+                f"step {saved} is saved in {self.folder / 'checkpoints'}; the same command continues from there"
+            )
+
     async def save_interrupted(self) -> None:
-        """Saves what was trained since the last checkpoint, where the run writes any."""
+        """Saves the steps since the last checkpoint, if the run writes checkpoints and its trainer lives."""
         if self.config.checkpoint_every == 0 or not self.trainer.alive:
             return
         await self.trainer.wait_idle()

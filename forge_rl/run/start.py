@@ -56,6 +56,7 @@ from forge_rl.run.services import running_services, stored_bytes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import check_isolation
+from forge_rl.runtime.pauses import clock_without_pauses
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import EnvFactory
@@ -153,6 +154,7 @@ class Starting(Generic[C]):
             stack.callback(log.close)
             monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
             stack.enter_context(responsive_loop())
+            stack.enter_context(clock_without_pauses())
             log.start(
                 RunInfo(
                     recipe=self.recipe,
@@ -170,7 +172,8 @@ class Starting(Generic[C]):
             for warning in filter(None, (open_to, slow_format(config.trainer.dtype))):
                 log.event(warning, "warning")
             faults.install()
-            watch = display.watch(waiting=monitor.waiting_for, status=monitor.poll)
+            warn = partial(log.event, level="warning")
+            watch = display.watch(waiting=monitor.waiting_for, status=monitor.poll, tell=warn)
             watching = asyncio.get_running_loop().create_task(watch)
 
             async def raise_fault() -> None:
@@ -266,7 +269,6 @@ class Starting(Generic[C]):
                     tell=log.event,
                 )
                 stack.callback(live.close)
-                warn = partial(log.event, level="warning")
                 keep_best = config.evaluation.keep_best
                 checkpointer = Checkpointer(
                     checkpoints, services, rollouts, model, live, warn=warn, keep_best=keep_best
@@ -312,10 +314,13 @@ class Starting(Generic[C]):
                     best = checkpoints.best()
                     monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest(), best)
             except asyncio.CancelledError:
-                if faults.fatal is None:
-                    log.event("stopping: a second signal stops at once, without saving")
-                    if run is not None:
-                        await run.save_interrupted()
+                log.event("stopping: a second signal stops at once, without saving")
+                if run is not None:
+                    await run.save_interrupted()
+                raise
+            except Exception as error:
+                if run is not None:
+                    await run.save_after(error)
                 raise
             finally:
                 faults.closing = True

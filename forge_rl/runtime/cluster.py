@@ -20,6 +20,7 @@ import psutil  # type: ignore[import-untyped]
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
+from forge_rl.runtime.signals import outlive_stop_signals
 from forge_rl.variables import handed_on, hide, kept_back, take
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ _DEFAULTS = {
     "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "4",
     # Otherwise a death on another machine is noticed after 10 s.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    # Otherwise a process is given up when nobody takes its messages for 30 s, as a controller that is stopped (Ctrl-Z,
+    # a debugger) takes none. That a process ended or hangs is noticed otherwise.
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1day",
 }
 """Monarch's variables in the environment of every process, unless they are set."""
 
@@ -86,7 +90,8 @@ class Cluster:
         import monarch.config
 
         # A process that is stopped ends once its last messages are acknowledged, which otherwise takes half a second.
-        settings = {"message_ack_time_interval": "50ms"}
+        # What Monarch reads from the environment when it is imported, it may have read before it was set.
+        settings = {"message_ack_time_interval": "50ms", "message_delivery_timeout": "1day"}
         if self._hosts:
             settings["mesh_orphan_timeout"] = "60s"  # the hosts' own setting is not enough
         monarch.config.configure(**settings)
@@ -216,11 +221,12 @@ def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str], sec
     """Send a new process's output, and that of its own children, to its log file; then import modules.
 
     Modules are looked for where the parent looks for them, too. Secrets come here, since /proc shows what a process is
-    started with.
+    started with. From here on only the controller ends the process.
     """
     take(secrets)
     for name, value in _CHILDREN_DEFAULTS.items():
         os.environ.setdefault(name, os.path.expanduser(value))
+    outlive_stop_signals()
     sys.stdout.flush()
     sys.stderr.flush()
     fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)

@@ -205,7 +205,7 @@ def clean_up_after(folders: Sequence[str], pids: Sequence[int] = ()) -> subproce
     """Start a process that notices the end of this one, by its pipe, and then kills processes and removes folders."""
     kill = f"kill -9 {' '.join(map(str, pids))}; " if pids else ""
     return subprocess.Popen(
-        ["/bin/sh", "-c", f"read end; {kill}rm -rf {shlex.join(folders)}"],
+        ["/bin/sh", "-c", f"trap '' TERM HUP INT; read end; {kill}rm -rf {shlex.join(folders)}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

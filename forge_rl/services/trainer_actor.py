@@ -19,6 +19,7 @@ from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Value
 from forge_rl.runtime.service import ServiceActor
+from forge_rl.runtime.signals import outlive_stop_signals
 from forge_rl.weights.fingerprints import warm_up
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.transports.protocol import Transport
@@ -47,6 +48,7 @@ class TrainerActor(ServiceActor):
     @concurrent_endpoint
     async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int, int]:
         """Load the policy; return its version, number of updates, and number of parameters."""
+        outlive_stop_signals(with_programs=True)  # a step that ends before the run saves may be compiling
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
             self._engine = self._make_engine()

@@ -42,6 +42,7 @@ from forge_rl.engines.vllm.transfer import Owner, WorkerExtension, WorkerReport
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import clean_up_after, when_process_ends
+from forge_rl.runtime.signals import children_outlive_stop_signals
 from forge_rl.types import Chunk, Sampling, TokenIds
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.reading import combine_shards
@@ -82,7 +83,8 @@ class VLLMEngine:
     @classmethod
     async def start(cls, folder: Path, settings: DecodeSettings, seed: int) -> VLLMEngine:
         try:
-            engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)), settings)
+            with children_outlive_stop_signals():  # vLLM's own processes have handlers that end them
+                engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)), settings)
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             if settings.routed_experts and device_type() == "cpu":
                 await engine._all_workers("capture_routing")

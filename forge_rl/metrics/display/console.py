@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import IO, Literal, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from forge_rl.errors import ConfigError
 from forge_rl.metrics.display.format import duration, number
+from forge_rl.metrics.display.output import Output
 from forge_rl.metrics.display.panel import RunPanel
 from forge_rl.metrics.display.state import REWARD, UPDATE, RunState, held_out_scores, phases
 from forge_rl.metrics.display.summary import print_summary
@@ -64,7 +65,8 @@ class Display(Sink):
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console if console is not None else Console(highlight=False)
+        self._output = Output(sys.stdout)
+        self._console = console if console is not None else Console(highlight=False, file=cast(IO[str], self._output))
         self._phase_clock = phase_clock
         self._clock = clock
         self._begun = clock()
@@ -127,11 +129,24 @@ class Display(Sink):
         self._quarters[name] = quarter
         self.panel.show(name, fraction, service=True)
 
-    async def watch(self, *, waiting: Callable[[], str], status: Callable[[], RolloutStatus | None]) -> None:
-        """Call `poll` once a second, until cancelled; a task of the run's own loop."""
+    async def watch(
+        self,
+        *,
+        waiting: Callable[[], str],
+        status: Callable[[], RolloutStatus | None],
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Call `poll` once a second, until cancelled; a task of the run's own loop.
+
+        When stdout cannot be written any more, the display turns itself off, and `tell` is called with the cause.
+        """
         try:
             while True:
                 self.poll(waiting=waiting, status=status)
+                if self._output.failure and self.mode != "none":
+                    self.close()
+                    self.mode = "none"
+                    tell(f"nothing more is shown, as stdout cannot be written: {self._output.failure}")
                 await asyncio.sleep(_POLL_EVERY_S)
         finally:
             self._forget_status()

@@ -1,0 +1,95 @@
+"""Stop signals: who outlives them, and what it starts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from forge_rl.runtime.signals import STOP_SIGNALS, children_outlive_stop_signals, outlive_stop_signals
+
+_WAIT = "import os, time; os.write(1, b'.'); time.sleep(60)"
+
+
+def _thread(with_programs: bool) -> None:
+    """Called in a thread, as Monarch does."""
+    import threading
+
+    thread = threading.Thread(target=outlive_stop_signals, kwargs={"with_programs": with_programs})
+    thread.start()
+    thread.join()
+
+
+def _itself(with_programs: bool) -> None:
+    """Gets the signals in its main thread, and ends well."""
+    import os
+
+    _thread(with_programs)
+    for number in STOP_SIGNALS:
+        os.kill(os.getpid(), number)
+
+
+def _starts(with_programs: bool) -> None:
+    """Starts a program, which it prints the end of."""
+    _thread(with_programs)
+    _end_of(subprocess.Popen([sys.executable, "-c", _WAIT], stdout=subprocess.PIPE))
+
+
+def _handles(_: bool) -> None:
+    """Starts a program that has handlers of its own, as vLLM's processes do."""
+    handlers = f"import signal, sys; [signal.signal(n, lambda *_: sys.exit(7)) for n in {[*map(int, STOP_SIGNALS)]}]"
+    with children_outlive_stop_signals():
+        program = subprocess.Popen([sys.executable, "-c", f"{handlers}; {_WAIT}"], stdout=subprocess.PIPE)
+    _end_of(program)
+
+
+def _forks(with_programs: bool) -> None:
+    """Forks, as `multiprocessing` does, and terminates that process."""
+    import multiprocessing
+    import time
+
+    _thread(with_programs)
+    fork = multiprocessing.get_context("fork")
+    runs = fork.Event()
+    process = fork.Process(target=lambda: runs.set() or time.sleep(60))
+    process.start()
+    runs.wait(60)
+    process.terminate()
+    process.join(30)
+    print(process.exitcode)
+    process.kill()
+
+
+def _end_of(program: subprocess.Popen[bytes]) -> None:
+    assert program.stdout is not None
+    program.stdout.read(1)
+    for number in STOP_SIGNALS:
+        program.send_signal(number)
+    try:
+        print(program.wait(1.0))
+    except subprocess.TimeoutExpired:
+        print("lives")
+        program.kill()
+
+
+@pytest.mark.parametrize(
+    ("what", "with_programs", "said"),
+    [
+        (_itself, False, ""),
+        (_itself, True, ""),
+        (_starts, False, -int(signal.SIGTERM)),
+        (_starts, True, "lives"),
+        (_forks, False, -int(signal.SIGTERM)),
+        (_handles, True, "lives"),
+    ],
+)
+def test_a_process_that_outlives_stop_signals_and_what_it_starts(
+    what: Callable[[bool], None], with_programs: bool, said: object
+) -> None:
+    run = f"from tests.test_signals import {what.__name__}; {what.__name__}({with_programs})"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(said)
