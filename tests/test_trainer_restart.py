@@ -153,7 +153,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
 
     async def run() -> None:
         async with (
-            open_trainer(tmp_path, port=port, max_restarts=8) as (trainer, faults),
+            open_trainer(tmp_path, port=port, max_restarts=10) as (trainer, faults),
             contextlib.AsyncExitStack() as stack,
         ):
             store = await WeightStore.start(
@@ -283,9 +283,16 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             with pytest.raises(ReplicaError, match=r"call step: rank 1: .*SIGKILL"):
                 await asyncio.wait_for(step(trainer, 0, Severed(dies=True)), 30)
             await trainer.restart(saved)
-            with pytest.raises(ServiceError, match="call step: RuntimeError: Connection closed by peer") as caught:
+            # What a rank raises may be a device's or a collective's error: the ranks start again, but not for ever.
+            with pytest.raises(ReplicaError, match="call step failed: RuntimeError: Connection closed by peer"):
                 await asyncio.wait_for(step(trainer, 0, Severed(dies=False)), 30)
+            await trainer.restart(saved)
+            with pytest.raises(ServiceError, match="call step: RuntimeError: Connection closed by peer") as caught:
+                await asyncio.wait_for(step(trainer, 0, Severed(dies=False)), 60)
             assert not isinstance(caught.value, ReplicaError)
+            assert not trainer.alive, "rank 1 waits in a collective: nothing can be saved"
+            await trainer.restart(saved)
+            assert await step(trainer, 1) == pytest.approx(losses[1], abs=1e-6)
 
             # While nobody calls it, and for the last time.
             assert trainer.restarts_left == 0
@@ -295,6 +302,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             assert causes == [
                 *("SIGKILL", "SIGKILL", "it is restarted though it lives", "SIGKILL"),
                 *("hung: its process was stopped", "hung: no answer within 2 s", "it is in the way", "SIGKILL"),
+                *["call step failed: RuntimeError: Connection closed by peer"] * 2,
             ]
             fatal, death = asyncio.create_task(faults.wait()), asyncio.create_task(trainer.death())
             given_up = asyncio.create_task(trainer.death())
@@ -308,16 +316,16 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             assert "SIGKILL" in str(error)
             assert str(error).startswith(f"trainer: {await death}")
             assert not trainer.alive
-            assert str(error).endswith("; it has been restarted 8 times, of at most 8")
+            assert str(error).endswith("; it has been restarted 10 times, of at most 10")
             with pytest.raises(ReplicaError, match=r"call step: .*SIGKILL"):
                 await step(trainer, 0)
-            with pytest.raises(ServiceError, match=r"SIGKILL.*; it has been restarted 8 times, of at most 8"):
+            with pytest.raises(ServiceError, match=r"SIGKILL.*; it has been restarted 10 times, of at most 10"):
                 await trainer.restart(saved)
             assert trainer._service.replicas == [dead]
 
     asyncio.run(run())
     logs = {path.name for path in tmp_path.glob("trainer-*.log")}
-    assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 9))}
+    assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 11))}
 
 
 def test_a_trainer_that_may_not_be_restarted_ends_the_run_at_its_first_death(tmp_path: Path):

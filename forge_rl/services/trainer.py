@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,15 @@ from forge_rl.engines.degrees import check_model, check_ranks, least_ranks
 from forge_rl.engines.factory import train_environment
 from forge_rl.engines.platform import device_type
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError, check_flags
+from forge_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    ForgeError,
+    ReplicaError,
+    ServiceError,
+    check_flags,
+)
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -125,6 +134,8 @@ class Trainer:
         self._start_deadline_s = start_deadline_s
         self._slowest: dict[str, float] = {}
         """Most seconds of a call so far, by method and for a unit of its work."""
+        self._raised: tuple[int, str] | None = None
+        """Updates behind the weights, and the call with its error, when a rank raised last."""
         self._unavailable = "it has not started"
         """Reason why no ranks hold a policy; "" while they do."""
         self._specs: tuple[TensorSpec, ...] | None = None
@@ -372,7 +383,12 @@ class Trainer:
             CheckpointError: a rank could not write.
             DeadlineError: it took twice the longest time of a call.
         """
-        await self._call_ranks(self._replica, "finish_save", lambda _: (), 2 * self.config.deadline_s)
+        try:
+            await self._call_ranks(self._replica, "finish_save", lambda _: (), 2 * self.config.deadline_s)
+        except (ReplicaError, DeadlineError):
+            raise
+        except ServiceError as error:
+            raise CheckpointError(f"a rank could not write: {error.message}", hint=error.hint) from error
 
     async def stop(self) -> None:
         """End the ranks."""
@@ -444,9 +460,38 @@ class Trainer:
             raise ReplicaError(
                 f"hung: {error.message}", service=self._service.name, replica=replica.index, call=method, hint=hint
             ) from error
+        except ReplicaError:
+            raise
+        except ForgeError as error:
+            await self._after_error(replica, method, error)
+            raise
         seconds = (replica.clock() - began) / max(1, work)
         self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
         return results
+
+    async def _after_error(self, replica: Replica, method: str, error: ForgeError) -> None:
+        """Bring the ranks to a state that can be saved, or count them as dead, after one of them raised.
+
+        A ForgeError is the user's to fix. Others may come from a device or a collective, which a restart can repair;
+        where the same one comes again after as many updates, it is a bug, and every restart would meet it.
+
+        Raises:
+            ReplicaError: the ranks are to be started again.
+        """
+        foreign = type(error) is ServiceError
+        raised = self.updates, re.sub(r"\d+", "#", f"{method}: {error.message}")
+        again, self._raised = self._raised == raised, raised if foreign else None
+        cause = f"call {method} failed: {error.message}"
+        if foreign and not again:
+            self._service.mark_failed(replica, cause)
+            raise ReplicaError(
+                cause, service=self._service.name, replica=replica.index, call=method, hint=f"see {replica.log}"
+            ) from error
+        if replica.ranks > 1:  # the others may hang in a collective
+            try:
+                await replica.call_ranks("wait_idle", lambda _: (), deadline_s=_NOTICE_S)
+            except ServiceError:
+                self._service.mark_failed(replica, cause)
 
     async def _call_ranks(
         self, replica: Replica, method: str, args_of_rank: Callable[[int], Sequence[object]], deadline_s: float
