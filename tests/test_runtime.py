@@ -123,7 +123,7 @@ def test_what_takes_too_long_is_named(tmp_path: Path):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
 def test_a_process_killed_during_a_call_is_named_with_its_cause(number: signal.Signals, tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, faults):
