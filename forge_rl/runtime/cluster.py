@@ -37,8 +37,7 @@ _DEFAULTS = {
     "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "4",
     # Otherwise a death on another machine is noticed after 10 s.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
-    # Otherwise a process is given up when nobody takes its messages for 30 s, as a controller that is stopped (Ctrl-Z,
-    # a debugger) takes none. That a process ended or hangs is noticed otherwise.
+    # Otherwise a process ends that cannot deliver a message for 30 s, as to a controller that is stopped.
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1day",
 }
 """Monarch's variables in the environment of every process, unless they are set."""
@@ -90,8 +89,10 @@ class Cluster:
         import monarch.config
 
         # A process that is stopped ends once its last messages are acknowledged, which otherwise takes half a second.
-        # What Monarch reads from the environment when it is imported, it may have read before it was set.
-        settings = {"message_ack_time_interval": "50ms", "message_delivery_timeout": "1day"}
+        settings = {"message_ack_time_interval": "50ms"}
+        # A controller that is stopped for longer, by Ctrl-Z or a debugger, would otherwise count its processes as dead.
+        # Where Monarch is imported before the environment has the first, it would not take it from there.
+        settings |= {"message_delivery_timeout": "1day", "supervision_watchdog_timeout": "1day"}
         if self._hosts:
             settings["mesh_orphan_timeout"] = "60s"  # the hosts' own setting is not enough
         monarch.config.configure(**settings)
