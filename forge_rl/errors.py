@@ -122,6 +122,17 @@ class ServiceError(ForgeError):
 class ReplicaError(ServiceError):
     """A replica that died or hung; its calls can be tried again on another one."""
 
+    blamed: bool | None = None
+    """Whether the replica died of this very call, whose code it ran then; None if that is not known."""
+
+
+class PoisonError(ServiceError):
+    """Work that ended several replicas, one after another: it is not tried again."""
+
 
 class DeadlineError(ServiceError):
     """A phase or a remote call that did not end within its deadline."""
+
+
+class HangError(DeadlineError):
+    """Code of the user's that did not come back within its deadline, and was ended with its process."""

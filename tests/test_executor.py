@@ -11,9 +11,11 @@ import pytest
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import DeadlineError, ServiceError, TaskError
+from forge_rl.errors import CheckpointError, DeadlineError, JudgeError, ServiceError, SpendingError, TaskError
+from forge_rl.rewards.protocol import Form
+from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import PolicyClient
-from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.types import Batch, Chunk, Episode, Group, Outcome, Sampling, Score, Task
 from tests.staged_rollouts import (
@@ -214,14 +216,14 @@ def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
 @pytest.mark.parametrize(("rises", "told"), [(True, []), (False, ["batch 4"])])
 def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(rises: bool, told: list[str]) -> None:
     warnings: list[str] = []
-    executor = rollouts(warn=warnings.append)
+    advice = Advice(warnings.append, lambda: 4)
     for number in range(7):
         task = Task(id="1", source="tasks", messages=())
         episodes = [
             Episode(task=task, turns=(), reward=0.1 * number * rises + 0.01 * index, outcome=outcome)
             for index, outcome in enumerate([Outcome.TRUNCATED] * 3 + [Outcome.COMPLETED] * 2)
         ]
-        executor._tell_of(Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=number), number)
+        advice.look_at(Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=number), number)
     assert [warning.split(":")[0] for warning in warnings] == told
 
 
@@ -354,6 +356,125 @@ def test_an_error_that_is_no_outcome_ends_the_wait_and_a_later_one_starts_the_ep
         async with asyncio.timeout(60):
             batch = await executor.next_batch()
         assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [SpendingError("spent 10 of 10"), RuntimeError("a bug")])
+def test_an_error_that_comes_between_two_batches_ends_the_next_one(error: Exception) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        executor = rollouts(schedule=ScheduleConfig(max_lag=1), warn=told.append)
+        await executor.next_batch()
+        executor._fail(error)
+        for _ in range(2):
+            with pytest.raises(type(error), match=str(error)):
+                await executor.next_batch()
+            assert told == []
+            executor._raised = False  # nobody was told yet
+        executor._raised = True
+        await executor.next_batch()
+        assert told == [f"rollouts go on after an error: {error}"]
+        await executor.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("form", ["text", "group"])
+def test_a_listener_that_raises_fails_the_batch_and_loses_no_episode(form: Form) -> None:
+    async def main() -> None:
+        ended: list[Episode] = []
+
+        def on_episode(episode: Episode) -> None:
+            ended.append(episode)
+            if len(ended) in (5, 6):
+                raise CheckpointError("no space left")
+
+        scores = ranks if form == "group" else lambda task, text: float(int(text) % 7)
+        executor = rollouts(reward=StagedReward(scores, form), on_episode=on_episode)
+        with pytest.raises(CheckpointError, match="no space left"):
+            await executor.next_batch()
+        async with asyncio.timeout(60):
+            batch = await executor.next_batch()
+        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+        assert len(ended) == 12, "nothing was run again"
+        await executor.close()
+
+    asyncio.run(main())
+
+
+def test_a_rollback_ends_episodes_that_are_being_scored_as_a_group() -> None:
+    async def main() -> None:
+        gate, ended = asyncio.Event(), list[str]()
+
+        class Slow(StagedReward):
+            async def score(self, episodes: Sequence[Episode]) -> list[Score]:
+                if not gate.is_set():
+                    try:
+                        await gate.wait()
+                    finally:
+                        ended.append(episodes[0].task.id)
+                    raise JudgeError("the judge said nothing")
+                return await super().score(episodes)
+
+        executor = rollouts(reward=Slow(ranks, "group"))
+        saved = executor.state()
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+        await executor.restore(saved)
+        assert sorted(ended) == ["1", "2", "3"]
+        gate.set()
+        async with asyncio.timeout(60):
+            batch = await executor.next_batch()
+        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+        await executor.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_messages_that_cannot_be_shown_cost_their_group_in_any_turn(turn: int) -> None:
+    class Garbage(TwoTurns):
+        def _content(self) -> object:
+            return None if self.task.id == "2" and self.turns == turn else "again"
+
+        async def reset(self) -> Observation:
+            return Observation(messages=({"role": "user", "content": self._content()},))
+
+        async def step(self, answer: str, *, truncated: bool = False) -> Step:
+            step = await super().step(answer, truncated=truncated)
+            return step if step.done else Step(messages=({"role": "user", "content": self._content()},), done=False)
+
+    environment = StagedEnvironment(Garbage)
+    executor = rollouts(environment=environment)
+    batch = asyncio.run(executor.next_batch())
+    assert [group.task.id for group in batch.groups] == ["1", "4", "3"]
+    assert executor.metrics()["groups/replaced_failed"] == 1
+    assert environment.closed >= 3, "sessions of what failed are closed"
+
+
+def test_thousands_of_episodes_start_in_several_turns_of_the_loop() -> None:
+    async def main() -> None:
+        class Wide(StagedGenerator):
+            def engines(self) -> dict[int, int]:
+                return {0: 2000}
+
+        executor = rollouts(generator=Wide(), groups=500)
+        starts: list[int] = []
+        pop = executor._scheduler.pop_starts
+
+        def counting(**limits: int) -> list[InflightEpisode]:
+            found = pop(**limits)
+            starts.append(len(found))
+            return found
+
+        executor._scheduler.pop_starts = counting  # type: ignore[method-assign]
+        batch = await executor.next_batch()
+        assert len(batch.episodes) == sum(starts) == 2000
+        assert max(starts) <= 256
+        await executor.close()
 
     asyncio.run(main())
 

@@ -159,9 +159,9 @@ def test_a_completion_at_which_engines_die_again_and_again_costs_its_episode_and
         assert [group.task.id for group in batch.groups] == ["4", "2", "3"]
         found = executor.metrics()
         assert found["groups/replaced_failed"] == 1
-        assert 3 <= found["outcomes/infrastructure_error"] <= 12
+        assert 1 <= found["outcomes/infrastructure_error"] <= 4
         poisoned = sum(prompt == (ord("1"),) for prompt, _ in generator.seen)
-        assert poisoned <= 3 * 3 * 4
+        assert poisoned <= 3 * 4, "an episode is not run again"
         await executor.close()
         assert environment.closed >= 3, "the sessions of episodes that are given up are closed"
         assert generator.listeners == []

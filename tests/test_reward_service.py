@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, PoisonError, ServiceError
 from forge_rl.rewards.protocol import RewardFunction
-from forge_rl.rewards.scorer import with_score
+from forge_rl.rewards.scorer import score_again, with_score
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
@@ -208,12 +209,21 @@ def test_an_async_function_that_does_not_come_back_is_late_and_its_process_goes_
     asyncio.run(main())
 
 
-def test_a_reward_that_kills_every_replica_is_told_apart(tmp_path: Path):
+def test_an_answer_that_kills_its_scorer_costs_itself_and_no_other(tmp_path: Path):
     async def main() -> None:
-        async with reward(tmp_path, lambda task, text: os._exit(6)) as (service, faults):
-            with pytest.raises(ReplicaError, match="status 6"):
-                await score(service, task_of(), "")
-            assert len(faults.seen) == 3
+        def deadly(task: Task, text: str) -> float:
+            return os._exit(6) if text == "poison" else float(len(text))
+
+        async with reward(tmp_path, deadly) as (service, faults):
+            others = [asyncio.create_task(score(service, replace(task_of(), id=f"{n}"), "fine")) for n in range(20)]
+            for number in range(3):
+                task = replace(task_of(), id=f"p{number}")
+                episode = Episode(task=task, turns=(), reward=0.0, output="poison")
+                with pytest.raises(PoisonError, match=f"scoring .* p{number} ended 3 replicas.*status 6"):
+                    await score_again(service, [episode])
+                assert await score(service, task_of(), "fine") == 4.0
+            assert await asyncio.gather(*others) == [4.0] * 20
+            assert len(faults.seen) == 9
             await full_strength(service)
             assert faults.fatal is None
 

@@ -311,7 +311,7 @@ def test_a_task_that_is_too_long_is_replaced_at_once_and_counted():
     scheduler = schedule(max_lag=0)
     first, *others = begin(scheduler)
     scheduler.finish_turn(first)
-    scheduler.skip(first, "task a1 is too long")
+    scheduler.skip(first, "too_long", "task a1 is too long", "")
     for episode in others[1:] + begin(scheduler):
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a3", "a2", "b1"]

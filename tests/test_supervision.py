@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
+from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplicaError, ServiceError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import describe_exit
-from forge_rl.runtime.replica import State
+from forge_rl.runtime.replica import Replica, State
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from tests.fake_actors import FakeActor, fake_service, pid_of
@@ -122,11 +122,7 @@ def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Pat
             assert (fault.service, fault.replica, fault.fatal) == (service.name, 0, False)
             assert fault.recovered_s is not None
             assert told == [None, fault.recovered_s]
-            # Monarch's late word about the old one is not about the new one.
-            assert len(faults._actions) == 3
-            next(iter(faults._actions.values()))("echo")
-            assert fresh.alive
-            assert len(faults.seen) == 1
+            assert len(faults._actions) == 2, "Monarch's late word about the old one is nobody's"
 
     asyncio.run(main())
 
@@ -345,13 +341,70 @@ def test_a_replica_that_served_for_long_starts_afresh(tmp_path: Path):
 def test_what_kills_each_replica_that_it_meets_does_not_kill_them_all(tmp_path: Path):
     async def main() -> None:
         async with supervised(tmp_path) as (service, faults, _):
-            with pytest.raises(ReplicaError, match="its process exited with status 9"):
+            with pytest.raises(PoisonError, match=r"a call ended 3 replicas .* its process exited with status 9"):
                 await service.route("run", Killer(), deadline_s=LONG_S)
             assert len(faults.seen) == 3
             await until(service, lambda: all_serve(service))
             assert sum(replica.incarnation for replica in service.replicas) == 3
 
     asyncio.run(main())
+
+
+def test_deaths_are_put_down_to_the_call_in_hand_and_end_neither_the_replica_nor_others(tmp_path: Path):
+    async def main() -> None:
+        restart = Restart(max_restarts=1)
+        async with supervised(tmp_path, replicas=1, restart=restart, blames=True) as (service, faults, naps):
+            held = [asyncio.create_task(service.route("hold", deadline_s=LONG_S, about="idle")) for _ in range(9)]
+            dead = service.replicas[0]
+            await dead.ask("answer", 1, deadline_s=LONG_S)
+
+            async def kill(replica: Replica) -> object:
+                return await replica.ask("run", Killer(), deadline_s=LONG_S)
+
+            with pytest.raises(PoisonError, match=r"task 7 ended 3 replicas .* its process exited with status 9"):
+                await service.try_on(kill, about="task 7", refuses=True)
+            with pytest.raises(PoisonError, match=r"task 7 ended 3 replicas"):
+                await service.try_on(kill, about="task 7", refuses=True)
+            assert len(faults.seen) == 3, "the task is not tried again"
+            await until(service, lambda: all_serve(service))
+            assert not any(task.done() for task in held), "what only waited is on its fourth replica"
+            assert naps.seconds == [0.0] * 3, "no death of the replica is in a row"
+            assert faults.fatal is None
+            assert service.replicas[0].incarnation == 3
+            assert await service.route("run", Fine(), deadline_s=LONG_S, about="task 8") == 8
+            await service.replicas[0].call("release", deadline_s=LONG_S)
+            assert await asyncio.gather(*held) == ["actor 0"] * 9
+            assert [name for name in os.listdir(tmp_path) if name.endswith(".calls")] == [
+                service.replicas[0].notes.name
+            ]
+
+    asyncio.run(main())
+
+
+def test_a_listener_that_raises_changes_nothing_for_others_and_is_told_of(tmp_path: Path):
+    async def main() -> None:
+        async with supervised(tmp_path, replicas=1) as (service, faults, _):
+            told: list[float | None] = []
+
+            def full(*_: object) -> None:
+                raise OSError("no space left")
+
+            service.listeners.append(full)
+            faults.listeners += [full, lambda fault: told.append(fault.recovered_s)]
+            os.kill(await pid_of(service), signal.SIGKILL)
+            await until(service, lambda: not service.replicas[0].serving)
+            await until(service, lambda: all_serve(service))
+            assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
+            assert [recovered is None for recovered in told] == [True, False]
+            assert sorted("no space left" in fault.cause for fault in faults.seen) == [False, True]
+            assert faults.fatal is None
+
+    asyncio.run(main())
+
+
+class Fine:
+    def __call__(self) -> int:
+        return 8
 
 
 class Killer:

@@ -87,3 +87,17 @@ def test_a_task_is_drawn_as_often_after_a_stop_as_without_one() -> None:
     state, consumed = json.loads(json.dumps([first.state(), first.consumed([drawn[1], drawn[3]])]))
     resumed.restore(state, consumed)
     assert [task.id for _ in range(2) for task in _batch(resumed)] == ["0", "0", "1", "0", "1", "0"]
+
+
+@pytest.mark.parametrize("kind", [Counting, Repeating])
+def test_what_is_left_out_as_too_old_is_not_kept(kind: type[Counting]) -> None:
+    stream = ResumableTaskStream(Mixture({"a": kind("a")}))
+    pending: list[Task] = []
+    for _ in range(50):  # of two batches drawn one is delivered, and of the other one task stays pending
+        pending = [*_batch(stream), *_batch(stream)][5:]
+        stream.batch_delivered(pending=pending)
+        assert len(stream._checkpoints) <= 2
+        assert len(stream._drawn) <= 6
+    resumed = ResumableTaskStream(Mixture({"a": kind("a")}))
+    resumed.restore(*json.loads(json.dumps([stream.state(), stream.consumed(pending)])))
+    assert resumed.draw_from("a") == pending[0]

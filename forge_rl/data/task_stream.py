@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.errors import TaskError
@@ -43,13 +43,35 @@ class ResumableTaskStream:
                 return task
             self._consumed[task.source, task.id] -= 1
 
-    def batch_delivered(self, groups: Sequence[Group] = ()) -> None:
-        """Drop the checkpoint of the oldest batch, which need not be drawn again; the mixture sees its groups."""
+    def batch_delivered(self, groups: Sequence[Group] = (), *, pending: Iterable[Task] | None = None) -> None:
+        """Drop the checkpoint of the oldest batch, which need not be drawn again; the mixture sees its groups.
+
+        Args:
+            groups: of the batch.
+            pending: tasks that are drawn and not consumed, where batches are not made of what was allotted to them:
+                checkpoints before the oldest of these are dropped.
+        """
         self._mixture.observe(groups)
-        del self._checkpoints[:1]
+        if pending is None:
+            del self._checkpoints[:1]
+        else:
+            oldest = self._oldest(pending)
+            del self._checkpoints[: sum(drawn <= oldest for _, drawn in self._checkpoints) - 1]
         keep_from = self._checkpoints[0][1] if self._checkpoints else len(self._drawn)
         del self._drawn[:keep_from]
         self._checkpoints = [(state, drawn - keep_from) for state, drawn in self._checkpoints]
+
+    def _oldest(self, pending: Iterable[Task]) -> int:
+        """Return the place of the oldest pending task among those drawn; their number if none is pending."""
+        left = Counter((task.source, task.id) for task in pending)
+        oldest = len(self._drawn)
+        for place in range(len(self._drawn) - 1, -1, -1):  # of tasks drawn twice, the pending ones are the latest
+            if not left.total():
+                break
+            if left[self._drawn[place]] > 0:
+                left[self._drawn[place]] -= 1
+                oldest = place
+        return oldest
 
     def state(self) -> dict[str, object]:
         """State of the mixture before the oldest undelivered batch, with its weights of now."""

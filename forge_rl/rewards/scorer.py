@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from forge_rl.errors import ForgeError, JudgeError
+from forge_rl.errors import ForgeError, HangError, JudgeError, PoisonError
 from forge_rl.types import Episode, Score
 
 _TRIES = 3
@@ -22,7 +22,7 @@ class Scorer(Protocol):
 
 
 async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episode]:
-    """Score episodes of one task, and try again where that fails.
+    """Score episodes of one task, and try again where that fails, but for what hangs or kills its process.
 
     Returns:
         The episodes with their scores; `problem` says what failed before, if anything did.
@@ -36,7 +36,8 @@ async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episo
             scores = await scorer.score(episodes)
             scored = [with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
         except Exception as error:
-            if tries == _TRIES - 1 or isinstance(error, JudgeError):  # a judge was asked again already
+            # A judge was asked again already; what hangs or kills a process would do so again.
+            if tries == _TRIES - 1 or isinstance(error, JudgeError | HangError | PoisonError):
                 raise
             problem = f"scored again after: {error}"
         else:

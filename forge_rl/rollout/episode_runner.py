@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from forge_rl.envs.protocol import Step
-    from forge_rl.services.environment import Environment, Parsed
+    from forge_rl.services.environment import Environment, EnvSession, LocalSession, Parsed
     from forge_rl.services.reward import Reward
 
 Tools = Sequence["Mapping[str, object]"]
@@ -46,6 +46,7 @@ class EpisodeRunner:
         """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines.
 
         Raises:
+            PoisonError: engines died of the task, one after another.
             ContextError: the task's prompt leaves no room for an answer. Later on that makes the episode truncated.
             SpendingError: a judge has spent all that it may.
         """
@@ -53,6 +54,7 @@ class EpisodeRunner:
         turns: list[Turn] = []
         given: list[tuple[float | None, Mapping[str, float]]] = []  # of each step, its reward and the parts of it
         episode: Episode | None = None
+        session: EnvSession | LocalSession | None = None
         # Outcome of an error in what is done now; None where it is a bug, and raised.
         on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
         try:
@@ -67,10 +69,9 @@ class EpisodeRunner:
                     turns.append(await decode(prompt_ids))
                     if tools and self.parse is not None:
                         parsed = await self.parse(turns[-1], tools)
-                except BaseException as error:
-                    full = isinstance(error, ContextError) and bool(turns)
+                except ContextError:
+                    full = bool(turns)
                     if not full:
-                        session.abandon()
                         raise
                 on_error = Outcome.ENVIRONMENT_ERROR
                 truncated = full or turns[-1].truncated
@@ -80,7 +81,6 @@ class EpisodeRunner:
                     await session.close()
                 if full or step.done:
                     break
-                on_error = None
                 prompt_ids = self._next_prompt(turns[-1], step, tools, parsed[1] if parsed else ())
                 del step
             on_error = Outcome.JUDGE_ERROR
@@ -94,7 +94,11 @@ class EpisodeRunner:
                 episode = episode.updated(reward=math.nan)
             else:
                 [episode] = await score_again(self.reward, [episode])
-        except Exception as error:
+        except BaseException as error:
+            if session is not None:
+                session.abandon()
+            if not isinstance(error, Exception):
+                raise
             late = isinstance(error, DeadlineError) and on_error is not Outcome.JUDGE_ERROR
             if late or isinstance(error, ReplicaError):
                 on_error = Outcome.INFRASTRUCTURE_ERROR

@@ -6,20 +6,22 @@ Each episode is an asyncio task: environments and rewards overlap decoding, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ContextError, ForgeError, ReplicaError, SpendingError, TaskError
+from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError, SpendingError, TaskError
 from forge_rl.metrics import RolloutStatus
 from forge_rl.rewards.scorer import Scorer, score_again
+from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import Decoder, Dispatcher, PolicyClient
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.placement import DeviceHandover
@@ -27,10 +29,9 @@ from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import RIDE_ALONG, InflightEpisode, ScheduleConfig
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
-_NEARLY_ALL = 0.9
-"""Share of answers that were cut past which the user is told at once."""
-_CUT_BATCHES = 5
-"""Number of batches in a row, most of whose answers were cut, after which the user is told if rewards do not rise."""
+_LONGER = "raise --generator.max-model-tokens, or choose tasks with shorter prompts"
+_WAVE = 256
+"""Most episodes that start in one turn of the event loop, which others need too."""
 
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
 """Runs one episode of a task with the client of its policy, such as an EpisodeRunner."""
@@ -96,10 +97,11 @@ class RolloutExecutor:
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
         """Error that the next batch ends with; nothing starts meanwhile."""
-        self._cut_rewards: list[float] = []
-        """Mean rewards of the last batches, as far back as most of their answers were cut."""
-        self._in_streak: set[str] = set()
-        """Warnings about the last batch that the user was given, then or of earlier ones if they have held since."""
+        self._raised = False
+        """True once somebody was given that error."""
+        self._advice = Advice(warn, lambda: generator.sampling.max_tokens)
+        self._more: asyncio.Handle | None = None
+        """Comes back for the episodes that were left for the next turn of the event loop."""
         self._changed = asyncio.Event()
         self._most_engines = 0
 
@@ -122,8 +124,7 @@ class RolloutExecutor:
         while True:
             self._changed.clear()
             self._advance()
-            if self._failure is not None:
-                raise self._failure
+            self._raise_failure()
             version, number = self._scheduler.planner.published, self._scheduler.planner.next_batch
             if not self._held and (groups := self._scheduler.planner.pop_batch()) is not None:
                 break
@@ -132,14 +133,15 @@ class RolloutExecutor:
         made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
         for group in groups:
             group.episodes.clear()  # in a circle, tokens would be held until garbage is collected
-        self._tasks.batch_delivered(made)
+        pending = None if self.config.exact else [group.task for group in self._scheduler.planner.groups()]
+        self._tasks.batch_delivered(made, pending=pending)
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
             states = self._scheduler.states + self._scheduler.evaluation_states
             await self._devices.hand_to_trainer(idle=not states["decoding"])
         self._advance()
         self.last = Batch(groups=made, version=version)
-        self._tell_of(self.last, number)
+        self._advice.look_at(self.last, number)
         return self.last
 
     def start_evaluation(self, evaluation: Evaluation) -> None:
@@ -165,8 +167,7 @@ class RolloutExecutor:
             while True:
                 self._changed.clear()
                 self._advance()
-                if self._failure is not None:
-                    raise self._failure
+                self._raise_failure()
                 if self.evaluation.complete:
                     return
                 await self._changed.wait()
@@ -182,8 +183,8 @@ class RolloutExecutor:
             episode = self._scheduler.start_evaluation(task)
             try:
                 result = await self._attempt(task, self._dispatcher.client(episode, sampling))
-            except ContextError as error:
-                return _too_long(task, error)
+            except (ContextError, PoisonError) as error:
+                return _unusable(task, error)
             finally:
                 self._scheduler.end_evaluation(episode)
                 self._dispatcher.grant()
@@ -270,6 +271,7 @@ class RolloutExecutor:
             raise TaskError(f"the saved state of the rollouts holds {sorted(state)}", hint="start a new run")
         await self._cancel_all()
         self._failure = self.evaluation = None
+        self._raised = False
         self._tasks.restore(mixture, used)
         self._scheduler = self._new_scheduler(self.config, first=batches)
         self._dispatcher = Dispatcher(self._scheduler, self._generator, self._tokenizer)
@@ -279,6 +281,9 @@ class RolloutExecutor:
         return f"Rollouts  {self.config.kind}  {done} of {groups} groups; {self._scheduler.describe_missing()}"
 
     async def _cancel_all(self) -> None:
+        if self._more is not None:
+            self._more.cancel()
+            self._more = None
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -290,10 +295,17 @@ class RolloutExecutor:
         return self.evaluation is not None and self.evaluation.one_version and not self.evaluation.complete
 
     def _go_on(self) -> None:
-        """Go on after an error: what is not mended will fail again."""
+        """Go on after an error that was raised: what is not mended will fail again. Raise one that came meanwhile."""
+        if not self._raised:
+            self._raise_failure()
         if self._failure is not None:
             self._warn(f"rollouts go on after an error: {str(self._failure).splitlines()[0]}")
-            self._failure = None
+        self._failure, self._raised = None, False
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._raised = True
+            raise self._failure
 
     def _on_engines_changed(self) -> None:
         self._dispatcher.update_engines()
@@ -307,18 +319,25 @@ class RolloutExecutor:
 
     def _advance(self) -> None:
         """Carry out the scheduler's decisions of now."""
-        scheduler = self._scheduler
+        scheduler, loop = self._scheduler, asyncio.get_running_loop()
         self._set_versions()
         try:
-            for episode in scheduler.pop_starts() if self._failure is None else ():
+            starts = scheduler.pop_starts(most=_WAVE) if self._failure is None and self._more is None else []
+            for episode in starts:
                 running = self._evaluate(episode) if episode.group.batch == RIDE_ALONG else self._run(episode)
-                self._running[episode] = asyncio.get_running_loop().create_task(running)
+                self._running[episode] = loop.create_task(running)
+            if len(starts) == _WAVE:
+                self._more = loop.call_soon(self._start_more)
         except ForgeError as error:
             self._fail(error)
         for episode in scheduler.pop_cancelled():
             if episode in self._running and self._running[episode] is not asyncio.current_task():
                 self._running[episode].cancel()
         self._dispatcher.grant()
+
+    def _start_more(self) -> None:
+        self._more = None
+        self._advance()
 
     def _fail(self, error: BaseException) -> None:
         """End the wait for the next batch with an error."""
@@ -330,37 +349,30 @@ class RolloutExecutor:
         task, scheduler = episode.group.task, self._scheduler
         seed = zlib.crc32("/".join(map(str, (self._seed, *episode.place))).encode())
         client = self._dispatcher.client(episode, replace(self._generator.sampling, seed=seed))
-        result: Episode | ContextError
         try:
-            try:
+            with self._ending(episode):
                 result = await self._attempt(task, client)
-            finally:
-                self._running.pop(episode, None)
+                if result.outcome.scored:
+                    result = await self._score_group(episode, result)
+        except ContextError as error:
+            self._conclude(scheduler.skip, episode, "too_long", f"the last one: {error.message}", _LONGER)
+            self._tell(self._warn, f"{task.source} {task.id}: skipped: {error.message}")
+        except PoisonError as error:
+            scheduler.outcomes[Outcome.INFRASTRUCTURE_ERROR] += 1
+            self._conclude(scheduler.skip, episode, "failed", f"the last one: {error.message}", error.hint)
+            self._tell(self._warn, f"{task.source} {task.id}: skipped: {error.message}")
         except asyncio.CancelledError:
             raise
-        except ContextError as error:
-            result = error
         except BaseException as error:
             scheduler.restart(episode)
             self._fail(error)
             return
-        try:
-            if isinstance(result, ContextError):
-                self._warn(f"{task.source} {task.id}: skipped: {result.message}")
-                scheduler.skip(episode, f"the last one: {result.message}")
-            else:
-                if result.outcome.scored:
-                    result = await self._score_group(episode, result)
-                if not math.isnan(result.reward):  # else told of when it is scored
-                    self._on_episode(result)
-                if result.problem:
-                    self._warn(f"{task.source} {task.id}: {result.outcome}: {result.problem}")
-                scheduler.record_result(episode, result)
-        except SpendingError as error:
-            scheduler.restart(episode)
-            self._fail(error)
-        except Exception as error:
-            self._fail(error)
+        else:
+            self._conclude(scheduler.record_result, episode, result)
+            if not math.isnan(result.reward):  # else told of when it is scored
+                self._tell(self._on_episode, result)
+            if result.problem:
+                self._tell(self._warn, f"{task.source} {task.id}: {result.outcome}: {result.problem}")
         self._advance()
         self._changed.set()
 
@@ -371,32 +383,50 @@ class RolloutExecutor:
         seed = zlib.crc32(f"evaluation/{self._seed}/{task.source}/{task.id}/{episode.index}".encode())
         client = self._dispatcher.client(episode, replace(evaluation.sampling, seed=seed))
         try:
-            result = await self._attempt(task, client)
+            with self._ending(episode):
+                result = await self._attempt(task, client)
+                if result.outcome.scored:
+                    result = await self._score_group(episode, result)
+        except (ContextError, PoisonError) as error:
+            result = _unusable(task, error)
         except asyncio.CancelledError:
             raise
-        except ContextError as error:
-            result = _too_long(task, error)
         except BaseException as error:
             self._scheduler.restart(episode)
             self._fail(error)
             return
-        finally:
-            self._running.pop(episode, None)
-        try:
-            if result.outcome.scored:
-                result = await self._score_group(episode, result)
-            if not result.outcome.scored:
-                self._on_episode(result)
-            if result.outcome is Outcome.INFRASTRUCTURE_ERROR and episode.tries < self.config.retries:
-                episode.tries += 1
-                self._scheduler.restart(episode)
-            else:
-                self._scheduler.end_evaluation(episode)
-                evaluation.record(episode, result)
-        except Exception as error:
-            self._fail(error)
+        if result.outcome is Outcome.INFRASTRUCTURE_ERROR and episode.tries < self.config.retries:
+            episode.tries += 1
+            self._scheduler.restart(episode)
+        else:
+            self._scheduler.end_evaluation(episode)
+            self._conclude(evaluation.record, episode, result)
+        if not result.outcome.scored:
+            self._tell(self._on_episode, result)
         self._advance()
         self._changed.set()
+
+    @contextlib.contextmanager
+    def _ending(self, episode: InflightEpisode) -> Iterator[None]:
+        """Forget an episode's task when the body ends: until then it can be cancelled, while it is scored too."""
+        try:
+            yield
+        finally:
+            self._running.pop(episode, None)
+
+    def _conclude(self, step: Callable[..., object], *given: object) -> None:
+        """Note the end of an episode; what that raises, as a source gives nothing usable, fails the next batch."""
+        try:
+            step(*given)
+        except Exception as error:
+            self._fail(error)
+
+    def _tell(self, listener: Callable[[Any], None], news: object) -> None:
+        """Tell of an episode that is noted already: what the listener raises fails the next batch, no more."""
+        try:
+            listener(news)
+        except Exception as error:
+            self._fail(error)
 
     async def _score_group(self, episode: InflightEpisode, result: Episode) -> Episode:
         """Score the episodes of a group that are scored together, once the last one has ended with this result."""
@@ -417,10 +447,11 @@ class RolloutExecutor:
             died = isinstance(error, ReplicaError)
             outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
             return result.updated(reward=0.0, outcome=outcome, problem=str(error))
-        for mate, mates_result in zip(waiting, scored, strict=False):
+        told = scored[: len(waiting)]
+        for mate, mates_result in zip(waiting, told, strict=True):
             mate.result = mates_result
-            if episode.group.batch >= 0:
-                self._on_episode(mates_result)
+        for mates_result in told if episode.group.batch >= 0 else ():
+            self._tell(self._on_episode, mates_result)
         return scored[-1] if own else result
 
     async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
@@ -434,32 +465,8 @@ class RolloutExecutor:
             problem = "its code let a CancelledError out, which was not meant for it"
             return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
 
-    def _tell_of(self, batch: Batch, number: int) -> None:
-        """Tell the user of a batch that teaches little, once until there is a better one."""
-        episodes = batch.episodes
-        cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
-        found = {}
-        mean_reward = sum(episode.reward for episode in episodes) / len(episodes)
-        self._cut_rewards = [*self._cut_rewards, mean_reward] if 2 * cut > len(episodes) else []
-        # A policy whose rewards rise is learning to be brief.
-        lasting = len(self._cut_rewards) >= _CUT_BATCHES and mean_reward <= self._cut_rewards[0]
-        if cut > _NEARLY_ALL * len(episodes) or lasting:
-            found["cut"] = (
-                f"{cut} of {len(episodes)} episodes were cut, by --generator.max-new-tokens "
-                f"{self._generator.sampling.max_tokens} or by the context: raise it if answers need more"
-            )
-        if all(max(group.rewards) == min(group.rewards) for group in batch.groups):
-            found["uniform"] = (
-                f"within each group all rewards are equal, {batch.groups[0].rewards[0]:g} in the first, so "
-                "group-relative advantages are 0: tasks may be too easy or too hard for this model, or its answers not "
-                "recognised; look at episodes.jsonl"
-            )
-        for kind in found.keys() - self._in_streak:
-            self._warn(f"batch {number}: {found[kind]}")
-        self._in_streak = set(found)
 
-
-def _too_long(task: Task, error: ContextError) -> Episode:
-    """Make the episode of a task whose prompt leaves no room for an answer."""
+def _unusable(task: Task, error: ContextError | PoisonError) -> Episode:
+    """Make the episode of a task whose prompt leaves no room for an answer, or at which engines die."""
     problem = f"{error.message}; {error.hint}"
     return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)

@@ -6,13 +6,14 @@ Pure logic on a clock that is passed in: rollouts drive it for real, tests and t
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import get_args
 
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
-from forge_rl.rollout.batch_planner import BatchPlanner
+from forge_rl.rollout.batch_planner import BatchPlanner, Reason
 from forge_rl.rollout.capacity import EngineCapacity
 from forge_rl.rollout.state import EVALUATION, RIDE_ALONG, GroupState, InflightEpisode, ScheduleConfig, State
 from forge_rl.types import Episode, Outcome, Task
@@ -148,15 +149,14 @@ class Scheduler:
         else:
             self._queue(episode)
 
-    def skip(self, episode: InflightEpisode, problem: str) -> None:
-        """Replace the group of an episode whose prompt leaves no room for an answer.
+    def skip(self, episode: InflightEpisode, reason: Reason, problem: str, hint: str) -> None:
+        """Replace the group of an episode whose task cannot be used, such as one too long for the context.
 
         Raises TaskError as BatchPlanner does.
         """
         if not episode.group.dropped:
             self._set_state(episode, "new")
-            hint = "raise --generator.max-model-tokens, or choose tasks with shorter prompts"
-            self.planner.replace(episode.group, "too_long", problem, hint)
+            self.planner.replace(episode.group, reason, problem, hint)
 
     def record_result(self, episode: InflightEpisode, result: Episode) -> None:
         """End an episode of a batch. One that failed through no fault of the policy restarts, or its group is replaced.
@@ -197,8 +197,8 @@ class Scheduler:
 
     # Decisions.
 
-    def pop_starts(self) -> list[InflightEpisode]:
-        """Return the episodes to start now, so that engines find work waiting; they are "in_env" from then on.
+    def pop_starts(self, *, most: int = sys.maxsize) -> list[InflightEpisode]:
+        """Return at most so many episodes to start now, so that engines find work waiting; they are then "in_env".
 
         Raises TaskError where a source gives no task; what was found before that is returned first.
         """
@@ -209,6 +209,7 @@ class Scheduler:
         counted = (self.evaluation_states,) if self.capacity.evaluating else (self.states, self.evaluation_states)
         while (
             slots
+            and len(found) < most
             and sum(states["waiting"] + states["decoding"] for states in counted) + len(found) < wanted
             and sum(map(_in_flight, counted)) < self._config.max_episodes
         ):

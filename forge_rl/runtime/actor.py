@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from forge_rl.runtime.in_hand import InHand
 from forge_rl.runtime.link import LinkEnd
 from forge_rl.runtime.processes import process_space
 
@@ -32,6 +34,11 @@ class ServiceActor(Actor):
     @concurrent_endpoint
     async def process_space(self) -> str:
         return process_space()
+
+    @concurrent_endpoint
+    async def note_in_hand(self, path: Path) -> None:
+        """Note from now on in this file which calls are in hand."""
+        self._link_end.in_hand = InHand(path)
 
     @concurrent_endpoint
     async def link_post(self, messages: bytes) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,6 +84,10 @@ class Faults:
     def on_failure(self, actor_name: str, action: Callable[[str], None]) -> None:
         """Run an action in the loop, with Monarch's text, when Monarch says that an actor of this name failed."""
         self._actions[actor_name] = action
+
+    def off_failure(self, actor_name: str) -> None:
+        """Ignore from now on what Monarch says about an actor of this name."""
+        self._actions.pop(actor_name, None)
 
     @contextlib.contextmanager
     def calling(self, service: str, replica: int | None, method: str) -> Iterator[None]:
@@ -176,7 +181,26 @@ class Faults:
 
     def _tell(self, fault: Fault) -> None:
         for listener in list(self.listeners):
-            listener(fault)
+            self.tell(listener, fault)
+
+    def tell(self, listener: Callable[..., object], *news: object) -> None:
+        """Call a listener. What it raises is printed and noted, and costs nothing else: whoever tells goes on."""
+        try:
+            listener(*news)
+        except Exception as error:
+            traceback.print_exception(error)
+            cause = f"what happened could not be told: {type(error).__name__}: {error}".splitlines()[0]
+            if not any(fault.cause == cause for fault in self.seen):
+                self.seen.append(
+                    Fault(
+                        service="controller",
+                        replica=None,
+                        cause=cause,
+                        phase=self._phase(),
+                        at_s=self._clock(),
+                        fatal=False,
+                    )
+                )
 
     def _on_mesh_failure(self, failure: object) -> None:
         """Take Monarch's report of a failure, in a thread of Monarch's."""

@@ -15,12 +15,13 @@ import math
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.runtime.in_hand import InHand, number_of_call
 
 POLL_S = 5.0
 """Seconds that a poll stays open when there is nothing to tell."""
@@ -44,7 +45,7 @@ _LOOK_S = 0.05
 """Least seconds between two looks at the deadlines of all calls."""
 _NONE = pickle.dumps(None)
 _VALUE, _ITEM, _ERROR = range(3)
-_DIED, _STOPPED, _LATE = range(3, 6)  # said by the controller itself, with the cause as text
+_DIED, _STOPPED, _LATE, _KILLED, _SPARED = range(3, 8)  # said by the controller itself, with the cause as text
 
 
 class Link:
@@ -55,7 +56,7 @@ class Link:
         error: makes the error of a kind for a method from a message.
         lost: told why, when the link breaks by itself. `close` is then called by whoever owns the link.
         begin: told the method when a call begins.
-        end: given what `begin` returned when that call has ended.
+        end: given what `begin` returned when that call has ended, and whether the replica answered it.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Link:
         error: Callable[[type[ServiceError], str, str], ServiceError],
         lost: Callable[[Exception], None],
         begin: Callable[[str], int],
-        end: Callable[[int], None],
+        end: Callable[[int, bool], None],
     ) -> None:
         self._actor = actor
         self._error = error
@@ -96,6 +97,7 @@ class Link:
     ) -> Any:
         """Await a method of the actor; see Replica.ask."""
         key = self._begin(method)  # a `with` would cost as much as all else here
+        kind = _STOPPED
         try:
             call = _Call(next(self._numbers), method, deadline_s, on_item)
             self._send(call, args)
@@ -105,16 +107,20 @@ class Link:
                 if self._calls.pop(call.number, None) is not None:  # it is given up: the replica is to give it up too
                     self._put((call.number, "", b"", False))
         finally:
-            self._end(key)
+            self._end(key, kind <= _ERROR)
         return self._value(method, kind, payload)
 
-    def fail(self, cause: str, *, died: bool) -> None:
-        """End all calls in flight, and all later ones: with ReplicaError if the replica died, else ServiceError."""
+    def fail(self, cause: str, *, died: bool, in_hand: Collection[int] = ()) -> None:
+        """End all calls in flight, and all later ones: with ReplicaError if the replica died, else ServiceError.
+
+        `in_hand` are the numbers of the calls whose code it ran when it died; theirs is the blame.
+        """
         if self._broken is not None:
             return
         self._broken = (_DIED if died else _STOPPED, cause.encode())
-        for call in self._calls.values():
-            call.put(self._broken)
+        for number, call in self._calls.items():
+            kind = _DIED if not in_hand else _KILLED if number in in_hand else _SPARED
+            call.put((kind, cause.encode()) if died else self._broken)
         self._calls.clear()
         self._deadlines.cancel()
         if self._task is not None:
@@ -154,8 +160,11 @@ class Link:
         if kind == _ERROR:
             text, pickled = pickle.loads(payload)
             raise _unpack(pickled) or self._error(ServiceError, method, text)
-        kinds = {_DIED: ReplicaError, _STOPPED: ServiceError, _LATE: DeadlineError}
-        raise self._error(kinds[kind], method, payload.decode())
+        kinds = {_STOPPED: ServiceError, _LATE: DeadlineError}
+        failure = self._error(kinds.get(kind, ReplicaError), method, payload.decode())
+        if isinstance(failure, ReplicaError):
+            failure.blamed = {_KILLED: True, _SPARED: False}.get(kind)
+        raise failure
 
     async def _run(self) -> None:
         try:
@@ -264,6 +273,8 @@ class LinkEnd:
         self._waiting_bytes = 0
         self._ready = asyncio.Event()
         self._room = asyncio.Event()
+        self.in_hand: InHand | None = None
+        """Takes notes of what runs, where they are wanted."""
 
     def post(self, messages: bytes) -> None:
         """Start methods that are called and cancel those that are given up."""
@@ -299,6 +310,7 @@ class LinkEnd:
         self._ready.set()
 
     async def _answer(self, number: int, method: str, payload: bytes, streams: bool) -> None:
+        number_of_call.set(number)
         try:
             result = getattr(self._actor, method)(*pickle.loads(payload))
             if streams:
@@ -307,7 +319,8 @@ class LinkEnd:
                         await self._put(number, _ITEM, _dumps(item))
                 await self._put(number, _VALUE, _NONE)
             else:
-                await self._put(number, _VALUE, _dumps(await result))
+                work = result if self.in_hand is None else self.in_hand.noting(number, result)
+                await self._put(number, _VALUE, _dumps(await work))
         except BaseException as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.runtime import in_hand
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.link import Link
 from forge_rl.runtime.processes import ProcessTree
@@ -64,6 +65,8 @@ class Replica:
     """Number of its processes."""
     mesh: ProcMesh
     mesh_name: str
+    actor_name: str
+    """Name by which Monarch tells of its failure."""
     actor: Any  # Monarch's actor mesh has no useful type; typed handles stand before it
     host: str
     log: Path
@@ -83,7 +86,9 @@ class Replica:
     held: int = 0
     """Other load than calls, such as environments between two steps; routing counts each as one call."""
     answered: bool = False
-    """True once a piece of work, other than control, has ended while it lived."""
+    """True once it has answered a piece of work, other than control."""
+    blamed: bool = False
+    """True if it died while it ran the code of a call, which has the blame."""
     may_block_s: float = 0.0
     """Time for which what it runs may block its event loop, where that is longer than others may."""
     stopped_polls: int = 0
@@ -108,6 +113,11 @@ class Replica:
         return not self.death.done()
 
     @property
+    def notes(self) -> Path:
+        """File in which its process notes the calls in hand, where the service wants to know."""
+        return self.log.with_suffix(".calls")
+
+    @property
     def serving(self) -> bool:
         """True while it is routed to."""
         return self.state is State.SERVING
@@ -120,7 +130,9 @@ class Replica:
     def fail(self, cause: str) -> None:
         """Count it as dead: calls in flight and later ones raise ReplicaError."""
         self.death.set_result(cause)
-        self.link.fail(cause, died=True)
+        calls = in_hand.read(self.notes)
+        self.blamed = bool(calls)
+        self.link.fail(cause, died=True, in_hand=calls)
 
     async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None, name: str = "") -> Any:
         """Call an endpoint of one process: its only one, or the given rank. For control; `ask` is cheaper.
@@ -248,8 +260,8 @@ class Replica:
             self.busy_s += now - self.busy_since
             self._trace("busy", self._span_began, now, False)
 
-    def _end_work(self, key: int) -> None:
-        self.answered = self.answered or self.alive
+    def _end_work(self, key: int, answered: bool) -> None:
+        self.answered = self.answered or answered
         self._end(key)
 
     def _trace(self, name: str, began: float, ended: float, overlapping: bool) -> None:

@@ -7,13 +7,14 @@ import functools
 import re
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
-from forge_rl.errors import ReplicaError, ServiceError
+from forge_rl.errors import PoisonError, ReplicaError, ServiceError
+from forge_rl.runtime import in_hand
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.causes import cause_of, last_error
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
@@ -27,8 +28,8 @@ __all__ = ["Replica", "Service", "ServiceActor"]
 
 _KILL_S = 5.0
 """Seconds that processes may take to end once they are killed."""
-_ATTEMPTS = 3
-"""Fewest replicas that a routed call is tried on: one that kills each replica it meets must end."""
+_MOST_KILLED = 3
+"""Number of replicas that a call, or the task that it is about, may end; then it is not tried any more."""
 _POLL_S = 0.5
 """Seconds between two looks for replicas that hang, which no end of a process tells of."""
 _MARK = "FORGE_RL_REPLICA"
@@ -58,6 +59,8 @@ class Service:
         clock: monotonic seconds.
         descendants: a replica hangs also when a process that it started is stopped. Not where such processes run what
             a model wrote, which may stop itself.
+        blames: each process notes the call that it has in hand: a death is then put down to that call, not to those
+            beside it, nor to the replica.
         uniform: it ends when a cause of death repeats before any replica has answered, as all its work is alike.
         exit_meanings: sentences for the exit statuses that its processes end with on purpose.
     """
@@ -70,6 +73,7 @@ class Service:
         *,
         clock: Callable[[], float] = time.monotonic,
         descendants: bool = True,
+        blames: bool = False,
         uniform: bool = False,
         exit_meanings: Mapping[int, str] | None = None,
     ) -> None:
@@ -84,6 +88,7 @@ class Service:
         self._faults = faults
         self._clock = clock
         self._descendants = descendants
+        self._blames = blames
         self._uniform = uniform
         self._exit_meanings = exit_meanings or {}
         self._id = uuid.uuid4().hex[:12]
@@ -92,6 +97,8 @@ class Service:
         self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._deaths: dict[int, int] = defaultdict(int)
         """Number of deaths in a row, by index."""
+        self._killed: Counter[str] = Counter()
+        """Number of replicas that ended at work on something, by its name, since such work was last answered."""
         self._answered = False
         self._causes: set[str] = set()
         """Causes of death so far."""
@@ -141,6 +148,7 @@ class Service:
             ranks=ranks,
             mesh=mesh,
             mesh_name=mesh_name,
+            actor_name=actor_name,
             actor=mesh.spawn(actor_name, actor, *args),
             host=host,
             log=self._cluster.log_file(mesh_name),
@@ -173,6 +181,9 @@ class Service:
             except (psutil.NoSuchProcess, ProcessLookupError):
                 self._on_process_end(replica, rank, None)
                 return
+        if near and self._blames:
+            in_hand.create(replica.notes)
+            await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
         if self._watching is None:
             self._watching = self._in_background(self._watch_for_hangs(), None, "nobody notices any more when it hangs")
         if replica.incarnation == 0 or self._respawn is None:
@@ -209,7 +220,7 @@ class Service:
         """
         self._respawn, self._restart, self._sleep = respawn, config, sleep
 
-    async def route(self, method: str, *args: object, deadline_s: float) -> Any:
+    async def route(self, method: str, *args: object, deadline_s: float, about: str = "") -> Any:
         """Ask the serving replica with the least load, and another one if that one dies.
 
         While none serves it waits for one. That ends, as restarts do; `deadline_s` is for the method.
@@ -217,24 +228,48 @@ class Service:
         Raises:
             ForgeError, DeadlineError, ReplicaError, ServiceError: as `Replica.ask` and `try_on`.
         """
-        return await self.try_on(lambda replica: replica.ask(method, *args, deadline_s=deadline_s))
+        return await self.try_on(lambda replica: replica.ask(method, *args, deadline_s=deadline_s), about=about)
 
-    async def try_on(self, attempt: Callable[[Replica], Awaitable[T]]) -> T:
+    async def try_on(self, attempt: Callable[[Replica], Awaitable[T]], *, about: str = "", refuses: bool = False) -> T:
         """Do something on the serving replica with the least load, and again on another one if that one dies.
 
+        Args:
+            about: names the task, for errors.
+            refuses: count deaths against the task too, as `blame` does; once they are too many, none of its work is
+                tried any more.
+
         Raises:
-            ReplicaError: several replicas, one after another, died of it.
+            PoisonError: several replicas, one after another, died of it.
             ServiceError: no replica is left.
         """
-        attempts = max(_ATTEMPTS, len(self.replicas) + 1)  # they may all have died at once, unseen until it is tried
+        # Without blame they may all have died at once, unseen until it is tried.
+        deaths, blamed, most = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
         while True:
             replica = least_loaded(self.replicas) or await self.available()
-            attempts -= 1
+            if refuses and self._killed[about] >= _MOST_KILLED:
+                raise self._poison(about, self._killed[about])
             try:
                 return await attempt(replica)
-            except ReplicaError:
-                if replica.alive or not attempts:
+            except ReplicaError as error:
+                if replica.alive:
                     raise
+                if error.blamed:
+                    blamed += 1
+                    self.blame(about if refuses else "")
+                elif error.blamed is None:
+                    deaths += 1
+                if blamed == _MOST_KILLED or deaths == most:
+                    raise self._poison(about, max(blamed, deaths), error) from error
+
+    def blame(self, about: str) -> None:
+        """Count a death of a replica against the task that it worked on, by its name; "" counts nowhere."""
+        if about:
+            self._killed[about] += 1
+
+    def forgive(self, about: str) -> None:
+        """Forget the deaths that were counted against a task, as it was worked on to its end; not those too many."""
+        if self._killed[about] < _MOST_KILLED:
+            del self._killed[about]
 
     async def available(self) -> Replica:
         """Return the serving replica with the least load; while none serves, wait for one.
@@ -274,6 +309,8 @@ class Service:
             await self._cluster.stop(replica.mesh_name)
         await asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S)  # also what Monarch does not know of
         await self._cluster.stop(replica.mesh_name)
+        self._faults.off_failure(replica.actor_name)
+        replica.notes.unlink(missing_ok=True)
 
     async def stop(self) -> None:
         """End all replicas' processes. Calls in flight fail."""
@@ -289,15 +326,18 @@ class Service:
 
     async def _recover(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:
         """Replace the dead replica of an index until the new one serves, or it is abandoned."""
+        most = self._restart.max_restarts
+        counts = not self.replicas[index].blamed or not most  # a call that has the blame has a budget of its own
         try:
             while True:
                 await self.clean_up(self.replicas[index])
-                self._deaths[index] += 1
-                if (hopeless := self._is_hopeless(index)) or self._deaths[index] > self._restart.max_restarts:
+                self._deaths[index] += counts
+                counts = True
+                if (hopeless := self._is_hopeless(index)) or self._deaths[index] > most:
                     self.abandon(self.replicas[index])
                     if self._all_abandoned:
                         self._faults.record(self.name, None, self._causes_of_end())
-                    if hopeless or self._all_abandoned or not self._restart.max_restarts:
+                    if hopeless or self._all_abandoned or not most:
                         return
                 await self._sleep(self._restart.delay_s(self._deaths[index]))
                 if await self._replace(index, respawn):
@@ -332,6 +372,16 @@ class Service:
         self._causes.add(cause)
         return self._uniform and known and not outside and not self._answered
 
+    def _poison(self, about: str, deaths: int, error: ReplicaError | None = None) -> PoisonError:
+        """Name what is not tried any more, and what it did."""
+        cause = "" if error is None else f", the last time so: {error.message}"
+        return PoisonError(
+            f"{about or 'a call'} ended {deaths} replicas that worked on it, and is not tried again{cause}",
+            service=self.name,
+            call="" if error is None else error.call,
+            hint="see the replicas' logs in the run folder",
+        )
+
     @property
     def _all_abandoned(self) -> bool:
         return all(replica.state is State.ABANDONED for replica in self.replicas)
@@ -360,10 +410,10 @@ class Service:
             return
         respawn = None if self._faults.closing else self._respawn
         fatal = respawn is None and not self.recoverable
-        self._faults.record(self.name, replica.index, cause, fatal=fatal)
         self._set_state(replica, State.ABANDONED if fatal else State.QUARANTINED)
+        self._faults.record(self.name, replica.index, cause, fatal=fatal)
         if respawn is not None and replica.index not in self._recovering:  # else it died while it started
-            if self._clock() - replica.serving_since >= self._restart.healthy_s:
+            if replica.answered or self._clock() - replica.serving_since >= self._restart.healthy_s:
                 self._deaths[replica.index] = 0
             self._recovering[replica.index] = self._in_background(
                 self._recover(replica.index, respawn), replica.index, "it cannot be restarted"
@@ -396,7 +446,7 @@ class Service:
         self._notify()
         if served != replica.serving:
             for listener in list(self.listeners):
-                listener()
+                self._faults.tell(listener)
 
     def _notify(self) -> None:
         self._changed.set()

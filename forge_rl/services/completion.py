@@ -11,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.data.tokenizer import TextStream, Tokenizer
-from forge_rl.errors import ReplicaError
+from forge_rl.errors import PoisonError, ReplicaError
 from forge_rl.types import Chunk, Sampling, TokenIds, Turn
 
 GATHER_S = 0.05
 """Seconds for which an engine gathers tokens before it sends them, where nobody reads them as they come."""
 _MOST_FAILURES = 3
 """Engines that may die in a row without a token: a completion that kills them must not kill them all."""
+_MOST_DEATHS = 12
+"""Engines that may die at one completion, with or without a token."""
 _ROUNDING = 1e-4
 """Tolerance by which a logprob may exceed 0."""
 
@@ -44,7 +46,7 @@ class ResumableCompletion:
         self._chunks: list[Chunk] = []
         """Chunks so far, as they are in the whole completion."""
         self._decoder: TextStream | None = None
-        self._failures = self._resumed_at = 0
+        self._failures = self._deaths = self._resumed_at = 0
         self._known = ""
         """Text of all tokens, once a second engine decodes."""
 
@@ -54,6 +56,11 @@ class ResumableCompletion:
         if not self._chunks:
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, *(chunk.token_ids for chunk in self._chunks)])
+
+    @property
+    def suspect(self) -> bool:
+        """True once engines died in a row before a token came: they may have died of this completion."""
+        return self._failures > 1 and self.tokens == self._resumed_at
 
     @property
     def rest(self) -> Sampling:
@@ -80,7 +87,8 @@ class ResumableCompletion:
             gather_s: seconds for which an engine gathers tokens into a chunk.
 
         Raises:
-            ReplicaError: several engines in a row died without a token.
+            PoisonError: several engines in a row died without a token.
+            ReplicaError: as `fail_over`.
         """
         self._observe, self.gather_s = observe, gather_s
         while not self.finish:
@@ -132,16 +140,25 @@ class ResumableCompletion:
         """Prepare for the next engine, as this one died.
 
         Raises:
-            ReplicaError: `error`, if several engines in a row died without a token, or if another engine cannot go on:
-                what constrains a completion, or penalises its tokens, knows only those that its own engine decoded.
+            PoisonError: several engines in a row died without a token, or many in all.
+            ReplicaError: `error`, if another engine cannot go on: what constrains a completion, or penalises its
+                tokens, knows only those that its own engine decoded.
                 Also if an engine hung while it decoded under a constraint, which may be the cause.
         """
         if self.sampling.extra and (self.tokens or error.message.startswith("hung")):
             raise error
-        self._failures = 1 if self.tokens > self._resumed_at else self._failures + 1
-        self._resumed_at = self.tokens
-        if self._failures == _MOST_FAILURES:
-            raise error
+        if error.blamed is not False:
+            self._deaths += 1
+            self._failures = 1 if self.tokens > self._resumed_at else self._failures + 1
+            self._resumed_at = self.tokens
+        if self._failures == _MOST_FAILURES or self._deaths == _MOST_DEATHS:
+            raise PoisonError(
+                f"a completion of {len(self.prompt_ids)} prompt tokens ended {self._deaths} engines, and is not tried "
+                f"again, the last time so: {error.message}",
+                service=error.service,
+                call=error.call,
+                hint=error.hint,
+            ) from error
         if self._decoder is None and self.tokens:
             self._decoder = self._tokenizer.text_stream(self.prompt_ids)
             known = self.shown[len(self.prompt_ids) :].tolist()

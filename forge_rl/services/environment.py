@@ -62,7 +62,7 @@ class Environment:
         if getattr(factory, "in_process", False):
             return cls(config, None, factory)
         # An environment's processes may run what a model wrote, which may stop itself: no reason to end the replica.
-        service = Service("environment", cluster, faults, descendants=False)
+        service = Service("environment", cluster, faults, descendants=False, blames=True)
 
         async def start_one(index: int) -> None:
             # The user's world may need keys.
@@ -79,18 +79,20 @@ class Environment:
 
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
-            ReplicaError: several replicas died of it, one after another.
+            PoisonError: several replicas died of it, one after another.
             ServiceError: the environment raised something; or no replica is left.
         """
         if self._service is None:
             self._opened += 1
             local = LocalSession(_made(self._factory, task))
             return local, await _reset(local.env)
-        return await self._service.try_on(lambda replica: self._open(replica, task))
+        about = f"the environment of {task.source} {task.id}"
+        return await self._service.try_on(lambda replica: self._open(replica, task, about), about=about, refuses=True)
 
-    async def _open(self, replica: Replica, task: Task) -> tuple[EnvSession, Observation]:
+    async def _open(self, replica: Replica, task: Task, about: str) -> tuple[EnvSession, Observation]:
+        assert self._service is not None
         self._opened += 1
-        session = EnvSession(replica, self._opened, self._config.deadline_s, self._closing)
+        session = EnvSession(self._service, about, replica, self._opened, self._config.deadline_s, self._closing)
         return session, await session.reset(task)
 
     async def stop(self) -> None:
@@ -111,7 +113,17 @@ class EnvSession:
     A session is over when its environment is done, closed, or failed.
     """
 
-    def __init__(self, replica: Replica, key: int, deadline_s: float, closing: set[asyncio.Task[None]]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        about: str,
+        replica: Replica,
+        key: int,
+        deadline_s: float,
+        closing: set[asyncio.Task[None]],
+    ) -> None:
+        self._service = service
+        self._about = about
         self._replica = replica
         self._key = key
         self._deadline_s = deadline_s
@@ -143,10 +155,13 @@ class EnvSession:
             step: Step = await self._replica.ask(
                 "step", self._key, answer, truncated, parsed, deadline_s=self._deadline_s
             )
-        except BaseException:
+        except BaseException as error:
             self.abandon()
+            if isinstance(error, ReplicaError) and error.blamed:
+                self._service.blame(self._about)
             raise
         if step.done:
+            self._service.forgive(self._about)
             self._end()
         return step
 
@@ -158,7 +173,9 @@ class EnvSession:
                 await self._replica.ask("close", self._key, deadline_s=self._deadline_s)
 
     def abandon(self) -> None:
-        """Close the environment in a task of its own."""
+        """Close the environment, if it is not over, in a task of its own."""
+        if self._over:
+            return
 
         async def close() -> None:
             with contextlib.suppress(ForgeError):  # the session's user was told of its first error

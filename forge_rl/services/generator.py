@@ -89,6 +89,8 @@ class Generator:
         self._stopping = False
         self._loading = asyncio.Lock()
         self.non_finite = NonFiniteTokens()
+        self._trial = asyncio.Lock()
+        """Held by the one suspect completion that waits for its first token: those beside it cannot get the blame."""
         self.attested_in_place = 0.0
         """Share of the weights that the last load attested over the live parameters."""
         self.bytes_read: tuple[int, ...] = ()
@@ -196,6 +198,23 @@ class Generator:
         """
         prompt_ids, sampling = completion.shown, completion.rest
         self._check(prompt_ids, sampling)
+        trial = contextlib.ExitStack()
+        if completion.suspect:
+            await self._trial.acquire()
+            trial.callback(self._trial.release)
+        with trial:
+            await self._decode(completion, prompt_ids, sampling, engine, on_token=trial.close)
+
+    async def _decode(
+        self,
+        completion: ResumableCompletion,
+        prompt_ids: TokenIds,
+        sampling: Sampling,
+        engine: int | None,
+        *,
+        on_token: Callable[[], None],
+    ) -> None:
+        """Decode as `decode` does; tells when a chunk has come."""
         replica = await self._choose(engine)
         first = self._pool.current
         drawn, ended = completion.tokens, False
@@ -203,6 +222,7 @@ class Generator:
         def take(chunk: Chunk) -> bool:
             nonlocal drawn, ended
             self._pool.progress.note(replica)
+            on_token()
             problem = validate_chunk(
                 chunk,
                 completion.sampling,
@@ -257,7 +277,7 @@ class Generator:
             gather_s: seconds for which an engine gathers tokens into one chunk; by default it sends each at once.
 
         Raises:
-            ReplicaError: several engines in a row failed without a token.
+            PoisonError: several engines in a row failed without a token.
             WeightsError, ConfigError, DeadlineError, ServiceError: as `decode`.
         """
         return self._completion(prompt_ids, sampling).stream(self._decoder(engine), gather_s=gather_s)
@@ -382,7 +402,9 @@ class Generator:
         for replica in self._service.replicas:
             if replica.index == engine and replica.serving:
                 return replica
-        raise ReplicaError("it does not serve", service=self._service.name, replica=engine)
+        error = ReplicaError("it does not serve", service=self._service.name, replica=engine)
+        error.blamed = False
+        raise error
 
     def _check(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         """Raise, as `decode` does, if the request cannot be served."""

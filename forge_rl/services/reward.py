@@ -105,7 +105,7 @@ class Reward:
 
         Raises:
             DeadlineError: the function took longer than the config's deadline_s.
-            ReplicaError: several replicas died of it, one after another.
+            PoisonError: several replicas died of it, one after another.
             ForgeError: the function raised it, or returned something else than a score for each.
             ServiceError: the function raised something else; or no replica is left.
         """
@@ -203,6 +203,7 @@ class _Pool:
             cluster,
             faults,
             descendants=False,
+            blames=True,
             exit_meanings={REWARD_STUCK: "its reward function did not come back within its deadline"},
         )
         self._config = config
@@ -251,7 +252,7 @@ class _Pool:
     async def score(self, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
         """Score episodes with each function."""
         scores: dict[str, list[Score]] = await self.service.route(
-            "score", self.version, task, given, deadline_s=_QUEUE_DEADLINE_S
+            "score", self.version, task, given, deadline_s=_QUEUE_DEADLINE_S, about=f"scoring {task.source} {task.id}"
         )
         return scores
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -16,6 +17,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.errors import DeadlineError, ForgeError
 from forge_rl.rewards.protocol import RewardFunction, form_of, is_async
 from forge_rl.runtime.actor import ServiceActor
+from forge_rl.runtime.in_hand import number_of_call
 from forge_rl.types import Episode, Score, Task
 
 _LAST_WORDS_S = 1.0
@@ -100,13 +102,14 @@ class RewardActor(ServiceActor):
         return result
 
     async def _in_thread(self, function: Callable[..., object], task: Task, given: object) -> object:
-        loop = asyncio.get_running_loop()
+        loop, in_hand, number = asyncio.get_running_loop(), self._link_end.in_hand, number_of_call.get()
 
         def run() -> object:
             call.began = loop.time()  # only its own time counts, not the wait for others
             self._running = call
             try:
-                return function(task, given)
+                with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
+                    return function(task, given)
             finally:
                 self._running = None
 

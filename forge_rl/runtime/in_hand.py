@@ -1,0 +1,85 @@
+"""Calls that a process has in hand, noted in a file that outlives it, to tell what the process died of."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Awaitable, Generator, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+_SLOTS = struct.Struct("qq")
+"""Number of the call that runs in the event loop, and of the one in the worker thread, each plus 1; 0 for none."""
+
+number_of_call: ContextVar[int] = ContextVar("number_of_call", default=-1)
+"""Number of the call that the current task answers."""
+
+
+class InHand:
+    """Notes of one process: the call whose code its event loop runs now, and the one in its worker thread.
+
+        in_hand = InHand(path)
+        answer = await in_hand.noting(7, method())
+        with in_hand.in_thread(8):
+            function()
+
+    A note costs half a microsecond: it is written to mapped memory, which the kernel keeps when the process dies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            self._memory = mmap.mmap(fd, _SLOTS.size)
+        finally:
+            os.close(fd)
+
+    async def noting(self, number: int, work: Awaitable[Any]) -> Any:
+        """Await a call's work; its number is noted while the loop runs its code, and not while it waits."""
+        return await _Noted(self._memory, number, work)
+
+    @contextlib.contextmanager
+    def in_thread(self, number: int) -> Iterator[None]:
+        """Note a call's number while the body runs, in a thread that takes one call at a time."""
+        struct.pack_into("q", self._memory, 8, number + 1)
+        try:
+            yield
+        finally:
+            struct.pack_into("q", self._memory, 8, 0)
+
+
+class _Noted:
+    """Awaits something as `yield from` does, and notes each step."""
+
+    def __init__(self, memory: mmap.mmap, number: int, work: Awaitable[Any]) -> None:
+        self._memory, self._number, self._work = memory, number, work
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps: Any = self._work.__await__()
+        value, error = None, None
+        while True:
+            struct.pack_into("q", self._memory, 0, self._number + 1)
+            try:
+                waits_for = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value
+            finally:
+                struct.pack_into("q", self._memory, 0, 0)
+            try:
+                value, error = (yield waits_for), None
+            except BaseException as raised:  # also a cancellation, which is for the work
+                value, error = None, raised
+
+
+def create(path: Path) -> None:
+    """Make the file for a process that starts."""
+    path.write_bytes(bytes(_SLOTS.size))
+
+
+def read(path: Path) -> frozenset[int]:
+    """Return the numbers of the calls that a process had in hand when it ended; none where they are not known."""
+    with contextlib.suppress(OSError, struct.error):
+        return frozenset(noted - 1 for noted in _SLOTS.unpack(path.read_bytes()) if noted > 0)
+    return frozenset()
