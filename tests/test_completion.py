@@ -13,7 +13,7 @@ import pytest
 
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ReplicaError
+from forge_rl.errors import PoisonError, ReplicaError
 from forge_rl.services.completion import ResumableCompletion, validate_chunk
 from forge_rl.types import Chunk, Sampling
 from tests.fake_engine import GARBAGE, Unpickable
@@ -111,7 +111,22 @@ def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_toke
     completion.add(chunk((5,)))
     completion.fail_over(DIED)
     completion.fail_over(DIED)
-    with pytest.raises(ReplicaError, match="gone"):
+    assert completion.suspect
+    never_asked = ReplicaError("it does not serve", service="generator", replica=0)
+    never_asked.blamed = False
+    completion.fail_over(never_asked)
+    with pytest.raises(PoisonError, match=r"2 prompt tokens ended 5 engines.*gone"):
+        completion.fail_over(DIED)
+
+
+def test_a_completion_at_which_engines_die_after_some_tokens_each_is_given_up_too(tokenizer: Tokenizer) -> None:
+    completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
+    for _ in range(11):
+        completion.add(chunk((5,)))
+        completion.fail_over(DIED)
+        assert not completion.suspect
+    completion.add(chunk((5,)))
+    with pytest.raises(PoisonError, match="ended 12 engines"):
         completion.fail_over(DIED)
 
 

@@ -91,3 +91,31 @@ def test_calls_that_are_late_one_after_the_other_are_not_looked_at_each_time():
         assert looks <= 21
 
     run(main())
+
+
+def test_no_stream_is_late_while_streams_are_held():
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        late: list[tuple[str, float]] = []
+        calls: Any = {}
+        deadlines = Deadlines(calls)
+
+        def add(name: str, *, streams: bool) -> None:
+            calls[name] = Call(2.0, lambda: late.append((name, loop.time())))
+            calls[name].on_item = print if streams else None
+            deadlines.start(calls[name])
+
+        add("before", streams=True)
+        await asyncio.sleep(1)
+        deadlines.hold_streams(True)
+        add("meanwhile", streams=True)
+        add("plain", streams=False)
+        await asyncio.sleep(9)
+        assert late == [("plain", 3)]
+        deadlines.start(calls["before"])  # a last item came
+        await asyncio.sleep(9)
+        deadlines.hold_streams(False)
+        await asyncio.sleep(9)
+        assert late[1:] == [("before", 21), ("meanwhile", 21)]
+
+    run(main())

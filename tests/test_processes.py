@@ -18,7 +18,14 @@ import psutil
 import pytest
 
 from forge_rl.runtime.causes import cause_of, last_error
-from forge_rl.runtime.processes import ProcessTree, describe_exit, exit_status, responsive_loop, when_process_ends
+from forge_rl.runtime.processes import (
+    ProcessTree,
+    describe_exit,
+    exit_status,
+    is_traced,
+    responsive_loop,
+    when_process_ends,
+)
 
 
 def ended(command: str, *, kill: int | None = None) -> tuple[subprocess.Popen[bytes], int]:
@@ -175,6 +182,27 @@ def test_a_stopped_member_is_seen_if_it_is_near_enough():
             child.resume()
             assert not tree.has_stopped(most=64)
             tree.unwatch()
+
+    asyncio.run(main())
+
+
+def test_a_member_that_a_debugger_has_stopped_does_not_count_as_stopped():
+    code = "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), signal.SIGSTOP)"
+
+    async def main() -> None:
+        traced = await asyncio.to_thread(psutil.Popen, [sys.executable, "-c", code])  # its tracer is this process
+        tree = ProcessTree("NOBODY", "none")
+        try:
+            while traced.status() != psutil.STATUS_TRACING_STOP:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            tree.watch(traced.pid, lambda status: None)
+            assert is_traced(traced.pid)
+            assert not is_traced(os.getpid())
+            assert not tree.has_stopped(most=64)
+        finally:
+            tree.unwatch()
+            traced.kill()
+            traced.wait()
 
     asyncio.run(main())
 

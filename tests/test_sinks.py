@@ -291,6 +291,19 @@ def test_equal_warnings_are_folded_and_counted(tmp_path: Path) -> None:
     assert told[3].endswith("(59 like it in all)")
 
 
+@pytest.mark.parametrize("quoted", [True, False])
+def test_warnings_that_differ_in_what_a_model_wrote_do_not_pile_up(quoted: bool, tmp_path: Path) -> None:
+    log = RunLog(Display("none", phase_clock=PhaseClock()), EventSink(tmp_path / "events.jsonl"))
+    for number in range(2000):
+        said = "".join(chr(ord("g") + (number >> shift) % 16) for shift in range(0, 12, 4)) * 50
+        log.event(f"code {number}: {'ValueError: no number in ' + repr(said) if quoted else said}", "warning")
+    log.close()
+    told = rows(tmp_path / "events.jsonl")
+    assert len(told) == (5 if quoted else 200 + 5)
+    assert len(log._warnings) == (1 if quoted else 201)
+    assert str(told[-1]["text"]).endswith(f"({2000 if quoted else 1800} like it in all)")
+
+
 def test_any_text_that_a_model_can_write_is_a_line_of_json(tmp_path: Path) -> None:
     strange = 'a\nb "q" \u2028 \ud800 é \x00'
     sink = EpisodeSink(tmp_path / "episodes.jsonl")

@@ -12,8 +12,12 @@ from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Step
 from forge_rl.redaction import without_credentials
 from forge_rl.types import Batch, Episode
 
-_NUMBERS = re.compile(r"\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
-"""Numbers and digests."""
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
+"""Quotations, numbers and digests."""
+_KIND_LETTERS = 100
+"""Letters by which kinds of warnings are told apart: what follows may be a model's own words."""
+_MOST_KINDS = 200
+"""Kinds of warnings that are kept; all others are one."""
 
 
 class RunLog:
@@ -37,7 +41,7 @@ class RunLog:
         self._lost: dict[tuple[int, str], int] = {}
         """Failures in a row, by the sink's id and the method that failed when it was called last."""
         self._warnings: dict[str, int] = {}
-        """Number of warnings so far, by their text without its numbers."""
+        """Number of warnings so far, by their kind: the beginning of the text, without what varies."""
         self._folded: dict[str, str] = {}
         """The last one of those that are not told yet."""
 
@@ -66,11 +70,13 @@ class RunLog:
     def event(self, text: str, level: Level = "info") -> None:
         """Tell of something that happened between steps; `without_credentials`, as it is kept in files.
 
-        Warnings that differ only in their numbers are one: after the first, the 10th, 100th, ... are told, and at the
-        end how many there were.
+        Warnings that begin alike but for numbers and quotations are one: after the first, the 10th, 100th, ... are
+        told, and at the end how many there were.
         """
         if level == "warning":
-            kind = _NUMBERS.sub("#", text)
+            kind = _VARIABLE.sub("#", text)[:_KIND_LETTERS]
+            if kind not in self._warnings and len(self._warnings) >= _MOST_KINDS:
+                kind = ""
             count = self._warnings[kind] = self._warnings.get(kind, 0) + 1
             if count > 1:
                 self._folded[kind] = text

@@ -181,7 +181,8 @@ async def running_services(
             devices=devices,
         )
     finally:
-        async with task_group() as group:
-            for service in started:
-                group.create_task(service.stop())
+        stopped = await asyncio.gather(*(service.stop() for service in started), return_exceptions=True)
         await cluster.close()
+        for failure in stopped:
+            if isinstance(failure, BaseException):
+                raise failure

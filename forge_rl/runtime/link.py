@@ -75,7 +75,7 @@ class Link:
         self._end = end
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
-        self._deadlines = Deadlines(self._calls)
+        self.deadlines = Deadlines(self._calls)
         self._outbox: deque[Message] = deque()
         self._waiting = asyncio.Event()
         self._broken: tuple[int, bytes] | None = None
@@ -122,7 +122,7 @@ class Link:
             kind = _DIED if not in_hand else _KILLED if number in in_hand else _SPARED
             call.put((kind, cause.encode()) if died else self._broken)
         self._calls.clear()
-        self._deadlines.cancel()
+        self.deadlines.cancel()
         if self._task is not None:
             self._task.cancel()
 
@@ -141,7 +141,7 @@ class Link:
         except Exception as error:
             raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
         self._calls[call.number] = call
-        self._deadlines.start(call)
+        self.deadlines.start(call)
         self._put((call.number, method, payload, call.on_item is not None))
 
     def _put(self, message: Message) -> None:
@@ -193,7 +193,7 @@ class Link:
                 if kind != _ITEM:
                     call.put((kind, payload))
                     continue
-                self._deadlines.start(call)
+                self.deadlines.start(call)
                 assert call.on_item is not None, "a plain method gives no items"
                 try:
                     if call.on_item(self._value(call.method, kind, payload)) is True:
@@ -236,15 +236,26 @@ class Deadlines:
 
     def __init__(self, calls: Mapping[int, _Call]) -> None:
         self._calls = calls
+        self._held = False
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, call: _Call) -> None:
-        """Give a call its deadline's seconds from now."""
+        """Give a call its deadline's seconds from now; a stream none while streams are held."""
         loop = asyncio.get_running_loop()
-        call.due = loop.time() + call.deadline_s
+        call.due = math.inf if self._held and call.on_item is not None else loop.time() + call.deadline_s
+        if call.due == math.inf:
+            return
         if self._timer is None or call.due < self._timer.when():
             self.cancel()
             self._timer = loop.call_at(call.due, self._look)
+
+    def hold_streams(self, held: bool) -> None:
+        """Let no stream be late while nothing can come; afterwards each has its deadline's seconds anew."""
+        if held != self._held:
+            self._held = held
+            for call in self._calls.values():
+                if call.on_item is not None:
+                    self.start(call)
 
     def cancel(self) -> None:
         """Tell nobody any more."""

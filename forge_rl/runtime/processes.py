@@ -65,7 +65,10 @@ class ProcessTree:
             self._unwatch(pid)
 
     def has_stopped(self, *, most: int) -> bool:
-        """Look at the roots and their descendants, at most so many, the nearest first; whether one is stopped."""
+        """Look at the roots and their descendants, at most so many, the nearest first; whether one is stopped.
+
+        One that a debugger is attached to does not count.
+        """
         found: dict[int, psutil.Process] = {}
         stopped = False
         queue = deque(self.roots)
@@ -73,7 +76,7 @@ class ProcessTree:
             pid = queue.popleft()
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended
                 process = self.members.get(pid) or psutil.Process(pid)
-                stopped |= process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+                stopped |= process.status() == psutil.STATUS_STOPPED and not is_traced(pid)
                 found[pid] = process
                 queue.extend(_children_of(pid))
         self.members = found
@@ -126,6 +129,15 @@ class ProcessTree:
         fd = self._pidfds.pop(pid)
         asyncio.get_running_loop().remove_reader(fd)
         os.close(fd)
+
+
+def is_traced(pid: int) -> bool:
+    """Tell whether a debugger is attached to a process."""
+    with contextlib.suppress(OSError):  # it ended
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("TracerPid:"):
+                return int(line.split()[1]) != 0
+    return False
 
 
 def _children_of(pid: int) -> Iterator[int]:

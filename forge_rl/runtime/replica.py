@@ -16,7 +16,7 @@ from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceErro
 from forge_rl.runtime import in_hand
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.link import Link
-from forge_rl.runtime.processes import ProcessTree
+from forge_rl.runtime.processes import ProcessTree, is_traced
 from forge_rl.runtime.tasks import task_group
 
 if TYPE_CHECKING:
@@ -233,7 +233,8 @@ class Replica:
         self.stopped_polls = self.stopped_polls + 1 if self.tree.has_stopped(most=most) else 0
         if self.stopped_polls >= _STOPPED_POLLS:
             return "hung: its process was stopped"
-        self.link.silent_polls += self.link.open
+        if not any(map(is_traced, self.tree.roots)):  # nothing answers that a debugger has stopped
+            self.link.silent_polls += self.link.open
         if self.link.silent_polls > max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND):
             return "hung: its event loop does not answer (what blocks it for long must run in a thread)"
         return ""

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forge_rl.errors import ReplicaError, ServiceError, WeightsError
+from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
@@ -97,6 +97,7 @@ class EnginePool:
                 if desired.version is not None and (desired.version, desired.store) != (now.version, now.store):
                     await self._load(replica, desired.version, desired.store)
                 now = desired
+            replica.link.deadlines.hold_streams(now.paused or now.asleep)
             self._ready[replica.index] = replica  # nothing was awaited since the comparison: `each` will not miss it
 
     @contextlib.asynccontextmanager
@@ -129,30 +130,44 @@ class EnginePool:
         async with self._holding:
             self._desired = replace(self._desired, **changes)
             held = self._desired.paused, self._desired.asleep
+            if any(held):
+                self._hold_deadlines(True)
             await self.each("hold", lambda _: held, deadline_s=CONTROL_DEADLINE_S)
+            if not any(held):
+                self._hold_deadlines(False)
 
     async def each(
         self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
     ) -> list[Any]:
         """Call all engines; returns their results in order, without those of engines that died or failed.
 
+        An engine that fails where another does not is replaced.
+
         Raises:
-            ForgeError: as raised by an engine.
+            ForgeError: as raised by an engine, if all raised one.
         """
+        errors: list[tuple[Replica, ForgeError]] = []
 
         async def one(replica: Replica) -> list[Any]:
             try:
                 return [await replica.call(method, *args_of(replica), deadline_s=deadline_s)]
             except ReplicaError:
-                return []
+                pass
             except ServiceError as error:
                 self.mark_failed(replica, f"{method} failed: {error.message}")
-                return []
+            except ForgeError as error:
+                errors.append((replica, error))
+            return []
 
         living = [replica for _, replica in sorted(self._ready.items()) if replica.alive]
         async with task_group() as group:
             calls = [group.create_task(one(replica)) for replica in living]
-        return [result for call in calls for result in call.result()]
+        results = [result for call in calls for result in call.result()]
+        for replica, error in errors:
+            if not results:
+                raise error
+            self.mark_failed(replica, f"{method} failed: {error.message}")
+        return results
 
     def mark_failed(self, replica: Replica, cause: str) -> ReplicaError:
         """Count an engine as dead and return the error to raise; its other requests end with such an error too."""
@@ -169,6 +184,11 @@ class EnginePool:
             self._waiting -= 1
             if not self._waiting:
                 self._waits.clear()
+
+    def _hold_deadlines(self, held: bool) -> None:
+        """Let no request be late while the engines stand still."""
+        for replica in self._ready.values():
+            replica.link.deadlines.hold_streams(held)
 
     async def _load(self, replica: Replica, version: int, store: WeightStore | None) -> None:
         if store is None:

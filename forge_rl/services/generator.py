@@ -17,7 +17,6 @@ from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import (
     ConfigError,
     DeadlineError,
-    ForgeError,
     ReplicaError,
     ServiceError,
     WeightsError,
@@ -58,7 +57,7 @@ class Generator:
         temperature: float = 1.0
         """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
         request_deadline_s: float = 3600.0
-        """Longest time between two chunks of a completion. It includes the time for which the engines are paused."""
+        """Longest time between two chunks of a completion, without the time for which the engines are paused."""
         restart: Restart = field(default_factory=Restart)
         """Policy for engines that die."""
 
@@ -382,10 +381,9 @@ class Generator:
     async def stop(self) -> None:
         """End the engines: first vLLM's own processes, then ours."""
         self._stopping = True
-        for replica in self._service.replicas:
-            if replica.alive:
-                with contextlib.suppress(ForgeError):  # Service.stop kills those that do not close in time
-                    await replica.call("close", deadline_s=5.0)
+        living = [replica for replica in self._service.replicas if replica.alive]
+        closing = [replica.call("close", deadline_s=5.0) for replica in living]
+        await asyncio.gather(*closing, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()
 
     def _completion(self, prompt_ids: TokenIds, sampling: Sampling | None) -> ResumableCompletion:

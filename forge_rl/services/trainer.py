@@ -348,8 +348,11 @@ class Trainer:
         async with store.publishing(version, self._specs, getattr(torch, dtype)) as publication:
             parts = await self._all("publish", store.transport(), publication.draft)
             self.busy_s += max(seconds for _, seconds in parts)
-            await publication.commit([reports for reports, _ in parts])
-        self.version, self._published = version, self.updates
+            try:
+                await publication.commit([reports for reports, _ in parts])
+            finally:  # one that is cancelled may have been committed
+                if publication.committed:
+                    self.version, self._published = version, self.updates
         return version
 
     async def offload(self) -> int:

@@ -140,7 +140,7 @@ class WeightStore:
         """
         transport = self._transports[host]
         base, freed, epoch = await self._call("begin", version)
-        drafted = None
+        drafted, publication = None, None
         try:
             await self._unless_it_dies("free", transport.free(freed))
             drafted = draft(
@@ -152,6 +152,8 @@ class WeightStore:
             if not publication.committed:
                 raise WeightsError(f"version {version} was not committed")
         except BaseException as error:
+            if publication is not None and publication.committed:
+                raise
             with contextlib.suppress(Exception):  # the first error is the one to report
                 keys = (*freed, *(bucket.key for bucket in (drafted.written if drafted else ())))
                 await transport.free(
@@ -197,10 +199,9 @@ class WeightStore:
 
     async def stop(self) -> None:
         """End the store; its versions are gone."""
-        for replica in self._service.replicas:
-            if replica.alive:
-                with contextlib.suppress(ForgeError):
-                    await replica.call("close", deadline_s=10.0)
+        living = [replica for replica in self._service.replicas if replica.alive]
+        closing = [replica.call("close", deadline_s=10.0) for replica in living]
+        await asyncio.gather(*closing, return_exceptions=True)
         await self._service.stop()
         if any(folder.exists() for folder in self.folders):  # of a process that was killed
             reclaim(self.folders[0].parent.parent)
@@ -254,8 +255,12 @@ class Publication:
             WeightsError: together they did not write exactly what the draft says.
         """
         manifest = complete(self.draft, ranks)
-        await self._call("commit", manifest)
-        self.committed = True
+        committing = asyncio.ensure_future(self._call("commit", manifest))
+        try:
+            await asyncio.shield(committing)
+        finally:  # if this is cancelled it may be visible all the same, and who publishes next must know
+            await asyncio.wait([committing])
+            self.committed = not committing.cancelled() and committing.exception() is None
         return manifest
 
 
