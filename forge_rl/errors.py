@@ -71,6 +71,10 @@ class TaskError(ForgeError):
     """A task source that does not exist or cannot give tasks."""
 
 
+class UnscoredError(TaskError):
+    """A reward that failed again and again: nothing can be scored before another one takes its place."""
+
+
 class ContextError(ForgeError):
     """A prompt that leaves no room for an answer in the context."""
 

@@ -109,7 +109,8 @@ class Outcome(enum.StrEnum):
         return {
             Outcome.ENVIRONMENT_ERROR: "mend the environment or the agent, which raised this",
             Outcome.JUDGE_ERROR: "mend the reward function, which raised this; a live run takes another one with "
-            "`await run.reward.replace(function)`",
+            "`await run.reward.replace(function)`, and a stopped one with --out FOLDER and another --reward, or, once "
+            "its file is edited, --force-continue",
             Outcome.INFRASTRUCTURE_ERROR: "look at the faults in events.jsonl and at logs/ in the run folder",
         }.get(self, "")
 

@@ -11,7 +11,15 @@ import pytest
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import CheckpointError, DeadlineError, JudgeError, ServiceError, SpendingError, TaskError
+from forge_rl.errors import (
+    CheckpointError,
+    DeadlineError,
+    JudgeError,
+    ServiceError,
+    SpendingError,
+    TaskError,
+    UnscoredError,
+)
 from forge_rl.rewards.protocol import Form
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import PolicyClient
@@ -342,6 +350,43 @@ def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended
         batch = await executor.next_batch()
         assert len(batch.groups) == 3
         assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+        await executor.close()
+
+    asyncio.run(main())
+
+
+def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so() -> None:
+    async def main() -> None:
+        warnings: list[str] = []
+        broken = True
+
+        def score(task: Task, text: str) -> float:
+            if broken:
+                raise ServiceError("KeyError: 'answer'", service="reward", replica=0, call="score")
+            return float(int(text) % 7)
+
+        executor = rollouts(reward=StagedReward(score), warn=warnings.append, reward_wait_s=600.0)
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        assert not coming.done()
+        assert not executor._running
+        assert executor.waiting_for() == "another reward, as all scores fail"
+        (told,) = [warning for warning in warnings if "waits 10 minutes for another reward" in warning]
+        assert "KeyError: 'answer'" in told
+        (unscored,) = executor.samples()
+        assert unscored[-1].outcome is Outcome.JUDGE_ERROR
+        broken = False
+        executor.reward_replaced()
+        batch = await coming
+        assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+        assert executor.samples() == [batch.groups[0].episodes]
+        broken = True
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        assert executor._giving_up is not None
+        executor._give_up(UnscoredError("no reward came"))
+        with pytest.raises(UnscoredError, match="no reward came"):
+            await coming
         await executor.close()
 
     asyncio.run(main())

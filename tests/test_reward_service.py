@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.errors import ConfigError, DeadlineError, ForgeError, PoisonError, ServiceError
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, HangError, PoisonError, ServiceError
 from forge_rl.rewards.protocol import RewardFunction
 from forge_rl.rewards.scorer import score_again, with_score
 from forge_rl.runtime import link as link_module
@@ -178,14 +178,16 @@ def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch: pyte
 def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others(tmp_path: Path):
     async def main() -> None:
         async with reward(tmp_path, fake_envs.obedient, deadline_s=1.0) as (service, faults):
-            with pytest.raises(DeadlineError, match="no answer within 1 s") as caught:
-                await score(service, task_of(), "sleep 600")
+            with pytest.raises(HangError, match=r"no answer within 1 s for s t \(.*fake_envs.py:\d+\)") as caught:
+                await score_again(service, [Episode(task=task_of(), turns=(), reward=0.0, output="sleep 600")])
             assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 0, "score")
             await asyncio.wait_for(asyncio.shield(service._shared.service.replicas[0].death), LONG_S)
             assert await score(service, task_of(), "number 4") == 4.0
             assert [fault.cause for fault in faults.seen] == [
                 "its reward function did not come back within its deadline"
-            ]
+            ], "it is not tried again"
+            log = await asyncio.to_thread((tmp_path / "reward-0.log").read_text)
+            assert "in obedient" in log, "its stack is printed"
             # One that only waited for others is no reason.
             many = [score(service, task_of(), "sleep 0.4") for _ in range(5)]
             assert await asyncio.gather(*many) == [1.0] * 5
@@ -226,6 +228,28 @@ def test_an_answer_that_kills_its_scorer_costs_itself_and_no_other(tmp_path: Pat
             assert len(faults.seen) == 9
             await full_strength(service)
             assert faults.fatal is None
+
+    asyncio.run(main())
+
+
+def test_a_new_reward_is_tried_before_it_is_taken(tmp_path: Path):
+    def raising(task: Task, text: str) -> float:
+        raise KeyError("absent")
+
+    async def main() -> None:
+        async with reward(tmp_path, fake_envs.length) as (service, faults):
+            task, told = task_of(), list[str]()
+            service.samples = lambda: [[Episode(task=task, turns=(), reward=4.0, output="four")]]
+            service.replaced.append(lambda: told.append("replaced"))
+            with pytest.raises(ConfigError, match=r"fails on s t.*KeyError: 'absent' \(.*test_reward_service.py:\d+\)"):
+                await service.replace(raising)
+            with pytest.raises(ConfigError, match="the reward of t is nan"):
+                await service.replace(lambda task, text: float("nan"))
+            assert await score(service, task, "four") == 4.0
+            assert (told, service.function, faults.seen) == ([], fake_envs.length, [])
+            await service.replace(lambda task, text: 7.0)
+            assert await score(service, task, "four") == 7.0
+            assert told == ["replaced"]
 
     asyncio.run(main())
 

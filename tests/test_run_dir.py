@@ -38,6 +38,7 @@ class Config:
     force_continue: bool = False
     trainer: Trainer = field(default_factory=Trainer)
     weights: Weights = field(default_factory=Weights)
+    rewards: tuple[str, ...] = ("exact",)
 
 
 def chosen(config: Config) -> Path:
@@ -74,9 +75,17 @@ def test_what_errors_advise_may_change_and_is_told(tmp_path: Path) -> None:
         display="plain",
         trainer=Trainer(row_tokens=64, ranks=2, optimizer=Optimizer(lr=0.2)),
         weights=Weights(shm="/mnt"),
+        rewards=("length",),
     )
     _, (note,) = choose_folder(advised, "grpo", tmp_path / "run")
-    for said in ("--trainer.row-tokens was 32, is 64", "--trainer.ranks", "--trainer.optimizer.lr", "--steps", "shm"):
+    for said in (
+        "--trainer.row-tokens was 32, is 64",
+        "--trainer.ranks",
+        "--trainer.optimizer.lr",
+        "--steps",
+        "shm",
+        "--reward was",
+    ):
         assert said in note
     assert "display" not in note
 

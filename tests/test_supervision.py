@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import psutil
 import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplicaError, ServiceError
+from forge_rl.runtime import link as link_module
+from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import describe_exit
 from forge_rl.runtime.replica import Replica, State
@@ -400,6 +403,31 @@ def test_a_listener_that_raises_changes_nothing_for_others_and_is_told_of(tmp_pa
             assert faults.fatal is None
 
     asyncio.run(main())
+
+
+def test_a_process_whose_loop_hangs_prints_its_stacks_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_module, "POLL_S", 0.2)
+    monkeypatch.setattr(replica_module, "_SILENT_POLLS", 4)
+
+    async def main() -> None:
+        async with supervised(tmp_path, replicas=1, blames=True) as (service, _, _):
+            replica = service.replicas[0]
+            with pytest.raises(ReplicaError, match="its event loop does not answer") as caught:
+                await replica.ask("run", Holding(), deadline_s=LONG_S)
+            assert caught.value.blamed
+            log = await asyncio.to_thread(replica.log.read_text)
+            assert "in __call__" in log
+
+    asyncio.run(main())
+
+
+class Holding:
+    """Holds the interpreter: Python has no turn to print anything."""
+
+    def __call__(self) -> None:
+        re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 class Fine:

@@ -231,7 +231,9 @@ class BatchPlanner:
         elif self._config.replace_uniform and not self._config.in_rounds:
             self._replace_uniform([group])
 
-    def replace(self, group: GroupState, reason: Reason, problem: str, hint: str) -> None:
+    def replace(
+        self, group: GroupState, reason: Reason, problem: str, hint: str, error: type[TaskError] = TaskError
+    ) -> None:
         """Plan another group of the same source in place of one that cannot be used.
 
         Args:
@@ -239,6 +241,7 @@ class BatchPlanner:
             reason: why, to count by.
             problem: what was wrong with it, in words.
             hint: what to do about it, where the source gives nothing else.
+            error: kind of error to raise then.
 
         Raises:
             TaskError: the source gave too many of these in a row. The other group is planned all the same, and the
@@ -255,9 +258,7 @@ class BatchPlanner:
         batches = self._config.most_replaced if reason == "uniform" else _MOST_FAILED
         if (found := self._unused[source, reason]) > batches * self._groups:
             self._unused[source, reason] = 0
-            raise TaskError(
-                f"source {source} gave {found} groups in a row that could not be used; {problem}", hint=hint
-            )
+            raise error(f"source {source} gave {found} groups in a row that could not be used; {problem}", hint=hint)
 
     def _batch(self, number: int) -> _Batch:
         for each in range(self.next_batch, number + 1):

@@ -6,19 +6,26 @@ Each episode is an asyncio task: environments and rewards overlap decoding, and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import math
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError, SpendingError, TaskError
+from forge_rl.errors import (
+    ContextError,
+    ForgeError,
+    PoisonError,
+    ReplicaError,
+    SpendingError,
+    TaskError,
+    UnscoredError,
+)
 from forge_rl.metrics import RolloutStatus
 from forge_rl.rewards.scorer import Scorer, score_again
 from forge_rl.rollout.advice import Advice
@@ -51,6 +58,7 @@ class RolloutExecutor:
         version: returns the latest version that is published.
         warn: takes a line for the user.
         on_episode: takes each episode that ends, but for evaluations that end well.
+        reward_wait_s: time to wait for another reward where all scores fail, before that is an error.
         clock: monotonic seconds.
     """
 
@@ -70,6 +78,7 @@ class RolloutExecutor:
         version: Callable[[], int],
         warn: Callable[[str], None],
         on_episode: Callable[[Episode], None] = lambda _: None,
+        reward_wait_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = schedule
@@ -88,6 +97,11 @@ class RolloutExecutor:
         self._version = version
         self._warn = warn
         self._on_episode = on_episode
+        self._reward_wait_s = reward_wait_s
+        self._giving_up: asyncio.TimerHandle | None = None
+        """Ends the wait for another reward; nothing starts meanwhile."""
+        self._unscored: tuple[Episode, ...] = ()
+        """The last episodes whose score failed since the reward was replaced, with others of their group."""
         self._new_scheduler = functools.partial(
             Scheduler, groups=groups, episodes=episodes, tasks=self._tasks, clock=clock
         )
@@ -197,10 +211,20 @@ class RolloutExecutor:
         return result
 
     def reward_replaced(self) -> None:
-        """Tell the user how many scores of the replaced reward are in the batches to come."""
+        """Go on if this was waited for, and tell the user how many scores of the replaced reward stay."""
+        self._unscored = ()
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+            self._advance()
         scored = sum(len(group.results) for group in self._scheduler.planner.groups())
         if scored:
             self._warn(f"{scored} episodes of batches to come were scored before the reward was replaced, and stay so")
+
+    def samples(self) -> list[tuple[Episode, ...]]:
+        """Return a group of the last batch, and the last one that could not be scored, to try a reward on."""
+        found = [self.last.groups[0].episodes] if self.last is not None else []
+        return [*found, self._unscored] if self._unscored else found
 
     async def close(self) -> None:
         """End all episodes in flight."""
@@ -247,6 +271,8 @@ class RolloutExecutor:
         """Describe in words what is waited for: the next batch, or an evaluation."""
         done, groups = self._scheduler.planner.progress()
         held = done == groups and self._held
+        if self._giving_up is not None:
+            return "another reward, as all scores fail"
         if self.evaluation is not None and (held or self._scheduler.capacity.evaluating):
             return f"the evaluation of version {self.evaluation.version} lacks {self.evaluation.left} episodes"
         return self._scheduler.describe_missing()
@@ -281,9 +307,10 @@ class RolloutExecutor:
         return f"Rollouts  {self.config.kind}  {done} of {groups} groups; {self._scheduler.describe_missing()}"
 
     async def _cancel_all(self) -> None:
-        if self._more is not None:
-            self._more.cancel()
-            self._more = None
+        for handle in (self._more, self._giving_up):
+            if handle is not None:
+                handle.cancel()
+        self._more = self._giving_up = None
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -322,10 +349,12 @@ class RolloutExecutor:
         scheduler, loop = self._scheduler, asyncio.get_running_loop()
         self._set_versions()
         try:
-            starts = scheduler.pop_starts(most=_WAVE) if self._failure is None and self._more is None else []
+            idle = self._failure is not None or self._giving_up is not None or self._more is not None
+            starts = [] if idle else scheduler.pop_starts(most=_WAVE)
             for episode in starts:
                 running = self._evaluate(episode) if episode.group.batch == RIDE_ALONG else self._run(episode)
-                self._running[episode] = loop.create_task(running)
+                task = self._running[episode] = loop.create_task(running)
+                task.add_done_callback(functools.partial(self._forget, episode))
             if len(starts) == _WAVE:
                 self._more = loop.call_soon(self._start_more)
         except ForgeError as error:
@@ -350,10 +379,9 @@ class RolloutExecutor:
         seed = zlib.crc32("/".join(map(str, (self._seed, *episode.place))).encode())
         client = self._dispatcher.client(episode, replace(self._generator.sampling, seed=seed))
         try:
-            with self._ending(episode):
-                result = await self._attempt(task, client)
-                if result.outcome.scored:
-                    result = await self._score_group(episode, result)
+            result = await self._attempt(task, client)
+            if result.outcome.scored:
+                result = await self._score_group(episode, result)
         except ContextError as error:
             self._conclude(scheduler.skip, episode, "too_long", f"the last one: {error.message}", _LONGER)
             self._tell(self._warn, f"{task.source} {task.id}: skipped: {error.message}")
@@ -368,6 +396,8 @@ class RolloutExecutor:
             self._fail(error)
             return
         else:
+            if result.outcome is Outcome.JUDGE_ERROR:
+                self._unscored = (*episode.group.results, result)
             self._conclude(scheduler.record_result, episode, result)
             if not math.isnan(result.reward):  # else told of when it is scored
                 self._tell(self._on_episode, result)
@@ -383,10 +413,9 @@ class RolloutExecutor:
         seed = zlib.crc32(f"evaluation/{self._seed}/{task.source}/{task.id}/{episode.index}".encode())
         client = self._dispatcher.client(episode, replace(evaluation.sampling, seed=seed))
         try:
-            with self._ending(episode):
-                result = await self._attempt(task, client)
-                if result.outcome.scored:
-                    result = await self._score_group(episode, result)
+            result = await self._attempt(task, client)
+            if result.outcome.scored:
+                result = await self._score_group(episode, result)
         except (ContextError, PoisonError) as error:
             result = _unusable(task, error)
         except asyncio.CancelledError:
@@ -406,20 +435,36 @@ class RolloutExecutor:
         self._advance()
         self._changed.set()
 
-    @contextlib.contextmanager
-    def _ending(self, episode: InflightEpisode) -> Iterator[None]:
-        """Forget an episode's task when the body ends: until then it can be cancelled, while it is scored too."""
-        try:
-            yield
-        finally:
-            self._running.pop(episode, None)
+    def _forget(self, episode: InflightEpisode, task: asyncio.Task[None]) -> None:
+        """Forget an episode's task that has ended, unless another one runs the episode by now."""
+        if self._running.get(episode) is task:
+            del self._running[episode]
 
     def _conclude(self, step: Callable[..., object], *given: object) -> None:
         """Note the end of an episode; what that raises, as a source gives nothing usable, fails the next batch."""
         try:
             step(*given)
+        except UnscoredError as error:
+            self._wait_for_reward(error)
         except Exception as error:
             self._fail(error)
+
+    def _wait_for_reward(self, error: UnscoredError) -> None:
+        """Start nothing until the reward is replaced; after a while without, fail."""
+        if not self._reward_wait_s:
+            self._fail(error)
+        elif self._giving_up is None:
+            loop = asyncio.get_running_loop()
+            self._giving_up = loop.call_later(self._reward_wait_s, self._give_up, error)
+            self._tell(
+                self._warn,
+                f"all scores fail, so the run waits {self._reward_wait_s / 60:g} minutes for another reward, such as "
+                f"`forge_rl.attach(FOLDER).reward = 'mine.py:score'`: {error.message}",
+            )
+
+    def _give_up(self, error: UnscoredError) -> None:
+        self._giving_up = None
+        self._fail(error)
 
     def _tell(self, listener: Callable[[Any], None], news: object) -> None:
         """Tell of an episode that is noted already: what the listener raises fails the next batch, no more."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import get_args
 
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.errors import TaskError
+from forge_rl.errors import TaskError, UnscoredError
 from forge_rl.rollout.batch_planner import BatchPlanner, Reason
 from forge_rl.rollout.capacity import EngineCapacity
 from forge_rl.rollout.state import EVALUATION, RIDE_ALONG, GroupState, InflightEpisode, ScheduleConfig, State
@@ -176,7 +176,8 @@ class Scheduler:
             else:
                 self._set_state(episode, "new")
                 problem = f"the last one ended with {result.outcome}: {result.problem}"
-                self.planner.replace(group, "failed", problem, result.outcome.hint)
+                kind = UnscoredError if result.outcome is Outcome.JUDGE_ERROR else TaskError
+                self.planner.replace(group, "failed", problem, result.outcome.hint, kind)
             return
         episode.result = result
         self._set_state(episode, "done")

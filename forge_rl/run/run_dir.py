@@ -41,7 +41,8 @@ _FREE = (
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
     *("generator.tensor_parallel", "generator.data_parallel", "generator.expert_parallel"),
     *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),
-    *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s", "*.stuck_s", "reward.replicas"),
+    *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s", "*.stuck_s"),
+    *("reward.replicas", "reward.wait_for_another_s"),
     *("environment.replicas", "gateway.*", "data.max_bad_rows"),
 )
 """Patterns of fields that say where and how a run is computed, not what: they may change in any continuation."""
@@ -49,7 +50,7 @@ _TUNABLE = (
     *("steps", "trainer.optimizer.lr", "trainer.optimizer.weight_decay", "trainer.optimizer.max_grad_norm"),
     *("trainer.minibatches", "trainer.epochs", "generator.max_model_tokens", "generator.max_new_tokens", "schedule.*"),
     "mixture.*",
-    "eval_tasks",
+    *("eval_tasks", "rewards"),
 )
 """Patterns of fields that may change where `out` names the run that is continued; without it, another value is
 another run."""

@@ -254,9 +254,11 @@ class Starting(Generic[C]):
                     version=lambda: services.trainer.version,
                     warn=lambda text: log.event(text, "warning"),
                     on_episode=log.episode,
+                    reward_wait_s=config.reward.wait_for_another_s,
                 )
                 stack.push_async_callback(rollouts.close)
                 services.reward.replaced.append(rollouts.reward_replaced)
+                services.reward.samples = rollouts.samples
                 monitor.follow(rollouts.status, rollouts.waiting_for)
                 live = LiveSettings(
                     folder / "live.json",

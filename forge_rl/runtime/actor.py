@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,9 @@ class ServiceActor(Actor):
 
     @concurrent_endpoint
     async def note_in_hand(self, path: Path) -> None:
-        """Note from now on in this file which calls are in hand."""
+        """Note from now on in this file which calls are in hand; print all stacks to the log at SIGUSR2."""
         self._link_end.in_hand = InHand(path)
+        faulthandler.register(signal.SIGUSR2)  # also while something holds the interpreter
 
     @concurrent_endpoint
     async def link_post(self, messages: bytes) -> None:

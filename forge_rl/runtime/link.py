@@ -13,9 +13,12 @@ import functools
 import itertools
 import math
 import pickle
+import sysconfig
 import traceback
+import types
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -41,6 +44,8 @@ Reply: TypeAlias = tuple[int, int, bytes]
 
 T = TypeVar("T", Message, Reply)
 
+_NOT_USERS = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")} | {Path(__file__).parents[1]}
+"""Folders whose code is not the user's."""
 _LOOK_S = 0.05
 """Least seconds between two looks at the deadlines of all calls."""
 _NONE = pickle.dumps(None)
@@ -369,7 +374,7 @@ def _pack(error: BaseException) -> bytes:
             pickled = _dumps(error)
     else:
         traceback.print_exception(error)
-    return pickle.dumps((_describe(error), pickled))
+    return pickle.dumps((_describe(error) + users_line(traceback.walk_tb(error.__traceback__)), pickled))
 
 
 def _unpack(pickled: bytes) -> ForgeError | None:
@@ -377,6 +382,13 @@ def _unpack(pickled: bytes) -> ForgeError | None:
         error = pickle.loads(pickled) if pickled else None
         return error if isinstance(error, ForgeError) else None
     return None
+
+
+def users_line(frames: Iterable[tuple[types.FrameType, int]]) -> str:
+    """Name the innermost line of the user's own code, of frames from the outermost on; " (score.py:12)", or ""."""
+    found = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    own = [(path, line) for path, line in found if path.suffix == ".py" and not _NOT_USERS & {*path.parents}]
+    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
 
 
 def _describe(error: BaseException) -> str:

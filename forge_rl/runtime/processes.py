@@ -84,9 +84,13 @@ class ProcessTree:
 
     def kill_roots(self) -> None:
         """Send SIGKILL to the roots; their `on_end` is still called."""
+        self.signal_roots(signal.SIGKILL)
+
+    def signal_roots(self, number: signal.Signals) -> None:
+        """Send a signal to the roots that live."""
         for process in self.roots.values():
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                process.send_signal(number)
 
     def kill(self, *, wait_s: float) -> list[int]:
         """Kill all: members, and whoever has the environment variable; then wait for their end.

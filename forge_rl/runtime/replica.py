@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import pickle
+import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,7 +236,10 @@ class Replica:
             return "hung: its process was stopped"
         if not any(map(is_traced, self.tree.roots)):  # nothing answers that a debugger has stopped
             self.link.silent_polls += self.link.open
-        if self.link.silent_polls > max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND):
+        left = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls
+        if 0 <= left < 1 and self.notes.exists():
+            self.tree.signal_roots(signal.SIGUSR2)  # to print its stacks before it is killed
+        if left < 0:
             return "hung: its event loop does not answer (what blocks it for long must run in a thread)"
         return ""
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from forge_rl.errors import ReplicaError, check_flags
+from forge_rl.errors import ConfigError, ReplicaError, check_flags
 from forge_rl.rewards import protocol
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.protocol import Form, form_of
+from forge_rl.rewards.scorer import with_score
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
@@ -39,17 +40,21 @@ class Reward:
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """The reward service: its processes."""
+        """The reward service: its processes, and what a run does without a reward that works."""
 
         replicas: int = 1
         """Number of processes that score."""
         deadline_s: float = 60.0
         """Longest time for one score, from when its function is called: scores that wait for others are not late."""
+        wait_for_another_s: float = 1800.0
+        """Time for which a run whose scores all fail waits for another reward, set by who attaches or by
+        run.reward.replace, before it ends; with 0 it ends at once."""
         restart: Restart = field(default_factory=Restart)
         """Policy for processes that die."""
 
         def __post_init__(self) -> None:
-            check_flags(self, "--reward.", least={"replicas": 1}, above={"deadline_s": 0})
+            least = {"replicas": 1, "wait_for_another_s": 0}
+            check_flags(self, "--reward.", least=least, above={"deadline_s": 0})
 
     def __init__(self, function: RewardFunction, shared: _Pool, own: Mapping[str, _Pool]) -> None:
         self._function = function
@@ -60,6 +65,8 @@ class Reward:
         """Form of the function: whether episodes are scored one by one, or the whole group."""
         self.replaced: list[Callable[[], None]] = []
         """Callbacks, run after the function was replaced."""
+        self.samples: Callable[[], Sequence[Sequence[Episode]]] = tuple
+        """Returns groups of episodes that a new function is tried on before it is taken."""
         self._replacing = asyncio.Lock()
 
     @property
@@ -109,14 +116,21 @@ class Reward:
             ForgeError: the function raised it, or returned something else than a score for each.
             ServiceError: the function raised something else; or no replica is left.
         """
-        function, task = self._function, episodes[0].task
-        given = [episode.text for episode in episodes] if self.form == "text" else list(episodes)
-        pools = [each for each in (self._shared, *self._own.values()) if each.functions]
-        if len(pools) == 1:
-            scores = await pools[0].score(task, given)
+        own = self._own.values()
+        return await self._score(episodes, self._function, {self._shared: self._shared.version, **_versions(own)})
+
+    async def _score(
+        self, episodes: Sequence[Episode], function: RewardFunction, versions: Mapping[_Pool, int]
+    ) -> Sequence[Score]:
+        """Score episodes with a function, whose parts have these versions in the pools."""
+        task = episodes[0].task
+        given = [episode.text for episode in episodes] if form_of(function) == "text" else list(episodes)
+        asking = [pool.score(version, task, given) for pool, version in versions.items() if pool.given[version]]
+        if len(asking) == 1:
+            scores = await asking[0]
         else:
             async with task_group() as group:
-                asked = [group.create_task(each.score(task, given)) for each in pools]
+                asked = [group.create_task(each) for each in asking]
             scores = {name: scored for each in asked for name, scored in each.result().items()}
         if not isinstance(function, WeightedSum):
             [alone] = scores.values()
@@ -127,8 +141,10 @@ class Reward:
     async def replace(self, function: RewardFunction) -> None:
         """Score with another function from now on. Parts that have replicas of their own and stay keep them.
 
+        It is tried on `samples` first; where it fails, the function of before goes on.
+
         Raises:
-            ConfigError: the function cannot be called as a reward.
+            ConfigError: the function cannot be called as a reward, or it failed on episodes of the last batch.
             ServiceError: the function cannot be pickled, or not imported in the replicas.
         """
         form, (shared, own) = form_of(function), _divided(function)
@@ -140,17 +156,39 @@ class Reward:
                     for pool in new.values():
                         group.create_task(pool.start())
                 version = await self._shared.give(shared)
+                await self._try(function, {self._shared: version, **_versions((*kept.values(), *new.values()))})
             except BaseException:
+                self._shared.keep()
                 for pool in new.values():
                     await pool.stop()
                 raise
             gone = [pool for name, pool in self._own.items() if name not in kept]
             # All at once: what is scored meanwhile is scored by the old function or by the new one.
             self._shared.version, self._function, self._own, self.form = version, function, {**kept, **new}, form
-            for listener in self.replaced:
-                listener()
-            for pool in gone:
-                await pool.stop()
+            try:
+                for listener in self.replaced:
+                    listener()
+            finally:
+                for pool in gone:
+                    await pool.stop()
+
+    async def _try(self, function: RewardFunction, versions: Mapping[_Pool, int]) -> None:
+        """Score samples with a function that does not score yet.
+
+        Raises:
+            ConfigError: it fails, or gives something else than finite scores.
+        """
+        for episodes in self.samples():
+            task = episodes[0].task
+            try:
+                scores = await self._score(episodes, function, versions)
+                for episode, score in zip(episodes, scores, strict=True):
+                    with_score(episode, score)
+            except Exception as error:
+                raise ConfigError(
+                    f"the new reward fails on {task.source} {task.id}, so the one before goes on: {error}",
+                    hint="mend it, and set it again",
+                ) from error
 
     async def stop(self) -> None:
         """End the service."""
@@ -177,6 +215,10 @@ def _divided(
     return {name: part for name, part in parts.items() if name not in own}, own
 
 
+def _versions(pools: Iterable[_Pool]) -> dict[_Pool, int]:
+    return {pool: pool.version for pool in pools}
+
+
 class _Pool:
     """Replicas that score with the same functions."""
 
@@ -195,7 +237,7 @@ class _Pool:
     ) -> None:
         self.version = 0
         """Version of the functions that score now."""
-        self._given = {0: functions}
+        self.given = {0: functions}
         """Functions by the names of parts, by their version: those of now, and those that take their place."""
         self._versions = itertools.count(1)
         self.service = Service(
@@ -216,7 +258,7 @@ class _Pool:
     @property
     def functions(self) -> Mapping[str, protocol.RewardFunction]:
         """Functions that score now, by the names of parts."""
-        return self._given[self.version]
+        return self.given[self.version]
 
     def beside(self, name: str, function: protocol.RewardFunction) -> _Pool:
         """Make a pool for a part that has replicas of its own."""
@@ -243,32 +285,32 @@ class _Pool:
             )
             await self.service.watch(replica, deadline_s=deadline_s)
             given = None
-            while given is not self._given:  # replaced meanwhile
-                given = self._given
+            while given is not self.given:  # replaced meanwhile
+                given = self.given
                 await self._tell(replica)
 
         await self.service.start(self._replicas, start_one, self._config.restart)
 
-    async def score(self, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
-        """Score episodes with each function."""
+    async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
+        """Score episodes with each function of a version."""
         scores: dict[str, list[Score]] = await self.service.route(
-            "score", self.version, task, given, deadline_s=_QUEUE_DEADLINE_S, about=f"scoring {task.source} {task.id}"
+            "score", version, task, given, deadline_s=_QUEUE_DEADLINE_S, about=f"scoring {task.source} {task.id}"
         )
         return scores
 
     async def give(self, functions: Mapping[str, protocol.RewardFunction]) -> int:
         """Bring other functions to the replicas; returns their version. Those of now score until it is set."""
         version = next(self._versions)
-        self._given = {self.version: self.functions, version: functions}
-        try:
-            for replica in list(self.service.replicas):
-                if replica.serving:  # one that starts takes the functions before it serves
-                    with contextlib.suppress(ReplicaError):
-                        await self._tell(replica)
-        except BaseException:
-            self._given = {self.version: self.functions}
-            raise
+        self.given = {self.version: self.functions, version: functions}
+        for replica in list(self.service.replicas):
+            if replica.serving:  # one that starts takes the functions before it serves
+                with contextlib.suppress(ReplicaError):
+                    await self._tell(replica)
         return version
+
+    def keep(self) -> None:
+        """Give up functions that were given and do not score yet."""
+        self.given = {self.version: self.functions}
 
     async def stop(self) -> None:
         """End the replicas."""
@@ -276,4 +318,4 @@ class _Pool:
 
     async def _tell(self, replica: Replica) -> None:
         _, _, folder, deadline_s = self._setting
-        await replica.call("replace", self._given, folder, deadline_s=max(deadline_s, self._config.deadline_s))
+        await replica.call("replace", self.given, folder, deadline_s=max(deadline_s, self._config.deadline_s))

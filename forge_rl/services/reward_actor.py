@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import inspect
 import os
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,10 +18,11 @@ from typing import Any, SupportsFloat
 
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.errors import DeadlineError, ForgeError
+from forge_rl.errors import DeadlineError, ForgeError, HangError
 from forge_rl.rewards.protocol import RewardFunction, form_of, is_async
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.in_hand import number_of_call
+from forge_rl.runtime.link import users_line
 from forge_rl.types import Episode, Score, Task
 
 _LAST_WORDS_S = 1.0
@@ -33,6 +38,9 @@ class _Call:
     limit: asyncio.Timeout | None
     """Ends the wait for it; None once nobody waits."""
     began: float = 0.0
+    thread: int = 0
+    line: str = ""
+    """The user's line that it was at when it was late."""
 
 
 class RewardActor(ServiceActor):
@@ -97,7 +105,7 @@ class RewardActor(ServiceActor):
                     result = await result
             except TimeoutError:
                 if limit.expired():
-                    raise self._late(deadline_s) from None
+                    raise self._late(DeadlineError, task, deadline_s) from None
                 raise
         return result
 
@@ -106,6 +114,7 @@ class RewardActor(ServiceActor):
 
         def run() -> object:
             call.began = loop.time()  # only its own time counts, not the wait for others
+            call.thread = threading.get_ident()
             self._running = call
             try:
                 with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
@@ -123,7 +132,7 @@ class RewardActor(ServiceActor):
                 return await asyncio.wrap_future(self._thread.submit(run))
         except TimeoutError:
             if limit.expired():
-                raise self._late(self._deadline_s) from None
+                raise self._late(HangError, task, self._deadline_s, call.line) from None
             raise
         finally:
             call.limit = None
@@ -135,6 +144,9 @@ class RewardActor(ServiceActor):
         due = loop.time() + self._deadline_s
         if call is not None and (due := call.began + self._deadline_s) <= loop.time():
             if call.limit is not None:
+                frame = sys._current_frames().get(call.thread)
+                call.line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
+                faulthandler.dump_traceback()  # to the log
                 call.limit.reschedule(loop.time())
             loop.call_later(_LAST_WORDS_S, self._exit_if_stuck, call)
         elif call is not None or self._pending:
@@ -146,9 +158,9 @@ class RewardActor(ServiceActor):
         if self._pending and self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(self._deadline_s, self._look)
 
-    def _late(self, deadline_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"no answer within {deadline_s:g} s",
+    def _late(self, kind: type[DeadlineError], task: Task, deadline_s: float, line: str = "") -> DeadlineError:
+        return kind(
+            f"no answer within {deadline_s:g} s for {task.source} {task.id}{line}",
             service="reward",
             replica=self._index,
             call="score",
