@@ -453,6 +453,19 @@ def test_the_summary_has_a_table_of_faults_and_recoveries_in_the_order_of_time()
     ]
 
 
+def test_episodes_that_were_lost_stand_beside_the_faults() -> None:
+    bench = Bench(width=100)
+    lost = {"outcomes/environment_error": 3.0, "outcomes/judge_error": 0.0, "outcomes/completed": 9.0}
+    for step in (1, 2):
+        bench.display.log(step, STEP | lost)
+    bench.display.log(2, STEP | {"outcomes/judge_error": 1.0})
+    bench.display.summary()
+    assert bench.lines()[-1] == "faults     0; episodes lost: 6 environment errors, 1 judge error"
+    bench.display.rollback(1, [(1, STEP | lost)])
+    bench.display.summary()
+    assert bench.lines()[-1] == "faults     0; episodes lost: 3 environment errors"
+
+
 @pytest.mark.parametrize("width", [60, 80])
 def test_a_long_cause_is_told_whole_in_a_narrow_summary(width: int) -> None:
     bench = Bench(width=width)

@@ -43,6 +43,7 @@ def test_a_task_shows_the_question_and_holds_the_truth() -> None:
     )
     assert task.source == "chain_sum"
     assert pickle.loads(pickle.dumps(task)) == task
+    assert task.truth["answer"] == entry["answer"]
     json.dumps(dict(task.truth))
 
 

@@ -176,7 +176,10 @@ def test_a_games_tasks_are_resumable_and_hold_some_out():
     with pytest.raises(TaskError, match="of another stream"):
         source(seed=1).restore(state)
     tiny = source(highest=2)
-    assert (tiny.draw().truth, tiny.held_out(5)[0].truth) == ({"number": 1}, {"number": 2})
+    assert (tiny.draw().truth, tiny.held_out(5)[0].truth) == (
+        {"number": 1, "answer": "1"},
+        {"number": 2, "answer": "2"},
+    )
     assert Mixture({"game": one}).draw_from("game").source == "game"
     with pytest.raises(TaskError, match="has 1 problems"):
         SeededTasks("x", seed=0, problems=range(1), make=lambda number: game_task(number)[1])

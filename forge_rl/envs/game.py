@@ -52,7 +52,7 @@ class GuessNumber:
             id=f"game/{self.highest}/{number}",
             source="game",
             messages=({"role": "user", "content": text},),
-            truth={"number": number},
+            truth={"number": number, "answer": str(number)},
         )
 
 

@@ -183,10 +183,15 @@ class VerifiersEnv:
                 id=f"{prefix}{row['id']}",
                 source=f"verifiers:{self.name}",
                 messages=tuple[Message, ...](row["messages"]),
-                truth={"data": row["data"], "key": row["key"]},
+                truth={"data": row["data"], "key": row["key"]} | _answer_in(row["data"]),
             )
             for row in rows
         ]
+
+
+def _answer_in(data: Mapping[str, Any]) -> dict[str, object]:
+    """Return the right answer of a row where it has one, as other sources give it."""
+    return {"answer": data["answer"]} if data.get("answer") not in (None, "") else {}
 
 
 @functools.cache

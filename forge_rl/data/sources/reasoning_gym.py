@@ -129,11 +129,13 @@ class ReasoningGymSource:
         messages: tuple[Message, ...] = ({"role": "user", "content": question + self.instruction},)
         if self.system:
             messages = ({"role": "system", "content": self.system}, *messages)
+        # Puzzles of many solutions have none.
+        known = {"answer": entry["answer"]} if entry.get("answer") is not None else {}
         return Task(
             id=f"{self.dataset}/{_digest(question)}",
             source=self.name,
             messages=messages,
-            truth={"dataset": self.dataset, "params": self.params, "entry": entry},
+            truth={"dataset": self.dataset, "params": self.params, "entry": entry, **known},
             verifier="reasoning_gym",
         )
 

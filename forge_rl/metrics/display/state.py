@@ -19,6 +19,7 @@ HELD_OUT = "held_out"
 `eval/<set>/avg@<k>`."""
 
 _LEAST_RATED_S = 0.1
+_ERRORS = ("outcomes/environment_error", "outcomes/infrastructure_error", "outcomes/judge_error")
 
 
 @dataclass(kw_only=True)
@@ -45,6 +46,8 @@ class RunState:
     """Time at which the controller last polled; None if it does not."""
     warnings: int = 0
     faults: int = 0
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Number of episodes so far that were no use, by outcome: `environment error`, `judge error`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of a step, which may be logged in parts."""
@@ -58,10 +61,12 @@ class RunState:
             self.last = dict(values)
         else:
             self.last = {**self.last, **values}
+        counts = {name.partition("/")[2].replace("_", " "): round(values[name]) for name in _ERRORS if values.get(name)}
+        self.errors = {name: self.errors.get(name, 0) + counts.get(name, 0) for name in {**self.errors, **counts}}
 
     def rollback(self, step: int, history: Steps) -> None:
         """Go back to a step; history holds what was logged up to it."""
-        self.rewards, self.held_out, self.last, self.step_seconds = (), {}, {}, ()
+        self.rewards, self.held_out, self.last, self.step_seconds, self.errors = (), {}, {}, (), {}
         for past, values in history:
             self.log(past, values)
         self.step = step

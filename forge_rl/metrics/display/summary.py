@@ -31,7 +31,9 @@ def print_summary(
     rows.append(("wall time", Text(duration(seconds))))
     recovered = sum(row.recovered_s is not None for row in faults)
     total = f"{len(faults)}, {recovered} recovered" if faults else str(state.faults)
-    bad = recovered < len(faults) if faults else state.faults > 0
+    failed = ", ".join(f"{many} {name}{'s' * (many > 1)}" for name, many in state.errors.items())
+    total += f"; episodes lost: {failed}" if failed else ""
+    bad = bool(failed) or (recovered < len(faults) if faults else state.faults > 0)
     rows.append(("faults", Text(total, style="bold red" if bad else "")))
     rows += [(name, Text(place)) for name, place in places.items()]
     widest = max(len(name) for name, _ in rows)
