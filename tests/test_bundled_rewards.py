@@ -15,7 +15,8 @@ from forge_rl.errors import ForgeError, TaskError
 from forge_rl.rewards.answers import Exact, Match, Number
 from forge_rl.rewards.auto import Auto
 from forge_rl.rewards.diversity import Diversity
-from forge_rl.rewards.formats import Format, JSONSchema, Regex
+from forge_rl.rewards.extract import extract
+from forge_rl.rewards.formats import Format, JSONSchema, Regex, last_fenced
 from forge_rl.rewards.lengths import Length, Overlong
 from forge_rl.rewards.maths import Maths
 from forge_rl.rewards.workers import Workers
@@ -121,18 +122,52 @@ def test_json_is_held_against_its_schema(tmp_path: Path):
     schema.write_text('{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}')
     reward = JSONSchema(schema=schema, parsed=0.2)
     schema.unlink()  # it travels with the reward
-    assert reward(task(), '{"age": 5}') == Score(total=1.0, parts={"parsed": 1.0}, answer='{"age": 5}')
-    assert reward(task(), 'Here it is:\n```json\n{"age": 5}\n```\n').total == 1.0
-    assert reward(task(), '{"age": "5"}').total == 0.2
-    for text in ("age: 5", "", "[" * 50_000, "1" * 200_000):
-        assert reward(task(), text) == Score(total=0.0, parts={"parsed": 0.0})
+
+    async def main() -> None:
+        assert await reward(task(), '{"age": 5}') == Score(total=1.0, parts={"parsed": 1.0}, answer='{"age": 5}')
+        assert (await reward(task(), 'Here it is:\n```json\n{"age": 5}\n```\n')).total == 1.0
+        assert (await reward(task(), '{"age": "5"}')).total == 0.2
+        for text in ("age: 5", "", "[" * 50_000, "1" * 200_000):
+            assert await reward(task(), text) == Score(total=0.0, parts={"parsed": 0.0})
+        # A pattern that backtracks for ever costs its completion alone.
+        schema.write_text('{"pattern": "^(a|aa)+$"}')
+        slow = JSONSchema(schema=schema, timeout_s=1.0)
+        assert (await slow(task(), f'"{"a" * 80}b"')).total == 0.0
+        assert (await slow(task(), '"aaa"')).total == 1.0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("```json\n5\n```", "5"),
+        ("It is ```\n\n 5\n6 \n  ``` so", "\n 5\n6 "),
+        ("```\n4\n```\n```json  \n5\n```", "5"),
+        ("```\n4\n``` and ```\n5\n```", "5"),
+        ("```\n4\n```\n```\n5", "4"),
+        ("```json 5 ```", None),
+        ("5", None),
+    ],
+)
+def test_the_last_fenced_block(text: str, inside: str | None):
+    assert last_fenced(text) == inside
+
+
+@pytest.mark.parametrize("piece", ["\n", "```\n", "<answer>", "\\boxed{", "<answer>\\boxed{1}"])
+def test_text_that_patterns_would_take_hours_for_is_read_at_once(piece: str):
+    text = f"```{piece * 30_000}"
+    # Where it took quadratic time, this test would not end in an hour.
+    last_fenced(text * 20)
+    for how in ("tagged", "boxed", "auto"):
+        extract(how, text * 20)
 
 
 def test_a_schema_never_reaches_for_the_network(tmp_path: Path):
     schema = tmp_path / "s.json"
     schema.write_text('{"$ref": "http://127.0.0.1:9/other.json"}')
     with pytest.raises(Exception, match="Unresolvable: http://127"):
-        JSONSchema(schema=schema)(task(), "{}")
+        asyncio.run(JSONSchema(schema=schema)(task(), "{}"))
 
 
 def test_answers_that_others_give_too_score_less():

@@ -20,7 +20,8 @@ _ACTIONS: Mapping[str, Sequence[str]] = {
     "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
 }
 """Names of the actions of Gymnasium's own text environments, by the environment's name without its version."""
-_COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
+_COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*)", re.DOTALL)
+_PLAIN = "\x1b[0m"
 _BRACKETS = {"4": "[]", "34": "()", "35": "{}"}
 """Brackets in place of colours: a background shows where one is; blue and magenta tell things apart."""
 
@@ -164,7 +165,8 @@ class GymnasiumSession:
         drawn = self._env.render() if self._env.render_mode == "ansi" else None
         if not isinstance(drawn, str):
             return f"You see {seen}."
-        return _COLOURED.sub(_in_brackets, drawn).strip("\n")
+        *coloured, rest = drawn.split(_PLAIN)  # a pattern that looks for the end of each colour takes quadratic time
+        return "".join([*(_COLOURED.sub(_in_brackets, each) for each in coloured), rest]).strip("\n")
 
 
 def _in_brackets(match: re.Match[str]) -> str:

@@ -8,7 +8,8 @@ from typing import Literal
 Extract = Literal["auto", "tagged", "boxed", "last_number", "whole"]
 """Ways to find an answer: see `extract`."""
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
+_OPEN, _CLOSE, _BOXED = "<answer>", "</answer>", "\\boxed{"
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 # A sign counts where it follows no operand: 10-3 ends with 3, but "= -3" and "3*-2" with a negative number.
 _NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?(?:{_DIGITS})(?:[eE][-+]?\d+\b)?")
@@ -42,22 +43,24 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
 
 def tagged(text: str) -> str | None:
     """Return the inside of the last <answer>...</answer>."""
-    found = _TAGGED.findall(text)
-    return found[-1].strip() if found else None
+    found: str | None = None
+    end = 0
+    while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
+        found, end = text[start + len(_OPEN) : close], close + len(_CLOSE)
+    return None if found is None else found.strip()
 
 
 def boxed(text: str) -> str | None:
     r"""Return the inside of the last \boxed{...} whose braces close, with any braces within it."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        inside = start + len("\\boxed{")
-        depth = 1
-        for end in range(inside, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[inside:end].strip()
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    start = end = -1
+    opened: list[int] = []
+    # Where the inside of each open box begins; -1 for a brace of another kind.
+    for brace in _BRACE.finditer(text):
+        if brace.group() != "}":
+            opened.append(brace.end() if brace.group() == _BOXED else -1)
+        elif opened and (inside := opened.pop()) > start:
+            start, end = inside, brace.start()
+    return text[start:end].strip() if start >= 0 else None
 
 
 def last_number(text: str) -> str | None:

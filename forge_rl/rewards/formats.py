@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n\s*```", flags=re.DOTALL)
+_FENCE = "```"
 _MOST_JSON = 100_000
 """Length of the longest text that is read as JSON."""
 
@@ -102,16 +102,24 @@ class JSONSchema:
     """Scores 1.0 for a completion that is JSON of a schema, by itself or in a fenced block; any JSON scores `parsed`.
 
     --reward json_schema:schema=person.json
+
+    Schemas may have patterns, and conditions that take long: it is checked in a confined process, and what takes too
+    long does not fit.
     """
 
     schema: Path
     """File with a JSON schema."""
     parsed: float = 0.0
     """Score of JSON that does not fit the schema."""
+    timeout_s: float = 5.0
+    """Longest time to check one completion."""
     source: str = field(init=False, repr=False)
     """The schema."""
+    deadline_s: ClassVar[float] = 3600.0
+    """Longest time for one score, with the wait for others before it."""
 
     def __post_init__(self) -> None:
+        check_flags(self, "--reward json_schema:", above={"timeout_s": 0})
         import jsonschema  # type: ignore[import-untyped]
 
         try:
@@ -129,18 +137,44 @@ class JSONSchema:
         """Files that the scores depend on."""
         return (self.schema,)
 
-    def __call__(self, task: Task, text: str) -> Score:
-        """Return 1.0, `parsed` or 0.0, and the JSON as the answer."""
+    async def __call__(self, task: Task, text: str) -> Score:
+        """Return 1.0, `parsed` or 0.0, and the JSON as the answer.
+
+        Raises:
+            ForgeError: the schema refers to another one, which is not fetched.
+        """
         try:
             if len(text) > _MOST_JSON:
                 raise ValueError("too long")
-            fenced = _FENCED.findall(text)
-            value = json.loads(fenced[-1] if fenced else text)
-            fits = _validator(self.source).is_valid(value)
-            answer = json.dumps(value, sort_keys=True)
+            answer = json.dumps(json.loads(last_fenced(text) or text), sort_keys=True)
         except (ValueError, RecursionError):
             return Score(total=0.0, parts={"parsed": 0.0})
-        return Score(total=1.0 if fits else self.parsed, parts={"parsed": 1.0}, answer=answer)
+        workers = shared_workers(__name__, "fits", 1, self.timeout_s, ("jsonschema", "referencing"))
+        total = 1.0 if await workers(self.source, answer) is True else self.parsed
+        return Score(total=total, parts={"parsed": 1.0}, answer=answer)
+
+
+def last_fenced(text: str) -> str | None:
+    """Return the inside of the last block between a line that ends in ``` or ```json and one that begins with ```."""
+    found: str | None = None
+    inside: list[str] | None = None
+    for line in text.split("\n"):
+        if inside is not None:
+            if not (bare := line.lstrip()).startswith(_FENCE):
+                inside.append(line)
+                continue
+            found, inside, line = "\n".join(inside), None, bare[len(_FENCE) :]
+        if line.rstrip().endswith((_FENCE, f"{_FENCE}json")):
+            inside = []
+    return found
+
+
+def fits(source: str, answer: str) -> bool:
+    """Return True if JSON fits a schema. Runs in a confined process, which can be killed when it takes too long."""
+    try:
+        return bool(_validator(source).is_valid(json.loads(answer)))
+    except RecursionError:
+        return False
 
 
 @functools.lru_cache(maxsize=16)

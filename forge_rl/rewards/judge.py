@@ -29,6 +29,8 @@ _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
 """Longest wait before another try, whatever the endpoint asks for."""
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
+_MOST_READ = 4000
+"""Letters at the end of a reply in which its grade is looked for; patterns take quadratic time at worst."""
 _LABELLED = re.compile(r"(?i)\bscore\W{0,6}?(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
 _SCHEMA = {
     "type": "object",
@@ -236,7 +238,7 @@ class Judge:
                 return None
             candidates = [float(found)] if isinstance(found, int | float) and not isinstance(found, bool) else []
         else:
-            text = re.sub(rf"(?<=\d)\s*/\s*{re.escape(f'{self.high:g}')}\b", "", reply)  # 8/10
+            text = re.sub(rf"(?<=\d)\s*/\s*{re.escape(f'{self.high:g}')}\b", "", reply[-_MOST_READ:])  # 8/10
             labelled = _LABELLED.findall(text.replace("*", ""))
             candidates = [float(each) for each in (labelled[-1:] or _NUMBER.findall(text))]
         within = [grade for grade in candidates if self.low <= grade <= self.high]
