@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ConfigError, DeadlineError, ReplicaError, ServiceError
+from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
@@ -260,6 +261,27 @@ class Fatal(NotingEnv):
             os.close(os.open(str(self._task.truth["once"]), os.O_CREAT | os.O_EXCL))
             os._exit(3)
         return await super().reset()
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_a_task_that_kills_its_environments_is_refused_and_others_go_on(where: str, tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path) as (service, faults):
+            deadly = replace(task_of(notes=tmp_path / "notes", reset="exit 6" * (where == "reset")), id="deadly")
+            for _ in range(3 * (where == "step")):
+                session, _ = await service.open(deadly)
+                with pytest.raises(ReplicaError, match="status 6") as caught:
+                    await session.step("exit 6")
+                assert caught.value.blamed
+            for _ in range(2):
+                with pytest.raises(PoisonError, match="the environment of s deadly ended 3 replicas"):
+                    await service.open(deadly)
+            assert len(faults.seen) == 3
+            assert faults.fatal is None
+            session, _ = await service.open(task_of(notes=tmp_path / "notes"))
+            assert (await session.step("done")).done
+
+    asyncio.run(main())
 
 
 def test_a_start_that_fails_leaves_nothing(tmp_path: Path):

@@ -13,6 +13,7 @@ PLAIN = [
     errors.ConfigError,
     errors.ModelError,
     errors.TaskError,
+    errors.UnscoredError,
     errors.ContextError,
     errors.CheckpointError,
     errors.WeightsError,
@@ -20,6 +21,7 @@ PLAIN = [
     errors.JudgeError,
     errors.SpendingError,
 ]
+SERVICES = [ServiceError, DeadlineError, errors.HangError, errors.ReplicaError, errors.PoisonError]
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -30,7 +32,7 @@ def test_an_error_crosses_processes_with_its_class_and_fields(kind: type[ForgeEr
     assert str(error) == "3 is too few\n  hint: set --n to 4"
 
 
-@pytest.mark.parametrize("kind", [ServiceError, DeadlineError])
+@pytest.mark.parametrize("kind", SERVICES)
 @pytest.mark.parametrize("through", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
 def test_a_service_error_keeps_where_it_happened(kind: type[ServiceError], through):
     error = kind("it died", service="reward", replica=3, call="score", hint="see the log")
@@ -68,7 +70,7 @@ def test_a_service_error_says_only_what_is_known(where: dict, said: str):
 
 def test_every_error_can_be_caught_as_one():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert len(kinds) == len(PLAIN) + 3
+    assert len(kinds) == len(PLAIN) + len(SERVICES)
     assert all(issubclass(kind, ForgeError) for kind in kinds)
     assert issubclass(errors.AttestationError, errors.WeightsError)
     assert issubclass(DeadlineError, ServiceError)

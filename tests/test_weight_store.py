@@ -117,6 +117,46 @@ def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path):
     run(main())
 
 
+def test_a_publish_that_is_cancelled_while_it_commits_knows_whether_it_was_committed(shm: Path):
+    async def main() -> None:
+        async with shared(shm) as (store, _):
+            call, sent, answered = store._call, asyncio.Event(), asyncio.Event()
+
+            async def slow(method: str, *args: object) -> object:
+                answer = await call(method, *args)
+                if method == "commit":
+                    sent.set()
+                    await answered.wait()
+                return answer
+
+            store._call = slow  # type: ignore[method-assign]
+            made: list[module.Publication] = []
+
+            async def cancelled() -> None:
+                write = store.transport().write
+                async with store.publishing(1, specs(), torch.float32) as publication:
+                    made.append(publication)
+                    ranks = [
+                        await write(publication.draft, shards(all_of(1), rank), rank=rank) for rank in range(RANKS)
+                    ]
+                    await publication.commit(ranks)
+
+            publishing = asyncio.create_task(cancelled())
+            await sent.wait()
+            publishing.cancel()
+            await asyncio.sleep(0)
+            answered.set()
+            with pytest.raises(asyncio.CancelledError):
+                await publishing
+            assert made[0].committed, "so that the trainer takes the next number"
+            assert await store.latest() == 1
+            await publish(store, 2)
+            async with store.lease() as manifest:
+                assert await read(store.transport(), manifest) == all_of(2)
+
+    run(main())
+
+
 def test_a_rank_that_goes_on_after_its_publish_was_given_up_harms_no_later_version(shm: Path):
     async def main() -> None:
         async with shared(shm) as (store, watched):

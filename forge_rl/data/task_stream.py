@@ -48,8 +48,8 @@ class ResumableTaskStream:
 
         Args:
             groups: of the batch.
-            pending: tasks that are drawn and not consumed, where batches are not made of what was allotted to them:
-                checkpoints before the oldest of these are dropped.
+            pending: unconsumed tasks, where batches take groups in the order of completion: checkpoints before the
+                oldest of these tasks are dropped.
         """
         self._mixture.observe(groups)
         if pending is None:

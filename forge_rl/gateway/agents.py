@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ContextError, ReplicaError, SpendingError
+from forge_rl.errors import ContextError, PoisonError, ReplicaError, SpendingError
 from forge_rl.gateway.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.config import GatewayConfig
+from forge_rl.gateway.errors import ENDS_ENGINES
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import SESSION_FULL, Session
 from forge_rl.rewards.scorer import score_again, with_score
@@ -103,6 +104,7 @@ class AgentEpisodeRunner:
 
         Raises:
             ContextError: the agent's first prompt leaves no room for an answer.
+            PoisonError: a request of the agent ended engines, one after another.
             SpendingError: a judge has spent all that it may.
             AgentStartError: the agent's processes fail at each start.
         """
@@ -157,6 +159,8 @@ class AgentEpisodeRunner:
                 raise ContextError(session.refusal.message, hint="raise --generator.max-model-tokens")
             if session.refusal.code in ("context_length_exceeded", SESSION_FULL) and last is not None:
                 return Outcome.TRUNCATED, last.text, ""
+            if session.refusal.code == ENDS_ENGINES:
+                raise PoisonError(session.refusal.message, service="generator")
             if session.refusal.status >= 500 or session.refusal.status == 429:
                 return Outcome.INFRASTRUCTURE_ERROR, "", failure
         if failure or last is None:

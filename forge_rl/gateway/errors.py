@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ModelError, ServiceError, WeightsError
+from forge_rl.errors import (
+    ConfigError,
+    DeadlineError,
+    ForgeError,
+    ModelError,
+    PoisonError,
+    ServiceError,
+    WeightsError,
+)
 
+ENDS_ENGINES = "ends_engines"
+"""Code of a request at which several engines died."""
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -59,6 +69,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, error.message)
         case DeadlineError():
             return ApiError(504, f"the engines took too long: {error.message}", code="timeout")
+        case PoisonError():
+            return ApiError(400, f"this request cannot be answered: {error.message}", code=ENDS_ENGINES)
         case ServiceError() | WeightsError():
             return ApiError(503, f"the engines cannot answer now: {error.message}", code="engine_unavailable")
     message = error.message if isinstance(error, ForgeError) else "the gateway failed; see its log"

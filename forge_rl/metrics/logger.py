@@ -15,7 +15,7 @@ from forge_rl.types import Batch, Episode
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
 """Quotations, numbers and digests."""
 _KIND_LETTERS = 100
-"""Letters by which kinds of warnings are told apart: what follows may be a model's own words."""
+"""Number of leading letters that distinguish kinds of warnings; a model's own words may follow."""
 _MOST_KINDS = 200
 """Kinds of warnings that are kept; all others are one."""
 

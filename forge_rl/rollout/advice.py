@@ -7,13 +7,13 @@ from collections.abc import Callable
 from forge_rl.types import Batch, Outcome
 
 _NEARLY_ALL = 0.9
-"""Share of answers that were cut past which the user is told at once."""
+"""Share of truncated answers above which to warn at once."""
 _CUT_BATCHES = 5
-"""Number of batches in a row, most of whose answers were cut, after which the user is told if rewards do not rise."""
+"""Number of consecutive batches of mostly truncated answers after which to warn, unless rewards rise."""
 
 
 class Advice:
-    """Tells the user of a batch that teaches little, once until there is a better one.
+    """Warns about batches that teach little, once until there is a better one.
 
     Args:
         warn: takes a line for the user.
@@ -29,7 +29,7 @@ class Advice:
         """Warnings about the last batch that the user was given, then or of earlier ones if they have held since."""
 
     def look_at(self, batch: Batch, number: int) -> None:
-        """Look at a batch that is delivered, and tell what is wrong with it."""
+        """Check a delivered batch, and warn if it teaches little."""
         episodes = batch.episodes
         cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
         found = {}

@@ -211,7 +211,7 @@ class RolloutExecutor:
         return result
 
     def reward_replaced(self) -> None:
-        """Go on if this was waited for, and tell the user how many scores of the replaced reward stay."""
+        """Resume if the run waited for this, and report how many scores of the replaced reward stay."""
         self._unscored = ()
         if self._giving_up is not None:
             self._giving_up.cancel()
@@ -322,7 +322,7 @@ class RolloutExecutor:
         return self.evaluation is not None and self.evaluation.one_version and not self.evaluation.complete
 
     def _go_on(self) -> None:
-        """Go on after an error that was raised: what is not mended will fail again. Raise one that came meanwhile."""
+        """Resume after an error that was raised; raise one that came since the last batch."""
         if not self._raised:
             self._raise_failure()
         if self._failure is not None:

@@ -184,7 +184,7 @@ class Faults:
             self.tell(listener, fault)
 
     def tell(self, listener: Callable[..., object], *news: object) -> None:
-        """Call a listener. What it raises is printed and noted, and costs nothing else: whoever tells goes on."""
+        """Call a listener; print and record what it raises, so that the caller continues."""
         try:
             listener(*news)
         except Exception as error:

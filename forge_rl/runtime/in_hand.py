@@ -1,4 +1,4 @@
-"""Calls that a process has in hand, noted in a file that outlives it, to tell what the process died of."""
+"""The calls that a process is executing, recorded in a file that outlives it, so that a death has a culprit."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ class Deadlines:
             self._timer = loop.call_at(call.due, self._look)
 
     def hold_streams(self, held: bool) -> None:
-        """Let no stream be late while nothing can come; afterwards each has its deadline's seconds anew."""
+        """Suspend the deadlines of streams, or restart them."""
         if held != self._held:
             self._held = held
             for call in self._calls.values():

@@ -59,8 +59,8 @@ class Service:
         clock: monotonic seconds.
         descendants: a replica hangs also when a process that it started is stopped. Not where such processes run what
             a model wrote, which may stop itself.
-        blames: each process notes the call that it has in hand: a death is then put down to that call, not to those
-            beside it, nor to the replica.
+        blames: each process records the call that it is executing, so that a death counts against that call, and
+            neither against concurrent ones nor against the replica.
         uniform: it ends when a cause of death repeats before any replica has answered, as all its work is alike.
         exit_meanings: sentences for the exit statuses that its processes end with on purpose.
     """
@@ -267,7 +267,7 @@ class Service:
             self._killed[about] += 1
 
     def forgive(self, about: str) -> None:
-        """Forget the deaths that were counted against a task, as it was worked on to its end; not those too many."""
+        """Reset a task's count of deaths after a success, unless the task is refused already."""
         if self._killed[about] < _MOST_KILLED:
             del self._killed[about]
 
@@ -373,7 +373,7 @@ class Service:
         return self._uniform and known and not outside and not self._answered
 
     def _poison(self, about: str, deaths: int, error: ReplicaError | None = None) -> PoisonError:
-        """Name what is not tried any more, and what it did."""
+        """Make the error of a task that is refused from now on."""
         cause = "" if error is None else f", the last time so: {error.message}"
         return PoisonError(
             f"{about or 'a call'} ended {deaths} replicas that worked on it, and is not tried again{cause}",

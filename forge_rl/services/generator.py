@@ -89,7 +89,7 @@ class Generator:
         self._loading = asyncio.Lock()
         self.non_finite = NonFiniteTokens()
         self._trial = asyncio.Lock()
-        """Held by the one suspect completion that waits for its first token: those beside it cannot get the blame."""
+        """Held by a suspect completion until its first token, so that suspects run one at a time."""
         self.attested_in_place = 0.0
         """Share of the weights that the last load attested over the live parameters."""
         self.bytes_read: tuple[int, ...] = ()

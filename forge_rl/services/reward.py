@@ -141,7 +141,7 @@ class Reward:
     async def replace(self, function: RewardFunction) -> None:
         """Score with another function from now on. Parts that have replicas of their own and stay keep them.
 
-        It is tried on `samples` first; where it fails, the function of before goes on.
+        It scores `samples` first; if that fails, the current function stays.
 
         Raises:
             ConfigError: the function cannot be called as a reward, or it failed on episodes of the last batch.
@@ -186,8 +186,8 @@ class Reward:
                     with_score(episode, score)
             except Exception as error:
                 raise ConfigError(
-                    f"the new reward fails on {task.source} {task.id}, so the one before goes on: {error}",
-                    hint="mend it, and set it again",
+                    f"the new reward fails on {task.source} {task.id}, so the current one stays: {error}",
+                    hint="fix it, and set it again",
                 ) from error
 
     async def stop(self) -> None:

@@ -1,0 +1,46 @@
+"""The pool of engines: what one engine alone fails at costs that engine. No process is started."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forge_rl.errors import ForgeError, WeightsError
+from forge_rl.services.engine_pool import EnginePool
+
+
+class Engine:
+    """Stands for a replica; raises what it is given."""
+
+    alive, log = True, "engine.log"
+
+    def __init__(self, index: int, error: ForgeError | None = None) -> None:
+        self.index = index
+        self.error = error
+
+    async def call(self, method: str, *args: object, deadline_s: float) -> str:
+        if self.error is not None:
+            raise self.error
+        return f"{method} {self.index}"
+
+
+def pool_of(*engines: Engine) -> tuple[EnginePool, list[tuple[int, str]]]:
+    failed: list[tuple[int, str]] = []
+    service: Any = SimpleNamespace(name="generator", mark_failed=lambda each, cause: failed.append((each.index, cause)))
+    pool = EnginePool(service, lambda index: pytest.fail("none is spawned"), 1.0)
+    pool._ready = dict(enumerate(engines))  # type: ignore[arg-type]
+    return pool, failed
+
+
+def test_an_engine_that_alone_cannot_load_is_replaced():
+    pool, failed = pool_of(Engine(0), Engine(1, WeightsError("a bucket is torn")), Engine(2))
+    assert asyncio.run(pool.each("load", deadline_s=1.0)) == ["load 0", "load 2"]
+    assert failed == [(1, "load failed: a bucket is torn")]
+
+
+def test_what_no_engine_can_load_is_an_error_and_ends_none():
+    pool, failed = pool_of(Engine(0, WeightsError("it is torn")), Engine(1, WeightsError("it is torn")))
+    with pytest.raises(WeightsError, match="it is torn"):
+        asyncio.run(pool.each("load", deadline_s=1.0))
+    assert failed == []
