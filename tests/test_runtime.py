@@ -421,6 +421,7 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
         actors = [child.environ() for child in children if "FORGE_RL_REPLICA" in child.environ()]
         assert [actor["FORGE_RL_FAKE"] for actor in actors] == [SECRET] * (1 + len(hosts))
         assert not any("FAKE_API_KEY" in actor for actor in actors), "only services that need secrets have them"
+        assert not any("for-few" in child.environ().values() for child in children), "nor do hosts"
         for _ in range(300):  # Monarch writes it in the background
             with log.open("rb") as file:
                 file.seek(logged_before)

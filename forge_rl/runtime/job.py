@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
 from forge_rl.runtime.processes import clean_up_after
+from forge_rl.variables import kept_back
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -38,7 +39,8 @@ async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]
     from monarch.job import ProcessJob
 
     scratch = tempfile.mkdtemp(prefix="hosts-")  # they leave folders behind; short, for names of sockets
-    job = ProcessJob(dict.fromkeys(names, 1), env={"TMPDIR": scratch})
+    # It adds to this process's variables and cannot leave any out.
+    job = ProcessJob(dict.fromkeys(names, 1), env={**dict.fromkeys(kept_back(), ""), "TMPDIR": scratch})
     guard = None
     try:
         with quiet_stderr():

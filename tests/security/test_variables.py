@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forge_rl.envs.worker import Worker
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.commands import CommandLimits, run_command
 from forge_rl.runtime.isolation import Isolation, check_isolation
@@ -125,6 +126,30 @@ def test_what_is_told_is_in_os_environ_alone():
     )
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "hunter2 False 0 False 1\n", done.stderr
+
+
+ANSWERS = """
+import json, os, sys
+print('{"id": 0}', flush=True)
+for line in sys.stdin:
+    print(json.dumps({"id": json.loads(line)["id"], "result": dict(os.environ)}), flush=True)
+"""
+
+
+def test_a_worker_of_another_interpreter_gets_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("DATABASE_URL", "hunter2")
+
+    async def check() -> object:
+        worker = await Worker.start("w", [sys.executable, "-c", ANSWERS], log=tmp_path / "log")
+        try:
+            return await worker.call({})
+        finally:
+            await worker.close()
+
+    found = asyncio.run(check())
+    assert isinstance(found, dict)
+    assert "PATH" in found
+    assert "DATABASE_URL" not in found
 
 
 LEAVES = """
