@@ -30,7 +30,7 @@ from forge_rl.engines import platform
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-platform.available_bytes = lambda: platform.memory_bytes()
+platform.available_bytes = lambda: platform.host_bytes()
 before = resident()
 torch.ones(64 << 20)
 kept = resident() - before

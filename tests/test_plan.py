@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,17 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.long_row import row_of
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.data.packing import Minibatch, Row
+from forge_rl.engines import decode_layout, degrees
+from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import model as titan_model
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
-from forge_rl.run.plan import Need, plan_run, refuse
+from forge_rl.rollout import placement
+from forge_rl.run import plan
+from forge_rl.run.plan import Need, check_state_fits, plan_run, refuse
+from forge_rl.services.generator import Generator
 from recipes.grpo import Config
 from tests.fakes import make_model
 
@@ -109,14 +115,15 @@ def test_what_cannot_fit_is_refused_with_the_flags_of_the_largest_part():
         Need(who="trainer rank", count=2, parts={"weights": 3, "activations": 4}, hint="lower this"),
         Need(who="engine", count=1, parts={"weights": 5}, hint="lower that"),
     ]
-    refuse(needs, available=19, together=True)
+    refuse(needs, host=19, gpu=0)
     with pytest.raises(ConfigError, match=r"2 x .* for each trainer rank, and this machine has") as caught:
-        refuse(needs, available=18, together=True)
+        refuse(needs, host=18, gpu=0)
     assert "lower this" in caught.value.hint
     assert "--plan" in caught.value.hint
-    refuse(needs, available=7, together=False)
-    with pytest.raises(ConfigError, match="each trainer rank needs"):
-        refuse(needs, available=6, together=False)
+    needs.append(Need(who="rank on a GPU", count=9, parts={"weights": 7}, hint="", of_gpu=True))
+    refuse(needs, host=19, gpu=7)
+    with pytest.raises(ConfigError, match="each rank on a GPU needs"):
+        refuse(needs, host=19, gpu=6)
 
 
 def test_a_run_is_planned_by_its_flags(tmp_path: Path):
@@ -133,3 +140,36 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
         torch.finfo(torch.float32).bits // 8 * sum(each.numel() for each in make_model(tmp_path, **SHAPE).parameters())
         == trainer.parts["weights, float32"]
     )
+
+
+def test_on_gpus_a_plan_counts_what_moves_to_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_model(tmp_path, **SHAPE)
+    for module in (plan, placement, degrees, decode_layout):
+        monkeypatch.setattr(module, "device_type", lambda: "cuda", raising=False)
+        monkeypatch.setattr(module, "gpus", lambda: 1, raising=False)
+    monkeypatch.setattr(plan, "gpu_bytes", lambda: 80 << 30)
+
+    def host(config: Config, *, reference: bool = True) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for need in plan_run(config, tmp_path, reference=reference):
+            if not need.of_gpu:
+                found |= {f"{need.who}: {part}": size for part, size in need.parts.items() if part != "process"}
+        return found
+
+    config = Config(model=str(tmp_path), generator=Generator.Config(dtype="bfloat16"))
+    rank = plan_training(tmp_path, config.trainer, ranks=1, reference=True)
+    weights = 2 * read_architecture(tmp_path).weights
+    trainer = "trainer rank, in host memory: "
+    moving = {
+        f"{trainer}copy of the state, while a checkpoint is written": rank.weights + rank.optimizer,
+        f"{trainer}state that comes here while engines decode": rank.state,
+        "worker of an engine, in host memory: weights, while it sleeps": weights,
+        "store of weights: versions": 2 * weights,
+    }
+    assert host(config) == moving
+    apart = replace(config, checkpoint_every=0, placement="separate")
+    monkeypatch.setattr(placement, "gpus", lambda: 2)
+    assert host(apart) == {"store of weights: versions": 2 * weights}
+    monkeypatch.setattr(plan, "host_bytes", lambda: rank.state)
+    with pytest.raises(ConfigError, match=r"the run needs .* and this machine has"):
+        check_state_fits(config, read_architecture(tmp_path), reference=True)

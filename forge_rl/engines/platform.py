@@ -62,10 +62,13 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def memory_bytes() -> int:
-    """Return the memory of a GPU, or of this machine: its container's limit, if that is less."""
-    if device_type() == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
+def gpu_bytes() -> int:
+    """Return the memory of a GPU; 0 where there is none."""
+    return int(torch.cuda.get_device_properties(0).total_memory) if device_type() == "cuda" else 0
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine: its container's limit, if that is less."""
     limits = [limit for limit, _ in _container_memory()]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
@@ -93,7 +96,7 @@ def release_memory() -> None:
     since the next step has to ask for it again (0.3 s of SmolLM2-135M's 8)."""
     if device_type() == "cuda":
         torch.cuda.empty_cache()
-    elif available_bytes() < memory_bytes() * _SHORT:
+    elif available_bytes() < host_bytes() * _SHORT:
         with contextlib.suppress(AttributeError):  # a C library without it
             ctypes.CDLL(None).malloc_trim(0)
 

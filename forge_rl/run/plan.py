@@ -13,7 +13,7 @@ from forge_rl.data.models import resolve_model
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.platform import device_type, memory_bytes, resolve_dtype
+from forge_rl.engines.platform import device_type, gpu_bytes, host_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.config import RunConfig
@@ -23,11 +23,17 @@ _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --gener
 _PROCESS_BYTES = 450 << 20
 """Python, torch and torchtitan in a trainer's process; an engine's has more."""
 _ENGINE_PROCESS_BYTES = 900 << 20
+_CUDA_PROCESS_BYTES = 3 << 30
+"""Host memory of a process with a CUDA context, roughly: libraries, pinned buffers and compiled kernels."""
+_HOST_FLAGS = (
+    "give the trainer GPUs of its own (--placement separate), leave out --trainer.cpu-offload, set "
+    "--checkpoint-every 0, or lower --weights.keep-versions"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Memory that one kind of process needs on one device."""
+    """Memory that one kind of process needs: of its GPU, or of this machine."""
 
     who: str
     count: int
@@ -36,6 +42,7 @@ class Need:
     """Bytes of each part of one of them."""
     hint: str
     """Flags that make it less."""
+    of_gpu: bool = False
 
     @property
     def total(self) -> int:
@@ -52,7 +59,6 @@ def show_plan(config: object) -> None:
     model = resolve_model(config.model, config.cache).resolve()
     loss = getattr(config, "loss", None)
     needs = plan_run(config, model, reference=bool(getattr(loss, "needs_reference", False)))
-    on_gpu = device_type() == "cuda"
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")
@@ -63,16 +69,18 @@ def show_plan(config: object) -> None:
             table.add_row(f"  {part}", f"{size / 2**30:.2f}")
         table.add_row("  in all, each" if need.count > 1 else "  in all", f"[bold]{need.total / 2**30:.2f}")
     table.add_section()
-    where = "each of the GPUs has" if on_gpu else "this machine has"
-    table.add_row(where, f"{memory_bytes() / 2**30:.2f}")
+    if gpu := gpu_bytes():
+        table.add_row("each of the GPUs has", f"{gpu / 2**30:.2f}")
+    table.add_row("this machine has", f"{host_bytes() / 2**30:.2f}")
     Console(highlight=False).print(table)
-    refuse(needs, available=memory_bytes(), together=not on_gpu)
+    refuse(needs, host=host_bytes(), gpu=gpu)
 
 
 def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
     """List what the trainer's ranks, the engines, and the store of weights need, each at its peak.
 
-    On GPUs it is what they need of one; the store is in host memory and left out there. Rows are counted as full.
+    With GPUs that is what each needs of its own, and what all of them together keep in host memory. Rows are counted
+    as full.
 
     Args:
         model: Hugging Face folder, of which config.json is read.
@@ -96,16 +104,27 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
         "attention masks": found.masks,
         "freed memory that the heap keeps": found.heap,
     }
-    if trainer.cpu_offload:
-        for name in ("weights, float32", "gradients", "optimizer state"):
-            parts[name] = 0
     on_gpu = device_type() == "cuda"
-    if not on_gpu:
-        parts["process"] = _PROCESS_BYTES
-        if config.checkpoint_every:
-            parts["copy of the state, while a checkpoint is written"] = found.weights + found.optimizer
-    needs = [Need(who="trainer rank", count=trainer.ranks, parts=_without_zeros(parts), hint=_TRAINER_FLAGS)]
-    return needs + _decoding(config, architecture, on_gpu=on_gpu)
+    host = {}
+    if config.checkpoint_every:
+        host["copy of the state, while a checkpoint is written"] = found.weights + found.optimizer
+    if on_gpu:
+        moved = found.state
+        if trainer.cpu_offload:
+            moved = found.reference
+            for name in ("weights, float32", "gradients", "optimizer state"):
+                host[name] = parts.pop(name)
+        if _colocated(config):
+            host["state that comes here while engines decode"] = moved
+        host["process"] = _CUDA_PROCESS_BYTES
+    else:
+        parts |= {"process": _PROCESS_BYTES} | host
+        host = {}
+    rank = Need(
+        who="trainer rank", count=trainer.ranks, parts=_without_zeros(parts), hint=_TRAINER_FLAGS, of_gpu=on_gpu
+    )
+    beside = Need(who="trainer rank, in host memory", count=trainer.ranks, parts=_without_zeros(host), hint=_HOST_FLAGS)
+    return [rank, *([beside] if host else []), *_decoding(config, architecture, on_gpu=on_gpu)]
 
 
 def check_state_fits(config: RunConfig, architecture: Architecture, *, reference: bool) -> None:
@@ -117,63 +136,80 @@ def check_state_fits(config: RunConfig, architecture: Architecture, *, reference
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
     split = max(1, ranks // int(getattr(config.trainer, "replicate", 1)))
     state = (20 if reference else 16) * count // split
-    if on_gpu and config.trainer.cpu_offload:
-        return
-    needs = [Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS)]
-    refuse(needs + _decoding(config, architecture, on_gpu=on_gpu), available=memory_bytes(), together=not on_gpu)
+    kept = on_gpu and config.trainer.cpu_offload
+    needs = [
+        Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)
+    ]
+    if on_gpu and not kept and _colocated(config):
+        moved = state - 4 * count // split  # there are no gradients while engines decode
+        needs.append(Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved}, hint=_HOST_FLAGS))
+    refuse(needs + _decoding(config, architecture, on_gpu=on_gpu), host=host_bytes(), gpu=gpu_bytes())
 
 
-def refuse(needs: Sequence[Need], *, available: int, together: bool) -> None:
-    """Raise ConfigError if a process needs more than there is, or, where they share it, all of them do.
+def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
+    """Raise ConfigError if a process needs more than its GPU has, or all of them more than this machine.
 
     Args:
-        available: bytes of a device.
-        together: True if all are on that device.
+        host: bytes of this machine.
+        gpu: bytes of a GPU; 0 where there is none.
     """
-    if together:
-        needed = sum(need.total * need.count for need in needs)
-        most = max(needs, key=lambda need: need.total * need.count)
-        if needed > available:
-            raise ConfigError(
-                f"the run needs {needed / 2**30:.1f} GiB, of which {most.count} x {most.total / 2**30:.1f} for each "
-                f"{most.who}, and this machine has {available / 2**30:.1f} GiB",
-                hint=f"{most.hint}; --plan shows each part",
-            )
     for need in needs:
-        if need.total > available:
+        if need.of_gpu and need.total > gpu:
             raise ConfigError(
-                f"each {need.who} needs {need.total / 2**30:.1f} GiB, and its GPU has {available / 2**30:.1f} GiB",
+                f"each {need.who} needs {need.total / 2**30:.1f} GiB, and its GPU has {gpu / 2**30:.1f} GiB",
                 hint=f"{need.hint}; --plan shows each part",
             )
+    here = [need for need in needs if not need.of_gpu]
+    needed = sum(need.total * need.count for need in here)
+    if needed > host:
+        most = max(here, key=lambda need: need.total * need.count)
+        raise ConfigError(
+            f"the run needs {needed / 2**30:.1f} GiB, of which {most.count} x {most.total / 2**30:.1f} for each "
+            f"{most.who}, and this machine has {host / 2**30:.1f} GiB",
+            hint=f"{most.hint}; --plan shows each part",
+        )
+
+
+def _colocated(config: RunConfig) -> bool:
+    generator = config.generator
+    return shares_devices(
+        config.placement,
+        ranks=config.trainer.ranks,
+        engines=generator.replicas * generator.devices,
+        decodes_while_training=config.schedule.decodes_while_training,
+    )
 
 
 def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) -> list[Need]:
     """List what engines and the versions that travel to them need."""
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
     weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel", 1))
+    versions = min(
+        config.weights.keep_versions * architecture.weights * itemsize, round(config.weights.keep_gib * 2**30)
+    )
+    store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
     if on_gpu:
-        share = round(generator.memory_share * memory_bytes())
+        share = round(generator.memory_share * gpu_bytes())
         parts = {f"weights, {itemsize} bytes each": weights, "keys and values": max(0, share - weights)}
-        alone = not shares_devices(
-            config.placement,
-            ranks=config.trainer.ranks,
-            engines=generator.replicas * generator.devices,
-            decodes_while_training=config.schedule.decodes_while_training,
+        asleep = {"weights, while it sleeps": weights} if _colocated(config) else {}
+        who = "engine, while the trainer's state is in host memory" if asleep else "engine"
+        host = Need(
+            who="worker of an engine, in host memory",
+            count=generator.replicas * generator.devices,
+            parts=asleep | {"process": _CUDA_PROCESS_BYTES},
+            hint=_HOST_FLAGS,
         )
-        who = "engine" if alone else "engine, while the trainer's state is in host memory"
-        return [Need(who=who, count=generator.replicas, parts=parts, hint=_ENGINE_FLAGS)]
+        return [
+            Need(who=who, count=generator.replicas * generator.devices, parts=parts, hint=_ENGINE_FLAGS, of_gpu=True),
+            host,
+            store,
+        ]
     parts = {
         f"weights, {itemsize} bytes each": weights,
         "keys and values": round(generator.kv_cache_gib * 2**30),
         "process": _ENGINE_PROCESS_BYTES,
     }
-    versions = min(
-        config.weights.keep_versions * architecture.weights * itemsize, round(config.weights.keep_gib * 2**30)
-    )
-    return [
-        Need(who="engine", count=generator.replicas, parts=parts, hint=_ENGINE_FLAGS),
-        Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions"),
-    ]
+    return [Need(who="engine", count=generator.replicas, parts=parts, hint=_ENGINE_FLAGS), store]
 
 
 def _without_zeros(parts: dict[str, int]) -> dict[str, int]:
