@@ -55,7 +55,8 @@ class Orders:
                 `lasts` at each token from there on;
                 `setup` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt` tokens with,
                 and `texts`, as vLLM's detokenizer would give them; `reads`: version that a load says it read;
-                `version`: that its tokens are said to be of.
+                `version`: that its tokens are said to be of; `forgets`: its weights
+                are gone once it sleeps.
         """
         part = self._folder / f"{engine}.new"
         part.write_text(json.dumps(orders))
@@ -103,6 +104,7 @@ class FakeEngine(ServiceActor):
         self._index = int(name.rpartition(" ")[2])
         self._folder = Path(os.environ[FOLDER])
         self._version = -1
+        self._dropped = False
         self._held: set[str] = set()
         self._going = asyncio.Event()
         self._going.set()
@@ -119,7 +121,7 @@ class FakeEngine(ServiceActor):
     async def load(self, manifest: Manifest, transport: FakeTransport) -> LoadReport:
         self._note("load", version=manifest.version, held=sorted(self._held))
         await self._obey("load")
-        self._version = manifest.version
+        self._version, self._dropped = manifest.version, False
         read = self._orders().get("reads", manifest.version)
         return LoadReport(version=read, fingerprints={}, in_place=0, seconds={})
 
@@ -128,12 +130,14 @@ class FakeEngine(ServiceActor):
         self._version = 0
 
     @concurrent_endpoint
-    async def hold(self, paused: bool, asleep: bool) -> None:
+    async def hold(self, paused: bool, asleep: bool) -> bool:
+        self._dropped = self._dropped or (asleep and "forgets" in self._orders())
         self._held = {why for why, held in {"paused": paused, "asleep": asleep}.items() if held}
         if self._held:
             self._going.clear()
         else:
             self._going.set()
+        return not self._dropped
 
     async def state(self) -> tuple[int, list[str]]:
         """Return the version that it serves, and the reasons why it does not decode."""

@@ -78,7 +78,8 @@ def test_an_engine_of_several_gpus_has_those_after_its_predecessors(monkeypatch:
     assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == ["2,3", "4,5", "6,GPU-9"]
 
 
-def test_workers_of_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "device_type", lambda: "cpu")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_workers_of_engines_share_the_cores(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "device_type", lambda: device)
     monkeypatch.setattr(factory, "cpu_cores", lambda: 8)
     assert decode_environment(0, replicas=2, devices=2)["OMP_NUM_THREADS"] == "2"

@@ -373,6 +373,23 @@ def test_an_engine_that_is_brought_back_during_a_load_serves_what_the_others_do(
     asyncio.run(check())
 
 
+def test_engines_that_dropped_their_weights_load_them_again_to_wake(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path, engines=1) as on:
+            on.orders.tell(0, forgets=True)
+            await on.load(1)
+            for version, loads in ((None, [1, 1]), (2, [1, 1, 2])):
+                await on.generator.sleep()
+                if version:
+                    await on.load(version)
+                await on.generator.wake()
+                assert [note["version"] for note in on.orders.notes("load")] == loads
+            assert await on.state(0) == (2, [])
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+
+    asyncio.run(check())
+
+
 def test_an_engine_that_comes_back_waits_for_its_devices_and_a_load_does_not_wait_for_it(
     tmp_path: Path, nothing_left: None
 ) -> None:

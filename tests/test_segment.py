@@ -300,3 +300,32 @@ def test_readers_of_anonymous_segments_keep_nothing_of_them(other_process: Proce
 
 def readable_sum(ref: SegmentRef) -> int:
     return int(readable(ref).sum())
+
+
+@pytest.mark.parametrize(("may_write", "flags"), [(True, 0), (False, 8)])
+def test_pages_are_pinned_where_the_process_uses_cuda_and_unpinned_with_their_segment(
+    may_write: bool, flags: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    class Cudart:
+        def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:
+            calls.append((begin, size, flags))
+            return 0
+
+        def cudaHostUnregister(self, begin: int) -> int:
+            calls.append((begin,))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    ref = create(tmp_path / "segment", 5000)
+    memory = (writable if may_write else readable)(ref)
+    begin = memory.data_ptr() - PAGE
+    release(ref)
+    assert calls == [(begin, PAGE + 5000, flags), (begin,)]
+    nameless, fd = create_anonymous(100)
+    readable(nameless)
+    release(nameless)
+    os.close(fd)
+    assert len(calls) == 2

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
+from forge_rl.engines.vllm import slicing
 from forge_rl.engines.vllm.slicing import SliceWatch, _slice_of
-from forge_rl.weights.fingerprints import fingerprint
+from forge_rl.weights.fingerprints import Move, fingerprint, move
 from forge_rl.weights.manifest import TensorEntry
 from forge_rl.weights.slices import TensorSlice
 
@@ -105,3 +106,26 @@ def test_bytes_that_are_read_in_another_way_than_a_copy_count_too() -> None:
     (shard,) = watch.shards()
     assert (shard.tensor_slice, shard.fingerprint) == (ROWS, fingerprint(WHOLE[4:8], (12, 16), ROWS))
     assert watch.repacked == ["a"]
+
+
+def test_slices_that_go_to_a_device_are_fingerprinted_together_while_they_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+
+    def counted(moves: Sequence[Move]) -> list[int]:
+        taken.append(len(moves))
+        return move(moves)
+
+    monkeypatch.setattr(slicing, "move", counted)
+    watch = SliceWatch(Layers(), {})
+    experts = {entry_of(name): WHOLE.clone() for name in "abcd"}
+    with watch.reading(experts), watch:
+        for tensor in experts.values():
+            torch.empty(4, 16, dtype=torch.float64).copy_(tensor[4:8])  # any that no slice can be copied to as it is
+    for tensor in experts.values():
+        tensor.fill_(-1)
+    shards = watch.shards()
+    assert [shard.fingerprint for shard in shards] == [fingerprint(WHOLE[4:8], (12, 16), ROWS)] * 4
+    assert taken[0] == 4
+    assert not any(taken[1:])

@@ -1,7 +1,9 @@
 """vLLM's private names, of which one that is gone is named, and what it is started with."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -49,3 +51,39 @@ def test_what_one_engine_compiled_serves_others(tmp_path: Path, monkeypatch: pyt
         configs.append(arguments.create_engine_config())
     assert [config.additional_config.pid for config in configs] == [7, 8]
     assert configs[0].compute_hash() == configs[1].compute_hash(), "vLLM's compile cache has a folder for each hash"
+
+
+def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forge_rl.engines.vllm import engine
+
+    calls: list[str] = []
+
+    async def note(call: str, kwargs: dict[str, object] | None = None) -> None:
+        calls.append(" ".join([call, *(str(value) for value in (kwargs or {}).values())]))
+
+    async def stop(llm: object, *, clear_cache: bool) -> None:
+        await note("stop")
+
+    monkeypatch.setattr(engine, "device_type", lambda: "cuda")
+    monkeypatch.setattr(engine, "stop_decoding", stop)
+    monkeypatch.setattr(engine, "engine_pids", lambda llm: [])
+    llm: Any = SimpleNamespace(collective_rpc=note, resume_generation=lambda: note("resume"))
+    made = engine.VLLMEngine(llm, DecodeSettings())
+
+    async def hold(*, asleep: bool) -> tuple[bool, list[str]]:
+        whole = await made.hold(paused=False, asleep=asleep)
+        found = calls.copy()
+        calls.clear()
+        return whole, found
+
+    async def check() -> None:
+        assert await hold(asleep=True) == (True, ["stop", "sleep 1"])
+        assert await hold(asleep=False) == (True, ["wake_up ['weights', 'kv_cache']", "resume"])
+        made._loaded = True
+        assert await hold(asleep=True) == (False, ["stop", "sleep 2"])
+        assert await hold(asleep=False) == (False, []), "there are no weights to decode with"
+        await made._restore(["weights"])  # what a load begins with, and then it ends
+        made._dropped = False
+        assert await hold(asleep=False) == (True, ["wake_up ['weights']", "wake_up ['kv_cache']", "resume"])
+
+    asyncio.run(check())

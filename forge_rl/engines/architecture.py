@@ -9,7 +9,12 @@ from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.config import Architecture, ConfigFile
 from forge_rl.errors import ModelError
 
-__all__ = ["Architecture", "read_architecture"]
+__all__ = ["Architecture", "read_architecture", "stored_bytes"]
+
+
+def stored_bytes(folder: Path) -> int:
+    """Return the bytes of a model's weights on disk, which for most models are in bfloat16."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -31,11 +36,11 @@ def read_architecture(folder: Path) -> Architecture:
         known = ", ".join(map(repr, sorted(FAMILIES)))
         raise ModelError(f"{path} is of model_type {model_type!r:.80}", hint=f"use a model of one of these: {known}")
     architecture = family.read(ConfigFile(path=path, values=values, family=family))
-    stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    stored = stored_bytes(folder)
     # The least that a file needs: 4 bits a weight where it is quantised, 8 where it is not.
-    if architecture.weights > stored_bytes * (2 if values.get("quantization_config") else 1) > 0:
+    if architecture.weights > stored * (2 if values.get("quantization_config") else 1) > 0:
         raise ModelError(
-            f"{path} describes a model of {architecture.weights} weights, and its files have {stored_bytes} bytes",
+            f"{path} describes a model of {architecture.weights} weights, and its files have {stored} bytes",
             hint="download or export the model again",
         )
     return architecture

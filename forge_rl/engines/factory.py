@@ -60,8 +60,10 @@ def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device_type() == "cuda":
-        # A forked worker inherits the threads' locks of this process, and no CUDA context survives a fork.
+        # A forked worker inherits the threads' locks of this process, and no CUDA context survives a fork. vLLM would
+        # leave one thread, which then takes the fingerprints of all that it repacks.
         names = [visible_gpu(first_gpu + place * devices + number) for number in range(devices)]
+        env |= thread_environment(replicas * devices)
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # vLLM's sampler has two one-line functions compiled, even when nothing else is: half a minute of the first rollout,
     # to save 3 ms a step.

@@ -85,11 +85,15 @@ class DecodeEngine(Protocol):
             ConfigError: the engine does not take such a request.
         """
 
-    async def hold(self, *, paused: bool, asleep: bool) -> None:
+    async def hold(self, *, paused: bool, asleep: bool) -> bool:
         """Stop at a token boundary, or go on if neither is wanted and the engine holds a whole version.
 
         A paused engine keeps its requests with their keys and values. One that is asleep also gives memory back: keys
-        and values, and on CUDA the weights, which go to the host; what it computed of its requests is computed again.
+        and values, and on CUDA the weights; what it computed of its requests is computed again. Weights that were
+        loaded are dropped, and others, of the model's folder, go to the host.
+
+        Returns:
+            False if its weights were dropped: it decodes nothing until a load has brought them back.
         """
 
     async def serve_model(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.platform import gpus, resolve_dtype
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover
@@ -40,11 +41,6 @@ class Services:
     """None where an agent makes the episodes."""
     devices: DeviceHandover
     """Hands the devices from the trainer to the generator and back."""
-
-
-def stored_bytes(model: Path) -> int:
-    """Returns the bytes of a model's weights on disk, which for most models are in bfloat16."""
-    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
 def _name_of(environment: EnvFactory) -> str:

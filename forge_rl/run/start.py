@@ -18,7 +18,7 @@ from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import check_tasks
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.architecture import read_architecture, stored_bytes
 from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
@@ -52,7 +52,7 @@ from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.plan import check_state_fits
 from forge_rl.run.run import Run
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_digests, prepare_folder
-from forge_rl.run.services import running_services, stored_bytes
+from forge_rl.run.services import running_services
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import check_isolation

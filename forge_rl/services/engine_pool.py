@@ -23,6 +23,8 @@ LOAD_DEADLINE_S = 600.0
 """Deadline of an engine that loads a version."""
 CONTROL_DEADLINE_S = 60.0
 """Deadline of an engine that pauses, resumes and so on."""
+_HELD_BYTES_PER_S = 5e8
+"""Least speed at which an engine that falls asleep moves its weights to host memory, which may first be pinned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class EnginePool:
         service: the service, whose replicas have a GeneratorActor's endpoints.
         spawn: spawns the engine of an index.
         start_deadline_s: longest time for an engine to start.
+        weights_bytes: size of the model's folder, by which an engine may take longer to fall asleep.
         replace: gives an engine that replaces a dead one its devices, maybe after a while, and keeps them for it while
             it starts.
     """
@@ -53,11 +56,13 @@ class EnginePool:
         service: Service,
         spawn: Callable[[int], Replica],
         start_deadline_s: float,
+        weights_bytes: int = 0,
         replace: Lend = contextlib.nullcontext,
     ) -> None:
         self._service = service
         self._spawn = spawn
         self._start_deadline_s = start_deadline_s
+        self._hold_deadline_s = CONTROL_DEADLINE_S + weights_bytes / _HELD_BYTES_PER_S
         self._replace = replace
         self._waiting = 0
         """Engines that wait for their devices, to replace dead ones."""
@@ -93,7 +98,7 @@ class EnginePool:
             now = DesiredState()
             while now != (desired := self._desired):  # it may change meanwhile
                 if (desired.paused, desired.asleep) != (now.paused, now.asleep):
-                    await replica.call("hold", desired.paused, desired.asleep, deadline_s=CONTROL_DEADLINE_S)
+                    await replica.call("hold", desired.paused, desired.asleep, deadline_s=self._hold_deadline_s)
                 if desired.version is not None and (desired.version, desired.store) != (now.version, now.store):
                     await self._load(replica, desired.version, desired.store)
                 now = desired
@@ -126,13 +131,22 @@ class EnginePool:
         self.current, self.version = len(self.versions) - 1, version
 
     async def hold(self, **changes: Any) -> None:
-        """Change `paused` or `asleep` of the desired state, and bring all living engines to it."""
+        """Change `paused` or `asleep` of the desired state, and bring all living engines to it.
+
+        Engines that dropped their weights when they fell asleep load their version again to wake.
+        """
         async with self._holding:
-            self._desired = replace(self._desired, **changes)
-            held = self._desired.paused, self._desired.asleep
+            self._desired = wanted = replace(self._desired, **changes)
+            held = wanted.paused, wanted.asleep
             if any(held):
                 self._hold_deadlines(True)
-            await self.each("hold", lambda _: held, deadline_s=CONTROL_DEADLINE_S)
+            whole = await self.each("hold", lambda _: held, deadline_s=self._hold_deadline_s)
+            if not (all(whole) or wanted.asleep or wanted.store is None):
+                store = wanted.store
+                async with store.lease(wanted.version) as manifest:
+                    await self.each(
+                        "load", lambda replica: (manifest, store.transport(replica.host)), deadline_s=LOAD_DEADLINE_S
+                    )
             if not any(held):
                 self._hold_deadlines(False)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines import EXIT_MEANINGS
+from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.platform import resolve_dtype
@@ -137,7 +138,7 @@ class Generator:
             env = decode_environment(index, replicas=config.replicas, devices=config.devices, first_gpu=first_gpu)
             return service.spawn(actor, model, settings, seed + index, f"{name} replica {index}", env=env, index=index)
 
-        pool = EnginePool(service, spawn, deadline_s, replace)
+        pool = EnginePool(service, spawn, deadline_s, weights_bytes=stored_bytes(model), replace=replace)
         async with task_group() as group:
             tokenizer = group.create_task(  # imports for seconds
                 asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)
@@ -365,8 +366,8 @@ class Generator:
     async def sleep(self) -> None:
         """Stop all engines and free their device's memory: keys and values, and on CUDA the weights.
 
-        Requests are kept; their keys and values are computed again after `wake`. Loads work; on CUDA they bring the
-        weights back.
+        Requests are kept; their keys and values are computed again after `wake`. Loads work, and bring the weights
+        back; without one, `wake` loads the version again.
         """
         await self._pool.hold(asleep=True)
 

@@ -48,8 +48,8 @@ class GeneratorActor(ServiceActor):
         await self.engine.serve_model()
 
     @concurrent_endpoint
-    async def hold(self, paused: bool, asleep: bool) -> None:
-        await self.engine.hold(paused=paused, asleep=asleep)
+    async def hold(self, paused: bool, asleep: bool) -> bool:
+        return await self.engine.hold(paused=paused, asleep=asleep)
 
     @property
     def engine(self) -> DecodeEngine:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8s16sQ")
 _MAGIC = b"forge_rl"
+_REGISTER_READ_ONLY = 8
+"""cudaHostRegisterReadOnly: CUDA is not to ask for pages that it could write."""
 _MADE_ANEW = "publish the version again, or start the run again"
 
 
@@ -230,19 +232,23 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
         header=memoryview(memory)[: _HEADER.size],
         payload=payload,
         fd=fd,
-        registered=writable and _register(payload),
+        # A segment without a name is read once: pinning its pages would take longer than copying them.
+        registered=(writable or not _is_anonymous(ref.path)) and _register(payload, writable=writable),
     )
 
 
-def _register(payload: torch.Tensor) -> bool:
-    """Pin pages for CUDA, if this process uses it: copies from the GPU are then several times as fast, and not waited
-    for. Pages that can only be read are left as they are, since not every driver pins those."""
+def _register(payload: torch.Tensor, *, writable: bool) -> bool:
+    """Pin pages for CUDA, if this process uses it: copies to and from the GPU are then several times as fast.
+
+    Not every driver pins pages that can only be read; copies of those are then as slow as of any other memory.
+    """
     import torch
 
     if not torch.cuda.is_initialized():
         return False
     begin = payload.data_ptr() - PAGE
-    if int(torch.cuda.cudart().cudaHostRegister(begin, PAGE + payload.nbytes, 0)) == 0:
+    flags = 0 if writable else _REGISTER_READ_ONLY
+    if int(torch.cuda.cudart().cudaHostRegister(begin, PAGE + payload.nbytes, flags)) == 0:
         return True
     with contextlib.suppress(RuntimeError):  # the next use of CUDA would report this error, which costs speed alone
         torch.zeros(1, device="cuda")

