@@ -89,8 +89,8 @@ class DecodeEngine(Protocol):
         """Stop at a token boundary, or go on if neither is wanted and the engine holds a whole version.
 
         A paused engine keeps its requests with their keys and values. One that is asleep also gives memory back: keys
-        and values, and on CUDA the weights; what it computed of its requests is computed again. Weights that were
-        loaded are dropped, and others, of the model's folder, go to the host.
+        and values, and on CUDA the weights; what it computed of its requests is computed again. Loaded weights are
+        dropped; those of the model's folder go to the host.
 
         Returns:
             False if its weights were dropped: it decodes nothing until a load has brought them back.

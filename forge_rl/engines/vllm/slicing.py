@@ -183,7 +183,7 @@ class SliceWatch(TorchDispatchMode):
         return False
 
     def _take_fingerprints(self) -> None:
-        """Fingerprint what was copied, while its bytes are there."""
+        """Take the fingerprints of copied slices, while their bytes are there."""
         self._fingerprints |= dict(zip(self._copied, move(list(self._copied.values())), strict=True))
         self._copied.clear()
 

@@ -1,0 +1,57 @@
+"""Measures all that there is to measure on a machine with GPUs, part by part, and goes on when one fails.
+
+python -m benchmarks.gpu --json benchmarks/gpu/h200.json
+python -m benchmarks.gpu --only device_copies training_large --json out.json
+
+It finds out what the machine has: with torch alone it measures copies, kernels and attention, with torchtitan the
+trainer, with vLLM and Monarch engines and whole runs, with several GPUs layouts and who takes memory where. Each part
+is a process of its own with a time limit. The file holds what was measured so far at any time. It needs nothing but
+Python itself; a part needs what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.machine import describe, has
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.runner import Outcome, run_parts, table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table and write the file; returns 1 where a part failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for the figures")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
+    given = parser.parse_args(arguments)
+    about, outcomes = describe(), list[Outcome]()
+    folder = Path(tempfile.mkdtemp(prefix="forge_rl-gpu-"))
+    print(json.dumps(about, indent=1), f"logs are in {folder}", sep="\n", flush=True)
+
+    def tell(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        write(given.json, {**about, "parts": [dataclasses.asdict(each) for each in outcomes]})
+        print(table([outcome]).partition("\n")[2], flush=True)
+
+    run_parts([part for part in PARTS if part.name in given.only], has(), folder, tell)
+    print(table(outcomes), f"wrote {given.json}", sep="\n")
+    return int(any(each.status in ("failed", "timed out") for each in outcomes))
+
+
+def write(path: Path, content: object) -> None:
+    """Write a JSON file, whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(part, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

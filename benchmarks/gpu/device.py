@@ -1,0 +1,92 @@
+"""What the device itself gives: copies, products, and attention over rows of many lengths."""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+_MIB = 256
+
+
+def median_s(work: Callable[[], object], repeats: int = 7) -> float:
+    """Return the median seconds of work on the device, after two calls that do not count."""
+    found = []
+    for repeat in range(repeats + 2):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        if repeat > 1:
+            found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def copies() -> dict[str, float]:
+    """Measure copies of 256 MiB between host and device, by how the host's pages are held: GB/s."""
+    size = _MIB << 20
+    there = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    found = {}
+
+    def both(name: str, here: torch.Tensor, *, writable: bool = True) -> None:
+        found[f"{name}_to_device_gb_s"] = size / 1e9 / median_s(lambda: there.copy_(here, non_blocking=True))
+        if writable:
+            found[f"{name}_to_host_gb_s"] = size / 1e9 / median_s(lambda: here.copy_(there, non_blocking=True))
+
+    both("pageable", torch.zeros(size, dtype=torch.uint8))
+    both("pinned", torch.zeros(size, dtype=torch.uint8).pin_memory())
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size)
+        runtime = torch.cuda.cudart()
+        for name, flags, protection in (
+            ("registered", 0, mmap.PROT_READ | mmap.PROT_WRITE),
+            ("registered_read_only", 8, mmap.PROT_READ),
+        ):
+            pages = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
+            mapped = torch.frombuffer(pages, dtype=torch.uint8)
+            status = int(runtime.cudaHostRegister(mapped.data_ptr(), size, flags))
+            found[f"{name}_status"] = status  # 0 if the driver took it
+            if status == 0:
+                both(name, mapped, writable=not flags)
+                runtime.cudaHostUnregister(mapped.data_ptr())
+    return found
+
+
+def products() -> dict[str, float]:
+    """Measure a bfloat16 product of 8,192 x 8,192 matrices, and what the device is."""
+    side = 8192
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return {"bfloat16_tflop_s": 2 * side**3 / 1e12 / median_s(lambda: a @ b), "memory_gib": memory / 2**30}
+
+
+def attention() -> dict[str, float]:
+    """Count the graphs that rows of 12 sizes need, and time FlexAttention with our masks."""
+    from torch._dynamo.utils import counters
+    from torchtitan.models.common.attention import FlexAttention
+
+    from benchmarks.long_row import row_of
+    from forge_rl.data.packing import Row
+    from forge_rl.engines.titan.model import attention_mask
+
+    flex, counts, seconds = FlexAttention(FlexAttention.Config()), [], []
+    for blocks in (3, 8, 5, 12, 20, 30, 40, 11, 25, 60, 4, 33):
+        row = row_of(128 * blocks, 43)
+        here = Row(**{name: value.cuda() for name, value in vars(row).items() if value is not None})
+        q, k, v = (
+            torch.randn(1, len(row), heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for heads in (16, 8, 8)
+        )
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        flex(q, k, v, attention_masks=attention_mask(here), enable_gqa=True).sum().backward()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        counts.append(counters["stats"].get("unique_graphs", 0))
+    return {"graphs": counts[-1], "graphs_of_the_last_six": counts[-1] - counts[-7], "first_s": seconds[0]} | {
+        "last_six_s": statistics.median(seconds[-6:])
+    }

@@ -1,0 +1,150 @@
+"""Whole runs of the bundled recipe, as a user starts them, and what their metrics say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks.gpu.machine import ROOT
+from benchmarks.gpu.training import QWEN3_1_7B, random_model
+from forge_rl.data.bundled import default_cache
+from forge_rl.data.models import resolve_model
+from forge_rl.engines.platform import gpus
+from forge_rl.errors import ForgeError
+from forge_rl.run.attach import attach
+
+_ROOMY = ("--trainer.row-tokens", "4096", "--generator.max-requests", "256", "--evaluation.every", "0")
+_KEPT = ("logprob_gap", "reward", "grad_norm", "utilisation", "tokens_per_s", "transition/", "seconds/", "memory")
+"""Beginnings of the metrics whose medians are kept."""
+_WAIT_S = 600.0
+
+
+def demo() -> dict[str, float]:
+    """Run the demo on one device that trainer and engine share."""
+    return _run("--steps", "10", "--placement", "colocated", *_ROOMY)
+
+
+def large() -> dict[str, float]:
+    """Run five steps on a random model of Qwen3-1.7B's shapes with the bundled model's tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="forge_rl-model-") as scratch:
+        folder = Path(scratch)
+        tokens = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+        random_model(folder, **QWEN3_1_7B, **tokens)
+        bundled = resolve_model("smollm2-135m", default_cache())
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            shutil.copy(bundled / name, folder / name)
+        lengths = ("--generator.max-new-tokens", "1024", "--generator.max-model-tokens", "2048")
+        rows = ("--trainer.row-tokens", "8192", "--generator.max-requests", "256", "--evaluation.every", "0")
+        shapes = ("--groups-per-batch", "16", "--checkpoint-every", "5")
+        return _run("--steps", "5", "--model", str(folder), "--placement", "colocated", *lengths, *rows, *shapes)
+
+
+def sharded() -> dict[str, float]:
+    """Run the demo with FSDP over all GPUs but the engine's."""
+    return _run("--steps", "10", "--placement", "separate", "--trainer.ranks", str(gpus() - 1), *_ROOMY)
+
+
+def split() -> dict[str, float]:
+    """Run the demo with context parallelism, and with tensor parallelism by 3 where there are as many GPUs."""
+    shared = ("--steps", "5", "--placement", "colocated", *_ROOMY)
+    found = {f"context_{name}": value for name, value in _run(*shared, "--trainer.context-parallel", "2").items()}
+    if gpus() > 2:  # the bundled model has 9 heads
+        tensor = _run(*shared, "--trainer.tensor-parallel", "3")
+        found |= {f"tensor_{name}": value for name, value in tensor.items()}
+    return found
+
+
+def killed() -> dict[str, float]:
+    """Kill the engine while the trainer has the device, then a rank, then the run, and continue it."""
+    with tempfile.TemporaryDirectory(prefix="forge_rl-run-") as scratch:
+        out = Path(scratch) / "run"
+        arguments = ("--steps", "30", "--placement", "colocated", "--checkpoint-every", "3", *_ROOMY)
+        found: dict[str, float] = {}
+        with _running(out, *arguments) as process:
+            _wait(process, lambda: _steps(out) >= 4)
+            for service in ("generator", "trainer"):
+                _wait(process, lambda: _phase(out) == "train")
+                at, step = time.monotonic(), _steps(out)
+                _actor(process, service).kill()
+                _wait(process, lambda step=step: _steps(out) >= step + 2)  # type: ignore[misc]
+                found[f"{service}_killed_to_two_steps_s"] = time.monotonic() - at
+            process.kill()
+        last = _steps(out)
+        again = _run("--steps", str(last + 2), *arguments[2:], out=out)
+        return found | {f"continued_{name}": value for name, value in again.items()}
+
+
+def _run(*arguments: str, out: Path | None = None) -> dict[str, float]:
+    """Run the recipe to its end; returns medians of its metrics, without the first two steps."""
+    with tempfile.TemporaryDirectory(prefix="forge_rl-run-") as scratch:
+        folder = out or Path(scratch) / "run"
+        began = time.monotonic()
+        with _running(folder, *arguments) as process:
+            if process.wait():
+                raise RuntimeError(f"the run ended with {process.returncode}")
+        rows = [row for row in _rows(folder) if "updates" in row][2:]
+        names = sorted({name for row in rows for name in row if name.startswith(_KEPT)})
+        found = {
+            name: statistics.median(row[name] for row in rows if isinstance(row.get(name), float | int))
+            for name in names
+            if any(isinstance(row.get(name), float | int) for row in rows)
+        }
+        return {"whole_run_s": time.monotonic() - began} | found
+
+
+@contextlib.contextmanager
+def _running(out: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the recipe in a process of its own, which ends with the body."""
+    command = [sys.executable, "-m", "recipes.grpo", "--out", str(out), "--display", "plain", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while not until():
+        if process.poll() is not None:
+            raise RuntimeError(f"the run ended with {process.returncode}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"what was waited for did not come within {_WAIT_S:g} s")
+        time.sleep(0.05)
+
+
+def _rows(out: Path) -> list[dict[str, float]]:
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _steps(out: Path) -> int:
+    return int(max((row["step"] for row in _rows(out)), default=0))
+
+
+def _phase(out: Path) -> str:
+    """Return the phase that a run says it is in."""
+    with contextlib.suppress(ForgeError):
+        return str(attach(out).ask("status")["phase"])
+    return ""
+
+
+def _actor(process: subprocess.Popen[bytes], service: str) -> psutil.Process:
+    """Find the first process of a service's first replica, by the log file that it prints to."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if Path(f"/proc/{child.pid}/fd/1").resolve().name.startswith(f"{service}-0."):
+                found.append((child.create_time(), child.pid))
+    return psutil.Process(min(found)[1])
