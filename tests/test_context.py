@@ -52,7 +52,7 @@ def test_windows_and_latents_take_less(architecture: Architecture) -> None:
 
 def test_on_a_gpu_the_weights_come_first(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "device_type", lambda: "cuda")
-    monkeypatch.setattr(context, "memory_bytes", lambda: 2 * architecture.weights * 2)
+    monkeypatch.setattr(context, "gpu_bytes", lambda: 2 * architecture.weights * 2)
     with pytest.raises(ConfigError, match="0 GiB for them") as caught:
         check_context(architecture, DecodeSettings(dtype="bfloat16", memory_share=0.5))
     assert "--generator.memory-share" in caught.value.hint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forge_rl.engines.families.config import Architecture
-from forge_rl.engines.platform import device_type, memory_bytes, resolve_dtype
+from forge_rl.engines.platform import device_type, gpu_bytes, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError
 
@@ -57,4 +57,4 @@ def _cache_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
     if device_type() == "cpu":
         return int(settings.kv_cache_gib * 2**30 / settings.devices)
     weights = architecture.weights * resolve_dtype(settings.dtype).itemsize // settings.tensor_parallel
-    return int(settings.memory_share * memory_bytes()) - weights
+    return int(settings.memory_share * gpu_bytes()) - weights

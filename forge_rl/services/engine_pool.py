@@ -95,11 +95,13 @@ class EnginePool:
             if replica.incarnation:
                 await self._devices(stack)
             await replica.call("setup", deadline_s=self._start_deadline_s)
-            now = DesiredState()
+            now, whole = DesiredState(), True
             while now != (desired := self._desired):  # it may change meanwhile
                 if (desired.paused, desired.asleep) != (now.paused, now.asleep):
-                    await replica.call("hold", desired.paused, desired.asleep, deadline_s=self._hold_deadline_s)
-                if desired.version is not None and (desired.version, desired.store) != (now.version, now.store):
+                    held = desired.paused, desired.asleep
+                    whole = await replica.call("hold", *held, deadline_s=self._hold_deadline_s) or desired.asleep
+                changed = (desired.version, desired.store) != (now.version, now.store)
+                if desired.version is not None and (changed or not whole):
                     await self._load(replica, desired.version, desired.store)
                 now = desired
             replica.link.deadlines.hold_streams(now.paused or now.asleep)
