@@ -502,19 +502,19 @@ def lone_logprobs(model: TinyModel, episode: Episode) -> torch.Tensor:
 @pytest.mark.parametrize("share_prefixes", [True, False])
 def test_a_model_scores_packed_episodes_as_it_scores_each_alone(share_prefixes):
     torch.manual_seed(5)
-    model, batch = TinyModel(), two_turn_batch()
+    model, batch = TinyModel().double(), two_turn_batch()
     layout = Layout(shares=2, row_tokens=64, pad_multiple=8, share_prefixes=share_prefixes)
     result = packed(batch, layout)
     found = packed_logprobs(model, result, [dense_mask(row) for row in result.rows])
     alone = [lone_logprobs(model, episode) for episode in batch.episodes]
     assert sorted(found) == list(range(len(alone)))
     for e, expected in enumerate(alone):
-        torch.testing.assert_close(found[e], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found[e], expected, atol=1e-12, rtol=0)
 
     packed_gradient = torch.autograd.grad(sum(values.sum() for values in found.values()), list(model.parameters()))
     lone_gradient = torch.autograd.grad(sum(values.sum() for values in alone), list(model.parameters()))
     for a, b in zip(packed_gradient, lone_gradient, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
 
 def test_a_model_that_sees_across_branches_scores_differently():

@@ -20,6 +20,7 @@ from forge_rl.run.config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.types import Batch
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
+from tests.plain_trainer import in_float64, logits_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -49,7 +50,7 @@ def random_experts(seed: int = 0, layers: int = LAYERS, experts: int = EXPERTS, 
 
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
-    return TitanEngine(folder, TrainSettings(dtype="float32", row_tokens=64, **settings))
+    return TitanEngine(folder, TrainSettings(dtype="float64", row_tokens=64, **settings))
 
 
 def own_choices(engine: TitanEngine, laid: Packed) -> Packed:
@@ -116,12 +117,14 @@ def test_a_replay_of_the_trainers_own_choice_changes_nothing(family: str, tmp_pa
         )
     expected, found = (reduce(train_batch(*given)) for given in ((plain, laid), (replaying, known)))
     for name in ("loss", "grad_norm", "entropy", "experts/load_max_over_mean"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+        assert found[name] == pytest.approx(expected[name], rel=1e-12), name
     assert expected["experts/load_max_over_mean"] > 1
     assert (found["experts/replayed"], found["experts/replay_differs"]) == (1, 0)
     assert "experts/replayed" not in expected
     theirs = hf_weights(plain.model)
-    assert all(torch.allclose(value, theirs[name], atol=1e-6) for name, value in hf_weights(replaying.model).items())
+    assert all(
+        torch.allclose(value, theirs[name], rtol=0, atol=1e-12) for name, value in hf_weights(replaying.model).items()
+    )
 
 
 class Routed:
@@ -143,13 +146,14 @@ class Routed:
 
     def logprobs(self, ids: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         self.experts = experts
-        logits = self.model(ids[None]).logits[0, :-1]
+        logits = logits_of(self.model, ids)[:-1]
         return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
 def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3_moe")
     engine = engine_of(tmp_path, router_replay=True)
+    model = in_float64(model, engine.model)
     # All episodes of a group share the experts of their prompt.
     prompts = random_experts(1)
     draw = random_experts()
@@ -182,7 +186,7 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
         for index in row.episodes.unique().tolist():
             if index >= 0:
                 here = row.episodes == index
-                torch.testing.assert_close(values[here], expected[index].detach(), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(values[here], expected[index].detach(), rtol=0, atol=1e-10)
                 assert (own[here] - expected[index]).abs().max() > 0.01, "without replay it chooses others"
                 loss = loss - expected[index].sum()
     # Gradients: of the sum of the logprobs.
@@ -195,7 +199,7 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
     for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]
         titan = engine.model.layers[str(number)].moe.router.gate.weight.grad
         assert layer.mlp.gate.weight.grad.abs().max() > 1e-3
-        torch.testing.assert_close(titan, layer.mlp.gate.weight.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(titan, layer.mlp.gate.weight.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_tokens_whose_experts_are_not_known_go_where_the_trainer_sends_them(tmp_path: Path) -> None:
@@ -210,7 +214,7 @@ def test_tokens_whose_experts_are_not_known_go_where_the_trainer_sends_them(tmp_
     partly = row.routed.clone()
     partly[row.trees == 1] = -1
     (found,) = engine.logprobs([replace(row, routed=partly)], temperature=1.0)
-    assert torch.allclose(found[row.trees == 1], own[row.trees == 1], atol=1e-5)
+    assert torch.allclose(found[row.trees == 1], own[row.trees == 1], rtol=0, atol=1e-12)
     assert (found - own)[row.trees == 0].abs().max() > 0.01
     laid = replace(packed(batch, row_tokens=128), minibatches=())
     minibatch = packed(batch, row_tokens=128).minibatches[0]
@@ -228,14 +232,16 @@ def test_what_is_computed_again_is_routed_as_before(checkpointing: str, tmp_path
     plain = engine_of(tmp_path, router_replay=True)
     again = engine_of(tmp_path, router_replay=True, activation_checkpointing=checkpointing)
     expected, found = reduce(train_batch(plain, laid)), reduce(train_batch(again, laid))
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert found == pytest.approx(expected, rel=1e-12)
     weights = hf_weights(plain.model)
-    assert all(torch.allclose(value, weights[name], atol=1e-6) for name, value in hf_weights(again.model).items())
+    assert all(
+        torch.allclose(value, weights[name], rtol=0, atol=1e-12) for name, value in hf_weights(again.model).items()
+    )
 
 
 def test_the_reference_chooses_for_itself(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3_moe")
-    engine = TitanEngine(tmp_path, TrainSettings(dtype="float32", row_tokens=64, router_replay=True), reference=True)
+    engine = TitanEngine(tmp_path, TrainSettings(dtype="float64", row_tokens=64, router_replay=True), reference=True)
     row = packed(with_experts(random_batch(0, vocab=43), random_experts())).rows[0]
     (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
     (reference,) = engine._logprobs(engine._reference, [row], 1.0)

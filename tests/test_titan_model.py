@@ -17,12 +17,12 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import attention
 from forge_rl.engines.titan import model as titan_model
-from forge_rl.engines.titan.model import FloatHead, TreeAttention, attention_mask, build_model
+from forge_rl.engines.titan.model import FloatHead, TreeAttention, attention_mask
 from forge_rl.engines.titan.shards import named_weights, names_of
-from forge_rl.engines.titan.state import load_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
 from tests.fakes import empty_row, make_model, packed, random_batch, unpack
+from tests.plain_trainer import in_float64, logits_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -97,20 +97,17 @@ def row_of(token_ids: torch.Tensor) -> Row:
     )
 
 
-def titan_logits(folder: Path, token_ids: torch.Tensor) -> torch.Tensor:
-    """[L, V]."""
-    architecture = read_architecture(folder)
-    model = build_model(architecture, max_positions=len(token_ids))
+def titan_logits(folder: Path, token_ids: torch.Tensor, model: torch.nn.Module | None = None) -> torch.Tensor:
+    """[L, V] float64, of a folder's model, which is built where it is not given."""
+    row = row_of(token_ids)
+    masks = attention_mask(row, window=read_architecture(folder).window)
+    model = model or engine_of(folder, len(row)).model
     with torch.no_grad():
-        model.init_states()
-        load_weights(model, folder, tied=architecture.tied)
-        row = row_of(token_ids)
-        masks = attention_mask(row, window=architecture.window)
         return model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
 
 
 def engine_of(folder: Path, row_tokens: int = 128) -> TitanEngine:
-    settings = TrainSettings(dtype="float32", row_tokens=row_tokens, optimizer=OptimizerConfig())
+    settings = TrainSettings(dtype="float64", row_tokens=row_tokens, optimizer=OptimizerConfig())
     return TitanEngine(folder, settings)
 
 
@@ -119,23 +116,24 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     family, config = MODELS[name]
     reference = make_model(tmp_path, family, **config)
     token_ids = torch.randint(0, 43, (150,), generator=torch.Generator().manual_seed(1))
+    titan = engine_of(tmp_path, len(token_ids)).model
     with torch.no_grad():
-        expected = reference(token_ids[None]).logits[0]
+        expected = logits_of(in_float64(reference, titan), token_ids)
     assert expected.std() > 0.2, "the model must tell tokens apart for this to be a test"
-    found = titan_logits(tmp_path, token_ids)
-    assert (found - expected).abs().max() < 1e-4
+    assert (titan_logits(tmp_path, token_ids, titan) - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path):
     reference = make_model(tmp_path, family)
     model = engine_of(tmp_path).model
+    reference = in_float64(reference, model)
     token_ids = torch.randint(0, 43, (60,), generator=torch.Generator().manual_seed(2))
     row = row_of(token_ids)
     masks = attention_mask(row, window=read_architecture(tmp_path).window)
     found = model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
     pull = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
-    for logits in (found, reference(token_ids[None]).logits[0]):
+    for logits in (found, logits_of(reference, token_ids)):
         (logits * pull).sum().backward()
     theirs = {name: weight.grad for name, weight in reference.named_parameters()}
     compared = 0
@@ -146,7 +144,7 @@ def test_gradients_are_those_of_transformers(family: str, tmp_path: Path):
                 assert weight.grad is not None, name
                 expected = theirs[part.name]
                 error = (part.of(weight.grad) - expected).abs().max() / expected.abs().max()
-                assert error < 1e-4, part.name
+                assert error < 1e-10, part.name
                 compared += 1
     assert compared > 9
 
@@ -281,8 +279,8 @@ def test_a_row_of_one_branch_has_no_mask_and_keeps_none(size: int):
 
 def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
-    head = FloatHead(FloatHead.Config(in_features=8, out_features=43))
-    hidden, targets = torch.randn(10, 8), torch.randint(0, 43, (10,))
+    head = FloatHead(FloatHead.Config(in_features=8, out_features=43)).double()
+    hidden, targets = torch.randn(10, 8, dtype=torch.float64), torch.randint(0, 43, (10,))
     results = []
     for chunk in (10, 4):
         monkeypatch.setattr(titan_model, "HEAD_CHUNK_BYTES", chunk * 43 * 4)
@@ -313,16 +311,18 @@ def test_weights_spread_over_several_files_are_found(tmp_path: Path):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_transformers(temperature: float, tmp_path: Path):
     reference = make_model(tmp_path, "qwen3")
+    engine = engine_of(tmp_path)
+    reference = in_float64(reference, engine.model)
     batch = random_batch(3, vocab=43)
     laid = packed(batch)
-    found = unpack(laid, engine_of(tmp_path).logprobs(laid.rows, temperature=temperature))
+    found = unpack(laid, engine.logprobs(laid.rows, temperature=temperature))
     for index, episode in enumerate(batch.episodes):
         (segment,) = episode.segments
         ids = torch.tensor(segment.token_ids, dtype=torch.int64)
         with torch.no_grad():
-            logprobs = (reference(ids[None]).logits[0] / temperature).log_softmax(-1)
+            logprobs = (logits_of(reference, ids) / temperature).log_softmax(-1)
         expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(segment.trained[1:])]
-        assert (found[index] - expected).abs().max() < 1e-5
+        assert (found[index] - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -336,7 +336,7 @@ def test_a_packed_episode_has_the_logprobs_that_it_has_alone(family: str, tmp_pa
     together = unpack(shared, engine.logprobs(shared.rows, temperature=1.0))
     apart = unpack(alone, engine.logprobs(alone.rows, temperature=1.0))
     assert together.keys() == apart.keys() == set(range(12))
-    assert all((together[i] - apart[i]).abs().max() < 1e-5 for i in together)
+    assert all((together[i] - apart[i]).abs().max() < 1e-12 for i in together)
 
 
 def test_padding_changes_nothing(tmp_path: Path):
@@ -354,7 +354,7 @@ def test_padding_changes_nothing(tmp_path: Path):
         },
     )
     plain, more = (engine.logprobs([r], temperature=1.0)[0] for r in (row, padded))
-    assert (more[:length] - plain).abs().max() < 1e-6
+    assert (more[:length] - plain).abs().max() < 1e-13
     assert not more[length:].any()
 
 

@@ -300,7 +300,7 @@ async def publish_small(transport: TorchStoreTransport) -> Manifest:
 
 async def limited(work: Awaitable[None]) -> None:
     """Fails where two would wait for each other."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await work
 
 
@@ -359,11 +359,11 @@ def test_two_buckets_at_most_are_in_memory(monkeypatch: pytest.MonkeyPatch):
         seen = []
 
         async def look() -> None:
-            # A thread that has just copied a part may hold it for another moment.
-            await asyncio.sleep(0.02)
-            gc.collect()
-            segments = sum("forge_rl-weights" in os.readlink(path) for path in fds())
-            seen.append((segments > 0, sum(part() is not None for part in parts)))
+            async with asyncio.timeout(30):  # a thread that has just copied a part may hold it for another moment
+                while any(part() is not None for part in parts):
+                    await asyncio.sleep(0.01)
+                    gc.collect()
+            seen.append(any("forge_rl-weights" in os.readlink(path) for path in fds()))
 
         def fds() -> list[Path]:
             return [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and path.exists()]
@@ -380,8 +380,8 @@ def test_two_buckets_at_most_are_in_memory(monkeypatch: pytest.MonkeyPatch):
         async for bucket in transport.fetch(manifest):
             with bucket.open() as tensors:
                 assert (tensors[bucket.entries[0].name] == 1).all()
-        # When a part is asked for, there is the bucket that is read, and no part before it.
-        assert seen == [(True, 0)] * 4
+        # When a part is asked for, there is the bucket that is read, and soon no part before it.
+        assert seen == [True] * 4
 
     asyncio.run(main())
 

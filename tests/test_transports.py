@@ -40,7 +40,7 @@ class TransportSetup:
 
     def run(self, work: Awaitable[Any]) -> Any:
         async def limited() -> Any:
-            return await asyncio.wait_for(work, 60)
+            return await asyncio.wait_for(work, 300)
 
         return self._runner.run(limited())
 
@@ -49,10 +49,10 @@ class TransportSetup:
         return next(self._versions)
 
     async def call(self, process: int, method: str, *args: object) -> Any:
-        return await self._service.replicas[0].call(method, self.transport, *args, deadline_s=60, rank=process)
+        return await self._service.replicas[0].call(method, self.transport, *args, deadline_s=120, rank=process)
 
     async def ask(self, process: int, method: str) -> Any:
-        return await self._service.replicas[0].call(method, deadline_s=60, rank=process)
+        return await self._service.replicas[0].call(method, deadline_s=120, rank=process)
 
     async def reserve(
         self, version: int, dtype: torch.dtype = torch.bfloat16, base: Manifest | None = None, unchanged: Any = ()
@@ -84,7 +84,11 @@ async def opened(name: str, logs: Path, shm: Path) -> AsyncIterator[tuple[Transp
             transport = store.transport()
             yield transport, service
             if isinstance(transport, TorchStoreTransport):
-                assert await transport._ask("keys") == [], "parts are left"
+                for _ in range(100):  # a message that frees one may still be on its way
+                    if not (left := await transport._ask("keys")):
+                        break
+                    await asyncio.sleep(0.1)
+                assert left == [], "parts are left"
         finally:
             faults.closing = True
             await service.stop()
@@ -185,7 +189,9 @@ def test_a_version_is_read_while_others_come_and_go(setup: TransportSetup):
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_reading())
             last = None
-            for _ in range(4):
+            published = 0
+            while published < 4 or (read_again < 2 and not slow.done()):
+                published += 1
                 newer = await setup.publish(setup.new_version())
                 assert same(await read(setup.transport, newer, None), all_of(newer.version))
                 if last is not None:
@@ -350,11 +356,11 @@ def test_readers_that_give_up_leave_nothing_behind(setup: TransportSetup):
         await anext(buckets)
         await buckets.aclose()
         assert asyncio.all_tasks() == tasks
-        for _ in range(50):  # Monarch may renew a connection meanwhile, and closes the old one later
+        for _ in range(300):  # a reader in another process may close it a moment later
             after = [await setup.ask(reader, "held") for reader in READERS], held_by_this_process()
             if after == before:
                 break
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
         assert after == before
         await setup.transport.free(manifest.keys)
 

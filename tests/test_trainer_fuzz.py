@@ -1,0 +1,316 @@
+"""Random batches and settings: the trainer against plain PyTorch, and its layouts against one process, in float64."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import layouts
+from forge_rl.algorithms import Aggregation, ClippedSurrogate, batch_advantages
+from forge_rl.data.packing import Layout, Packed, pack
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.metrics import Value, merge_all, reduce
+from forge_rl.types import Batch, Episode, Group, Turn
+from tests.fakes import TASK, hf_weights, make_model, run_ranks
+from tests.plain_trainer import PlainTrainer
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
+BOUND = 1e-10
+VOCAB = 43
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A batch and all that says how it is trained on."""
+
+    seed: int
+    batch: Batch
+    scale: Any
+    loss: ClippedSurrogate
+    layout: Layout
+    settings: TrainSettings
+    epochs: int
+    temperature: float
+    total_updates: int
+
+    def packed(self, **parallel: int) -> Packed:
+        """Minibatches that train something, of a layout."""
+        laid = pack(
+            self.batch,
+            batch_advantages(self.batch, scale=self.scale),
+            replace(self.layout, **parallel),
+            drop_uniform=not self.loss.kl_coef,
+        )
+        return replace(laid, minibatches=tuple(each for each in laid.minibatches if each.rows))
+
+
+def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
+    """Draw a case; `score` returns a policy's logprobs of a sequence's tokens but the first, at a temperature."""
+    drawn = random.Random(seed)
+    temperature = drawn.choice([1.0, 0.7, 1.3])
+    prompts, group_size = drawn.randint(1, 5), drawn.randint(2, 4)
+    valued = drawn.choice(["", "", "turns", "tokens"])
+    kl_coef, kl_kind, decoupled = drawn.choice([0.0, 0.0, 0.2]), drawn.choice(["k2", "k3"]), drawn.random() < 0.4
+    noise = [0.5] if decoupled or (kl_coef and kl_kind == "k3") else [0.5, 0.5, 0.5, 4.0]  # neither bound is met
+
+    def ids(*lengths: int) -> list[int]:
+        return [drawn.randrange(VOCAB) for _ in range(drawn.choice(lengths))]
+
+    def logprobs(history: list[int], answer: list[int]) -> list[float]:
+        noisy = [
+            each + drawn.gauss(0, drawn.choice(noise))
+            for each in score(history + answer, temperature)[len(history) - 1 :]
+        ]
+        return [drawn.choice([math.nan, -math.inf]) if drawn.random() < 0.07 else each for each in noisy]
+
+    def episode(prompt: list[int], reward: float) -> Episode:
+        history, turns = list(prompt), []
+        for index in range(drawn.choice([1, 1, 2, 3])):
+            if index and drawn.random() < 0.1:
+                history = ids(4)  # a history that was written anew: another segment
+            answer = ids(1, 1, 2, 5, 11)
+            turn = Turn(
+                prompt_ids=tuple(history),
+                token_ids=tuple(answer),
+                logprobs=tuple(logprobs(history, answer)),
+                versions=tuple(sorted(drawn.randint(0, 3) for _ in answer)),
+                text="",
+            )
+            turns.append(turn)
+            history = history + answer + ids(0, 1, 2, 3)
+        values: dict[str, Any] = {}
+        if drawn.random() < 0.9 and valued == "turns":
+            values["turn_values"] = tuple(drawn.choice([0.0, 1.0, 0.5]) for _ in turns)
+        if drawn.random() < 0.9 and valued == "tokens":
+            known = [0.0, 1.0, 0.5, math.nan]
+            values["token_values"] = tuple(
+                np.array([drawn.choice(known) for _ in turn.token_ids], np.float32) for turn in turns
+            )
+        return Episode(task=TASK, turns=tuple(turns), reward=reward, **values)
+
+    groups = []
+    for _ in range(prompts):
+        uniform, prompt = drawn.random() < 0.35, ids(1, 1, 3, 9)
+        rewards = [0.5 if uniform else drawn.choice([0.0, 1.0, 0.3]) for _ in range(group_size)]
+        groups.append(Group(task=TASK, episodes=tuple(episode(prompt, reward) for reward in rewards)))
+    batch = Batch(groups=tuple(groups), version=3)
+    kind = drawn.choice(["token_mean", "sequence_mean", "constant"])
+    loss = ClippedSurrogate(
+        kl_coef=kl_coef,
+        kl_kind=kl_kind if kl_coef else "k2",
+        decoupled=decoupled,
+        behaviour_cap=100.0,
+        dual_clip=drawn.choice([1.5, 3.0, math.inf]),
+        clip_low=drawn.choice([0.2, 0.1]),
+        aggregation=Aggregation(kind=kind, tokens=17 if kind == "constant" else 0),
+    )
+    minibatches, epochs = drawn.randint(1, prompts), drawn.choice([1, 1, 2])
+    longest = max(len(segment.token_ids) for each in batch.episodes for segment in each.segments)
+    row_tokens = max(2, longest) + drawn.choice([0, 0, 3, 40])
+    optimizer = OptimizerConfig(
+        lr=3e-4,
+        weight_decay=drawn.choice([0.0, 0.1]),
+        max_grad_norm=drawn.choice([0.05, 1e9]),
+        warmup_updates=drawn.choice([0, 2]),
+        decay=drawn.choice(["constant", "linear", "cosine"]),
+    )
+    return Case(
+        seed=seed,
+        batch=batch,
+        scale=drawn.choice(["std", "none"]),
+        loss=loss,
+        layout=Layout(row_tokens=row_tokens, minibatches=minibatches, share_prefixes=drawn.random() < 0.8),
+        settings=TrainSettings(
+            dtype="float64",
+            row_tokens=row_tokens,
+            activation_checkpointing=drawn.choice(["none", "selective", "full"]),
+            frozen=drawn.choice([(), (), ("model.layers.0.*",)]),
+            optimizer=optimizer,
+        ),
+        epochs=epochs,
+        temperature=temperature,
+        total_updates=minibatches * epochs + drawn.randint(0, 3),
+    )
+
+
+def by_turn(case: Case) -> list[list[np.ndarray]]:
+    """Advantages of the tokens of each turn, by episode, as packed: float32, and right but for its rounding."""
+    given = batch_advantages(case.batch, scale=case.scale)
+    found = []
+    for p, group in enumerate(case.batch.groups):
+        rewards = np.array([each.reward for each in group.episodes])
+        own = normalised([rewards], case.scale)[0]
+        turns = normalised([np.array(each.turn_values, float) for each in group.episodes], case.scale)
+        tokens = normalised([np.concatenate([[], *each.token_values]) for each in group.episodes], case.scale)
+        for g, each in enumerate(group.episodes):
+            lengths = [len(turn.token_ids) for turn in each.turns]
+            expected = np.full(sum(lengths), own[g])
+            expected += np.repeat(turns[g], lengths) if len(turns[g]) else 0
+            expected += tokens[g] if len(tokens[g]) else 0
+            one = given[p][g]
+            packed = np.full(sum(lengths), float(one), np.float32) if isinstance(given, torch.Tensor) else np.array(one)
+            assert np.allclose(packed, expected, rtol=0, atol=64 * np.finfo(np.float32).eps)
+            found.append(np.split(packed, np.cumsum(lengths)[:-1]))
+    return found
+
+
+def normalised(values: list[np.ndarray], scale: str) -> list[np.ndarray]:
+    """Center and scale over all values that are known, which are 0 otherwise and where all are equal."""
+    known = np.concatenate(values)
+    known = known[~np.isnan(known)]
+    if not len(known) or known.max() == known.min():
+        return [np.zeros(len(each)) for each in values]
+    divisor = known.std(ddof=1) + 1e-4 if scale == "std" else 1.0
+    return [np.nan_to_num((each - known.mean()) / divisor) for each in values]
+
+
+def updates_of(engine: TitanEngine, case: Case, laid: Packed, own: slice = slice(None)) -> list[dict[str, Value]]:
+    found = engine.train_batch(
+        [replace(each, rows=each.rows[own]) for each in laid.minibatches],
+        case.loss,
+        epochs=case.epochs,
+        temperature=case.temperature,
+        total_updates=case.total_updates,
+        version=3,
+    )
+    assert None not in found
+    return [each for each in found if each is not None]
+
+
+def apart(found: float, expected: float) -> float:
+    """Difference, relative to what is expected where that is above 1."""
+    return abs(found - expected) / max(1.0, abs(expected))
+
+
+def far(found: dict[str, torch.Tensor], expected: Any, start: dict[str, torch.Tensor]) -> float:
+    """Distance of weights from those expected, over the way that these have gone."""
+    assert found.keys() == expected.keys()
+    off, way = (
+        math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in start))
+        for one, other in ((found, expected), (expected, start))
+    )
+    return off / way
+
+
+def cases_of(seeds: range, model: torch.nn.Module, titan: torch.nn.Module) -> list[Case]:
+    plain = PlainTrainer(model, titan, OptimizerConfig())
+    with torch.no_grad():
+        return [draw(seed, lambda ids, temperature: plain.logprobs(ids, temperature).tolist()) for seed in seeds]
+
+
+def check_plain(family: str, seeds: range, folder: Path) -> None:
+    """Train on the case of each seed as plain PyTorch does, and print how far they are apart."""
+    model = make_model(folder, family)
+    titan = TitanEngine(folder, TrainSettings(dtype="float64", row_tokens=256)).model
+    trained = 0
+    for case in cases_of(seeds, model, titan):
+        laid = case.packed()
+        if not laid.minibatches:
+            continue  # all groups are uniform
+        total = [sum(each) for each in zip(*((m.tokens, m.sequences) for m in case_minibatches(case)), strict=True)]
+        finite = [sum(int(np.isfinite(turn.logprobs).sum()) for turn in each.turns) for each in case.batch.episodes]
+        assert total == [sum(finite), len(finite)], "all tokens and episodes count once"
+        frozen = case.settings.frozen[0].rstrip("*") if case.settings.frozen else None
+        plain = PlainTrainer(model, titan, case.settings.optimizer, frozen=frozen)
+        engine = TitanEngine(folder, case.settings, reference=case.loss.kl_coef > 0)
+        start = hf_weights(engine.model)
+        expected = plain.train_batch(
+            case.batch,
+            by_turn(case),
+            list(laid.minibatches),
+            case.loss,
+            epochs=case.epochs,
+            temperature=case.temperature,
+            total_updates=case.total_updates,
+        )
+        found = [reduce(each) for each in updates_of(engine, case, laid)]
+        assert len(found) == len(expected) == engine.updates
+        gaps = [
+            apart(metrics[name], value)
+            for metrics, values in zip(found, expected, strict=True)
+            for name, value in zip(("loss", "grad_norm", "lr"), values, strict=True)
+        ]
+        weights = far(hf_weights(engine.model), plain.weights(folder / "plain"), start)
+        print(f"{family} seed {case.seed}: metrics {max(gaps):.1e} weights {weights:.1e}")
+        assert max(*gaps, weights) < BOUND, (family, case.seed, gaps, weights)
+        trained += 1
+    assert trained > 0.7 * len(seeds), "too few cases train anything"
+
+
+LAYOUTS = {"TP": {"tensor_parallel": 2}, "CP": {"context_parallel": 2}, "EP": {"expert_parallel": 2}, "FSDP": {}}
+
+
+def train_in_layouts(
+    rank: int, folder: Path, cases: list[Case], names: list[str]
+) -> list[tuple[list[dict[str, Value]], layouts.Shards]]:
+    """Train on each case in each layout, as one of its two ranks; metrics of each update, and shards at the end."""
+    results = []
+    for case, name in itertools.product(cases, names):
+        degrees = LAYOUTS[name]
+        row_tokens = -(-case.layout.row_tokens // degrees.get("context_parallel", 1))
+        settings = replace(case.settings, row_tokens=row_tokens, **degrees)
+        shares = 2 // settings.peers
+        laid = case.packed(row_tokens=row_tokens, shares=shares, **{k: v for k, v in degrees.items() if k[0] != "e"})
+        engine = TitanEngine(folder, settings, reference=case.loss.kl_coef > 0)
+        metrics = updates_of(engine, case, laid, slice(rank // settings.peers, None, shares))
+        results.append((metrics, layouts.shards_of(engine)))
+    return results
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_settings_train_in_each_layout_as_in_one_process(family: str, tmp_path: Path):
+    model = make_model(tmp_path, family)
+    titan = TitanEngine(tmp_path, TrainSettings(dtype="float64", row_tokens=256)).model
+    cases = [case for case in cases_of(range(200, 206), model, titan) if case.packed().minibatches]
+    names = ["TP", "CP", "EP" if "num_experts_per_tok" in layouts.FAMILIES[family] else "FSDP"]
+    by_rank = run_ranks(train_in_layouts, 2, tmp_path, cases, names, deadline_s=600)
+    alone: dict[int, tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+    for index, (case, name) in enumerate(itertools.product(cases, names)):
+        if case.seed not in alone:
+            engine = TitanEngine(tmp_path, case.settings, reference=case.loss.kl_coef > 0)
+            start = hf_weights(engine.model)
+            own = [reduce(each) for each in updates_of(engine, case, case.packed())]
+            alone[case.seed] = own, start, hf_weights(engine.model)
+        expected, start, end = alone[case.seed]
+        parts = [results[index] for results in by_rank]
+        shares = parts if name in ("EP", "FSDP") else parts[:1]
+        found = [reduce(merge_all(each)) for each in zip(*(metrics for metrics, _ in shares), strict=True)]
+        gaps = [
+            apart(mine[key], value)
+            for mine, theirs in zip(found, expected, strict=True)
+            for key, value in theirs.items()
+            if not key.startswith("experts/")  # a prefix in two rows counts twice
+        ]
+        layout = layouts.Case(family=family, name=name, ranks=2)
+        weights = far(layouts.assemble(layout, [shards for _, shards in parts]), end, start)
+        print(f"{family} {name} seed {case.seed}: metrics {max(gaps):.1e} weights {weights:.1e}")
+        assert max(*gaps, weights) < BOUND, (family, name, case.seed, gaps, weights)
+
+
+def case_minibatches(case: Case) -> Any:
+    """All minibatches, also those that train nothing."""
+    advantages = batch_advantages(case.batch, scale=case.scale)
+    return pack(case.batch, advantages, case.layout, drop_uniform=False).minibatches
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_few_random_settings_train_as_plain_pytorch(tmp_path: Path):
+    check_plain("llama", range(4), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_settings_train_as_plain_pytorch(family: str, tmp_path: Path):
+    check_plain(family, range(100, 116), tmp_path)
