@@ -185,7 +185,11 @@ class Checkpoints:
             await _in_thread(lambda: self._begin(partial, bytes_needed))
             yield partial
             await _in_thread(lambda: self._commit(partial, final, controller_state, spare))
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
+            # What else is written may lack the room that it takes.
+            await _in_thread(lambda: shutil.rmtree(partial, ignore_errors=True))
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self._folder}: {error.strerror or error}",
                 hint="free space, or choose another --out; earlier checkpoints are as they were",

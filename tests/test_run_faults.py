@@ -208,8 +208,8 @@ def test_a_run_outlives_its_output_and_a_full_disk_and_saves_when_all_its_proces
     controller = psutil.Process(command.process.pid)
     controller.rlimit(psutil.RLIMIT_FSIZE, (0, -1))
     seen, saved = steps(), saved_steps(out)
-    wait_until(lambda: len(list((out / "checkpoints").glob(".step-*"))) > 0, command)
-    time.sleep(2)
+    changes: set[int] = set()
+    wait_until(lambda: changes.add((out / "checkpoints").stat().st_mtime_ns) or len(changes) > 3, command)
     assert steps() == seen
     assert saved_steps(out) == saved
     controller.rlimit(psutil.RLIMIT_FSIZE, (-1, -1))

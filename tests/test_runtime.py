@@ -142,6 +142,12 @@ def test_a_process_killed_during_a_call_is_named_with_its_cause(number: signal.S
     asyncio.run(main())
 
 
+def test_a_process_whose_log_cannot_be_written_goes_on():
+    prints = "print('a' * 100_000); print('b', file=sys.stderr, flush=True); sys.stdout.flush(); os._exit(7)"
+    run = "import os, sys; from forge_rl.runtime.cluster import _start_child; _start_child('/dev/full', (), (), {}); "
+    assert subprocess.run([sys.executable, "-c", run + prints], cwd=ROOT, timeout=60).returncode == 7
+
+
 def test_an_exit_during_a_call_is_named_with_its_status(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, faults):

@@ -23,6 +23,7 @@ from forge_rl.metrics import (
     merge_all,
     reduce,
 )
+from forge_rl.metrics.sinks import writing
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Fault, Faults
 
@@ -125,7 +126,8 @@ class RunMonitor:
             "seconds": round(seconds, 1),
             "faults": [asdict(recovery) for recovery in recoveries],
         }
-        write_json(folder / "summary.json", summary)
+        with writing(folder / "summary.json"):
+            write_json(folder / "summary.json", summary)
         places: dict[str, object] = {
             "run folder": folder,
             "metrics": folder / "metrics.jsonl",

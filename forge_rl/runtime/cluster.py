@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import io
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from forge_rl.runtime.signals import outlive_stop_signals
 from forge_rl.variables import handed_on, hide, kept_back, take
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from monarch.actor import HostMesh, ProcMesh
 
 
@@ -218,6 +220,15 @@ def _scratch_as_temporary() -> Iterator[str]:
             os.environ["TMPDIR"] = before
 
 
+class _Log(io.FileIO):
+    """A log that drops what cannot be written, as on a full disk, where `print` would raise in the middle of work."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return memoryview(data).nbytes
+
+
 def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str], secrets: Mapping[str, str]) -> None:
     """Send a new process's output, and that of its own children, to its log file; then import modules.
 
@@ -234,6 +245,10 @@ def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str], sec
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_Log(number, "w", closefd=False)), "utf-8", "replace", line_buffering=True)
+        for number in (1, 2)
+    )
     # At its end Python searches all objects for cycles, which takes seconds of a processor where torch is loaded.
     atexit.register(gc.freeze)
     sys.path += [place for place in path if place not in sys.path]
