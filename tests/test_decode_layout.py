@@ -10,6 +10,7 @@ from forge_rl.engines import decode_layout
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError
+from forge_rl.services import generator
 
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
@@ -63,3 +64,11 @@ def test_engines_have_no_more_gpus_than_there_are(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="3 x an engine of 2 x 1 devices needs 6 GPUs, and there are 4") as caught:
         check(tmp_path, SMALL, engines=3, tensor_parallel=2)
     assert "--generator.replicas" in caught.value.hint
+
+
+@pytest.mark.parametrize(("device", "requests"), [("cuda", 256), ("cpu", 64)])
+def test_an_engine_decodes_more_requests_at_a_time_on_a_gpu(
+    device: str, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "device_type", lambda: device)
+    assert generator.Generator.Config().max_requests == requests

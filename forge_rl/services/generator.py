@@ -13,7 +13,7 @@ from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.factory import decode_environment
-from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import (
     ConfigError,
@@ -53,6 +53,9 @@ class Generator:
 
         replicas: int = 1
         """Number of vLLM engines, each on tensor_parallel x data_parallel GPUs; or several on one CPU."""
+        max_requests: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
+        """Most requests that one engine decodes at a time, on each of its data_parallel copies; more wait. By default
+        256 on CUDA, 64 on CPU."""
         max_new_tokens: int = 16
         """Most tokens of one completion."""
         temperature: float = 1.0
