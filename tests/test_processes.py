@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -26,6 +27,7 @@ from forge_rl.runtime.processes import (
     responsive_loop,
     when_process_ends,
 )
+from tests.security.other_user import NOBODY, as_user, needs_root
 
 
 def ended(command: str, *, kill: int | None = None) -> tuple[subprocess.Popen[bytes], int]:
@@ -80,6 +82,21 @@ def test_the_exit_status_of_a_child_of_another_process_is_told():
         finally:
             os.close(fd)
             parent.kill()
+
+
+@needs_root
+@pytest.mark.parametrize("status", [3, -signal.SIGKILL])
+def test_the_exit_status_of_a_child_that_closes_its_memory_to_others_is_told(status: int):
+    def check() -> int | None:
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE, as a process does that has secrets
+            os.kill(os.getpid(), -status) if status < 0 else os._exit(status)
+        fd = os.pidfd_open(child)
+        os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
+        return exit_status(child, fd)
+
+    assert as_user(NOBODY, check) == status
 
 
 def test_a_child_that_runs_has_no_exit_status():

@@ -202,8 +202,13 @@ def when_process_ends(pid: int, action: Callable[[], object]) -> None:
 def exit_status(pid: int, pidfd: int) -> int | None:
     """Read how a process ended without reaping it; a negative status is a signal, None is not known.
 
-    Until its parent has reaped it, /proc has the status; afterwards Linux 6.15 and later still tell it by the pidfd.
+    A parent is told until it reaps it; /proc tells others meanwhile, but root alone of a process that closes its memory
+    to others; afterwards Linux 6.15 and later still tell it by the pidfd.
     """
+    with contextlib.suppress(OSError):
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":
