@@ -518,7 +518,7 @@ def test_thousands_of_episodes_start_in_several_turns_of_the_loop() -> None:
         executor._scheduler.pop_starts = counting  # type: ignore[method-assign]
         batch = await executor.next_batch()
         assert len(batch.episodes) == sum(starts) == 2000
-        assert max(starts) <= 256
+        assert max(starts) <= 64
         await executor.close()
 
     asyncio.run(main())

@@ -37,7 +37,7 @@ from forge_rl.rollout.state import RIDE_ALONG, InflightEpisode, ScheduleConfig
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
 _LONGER = "raise --generator.max-model-tokens, or choose tasks with shorter prompts"
-_WAVE = 256
+_WAVE = 64
 """Most episodes that start in one turn of the event loop, which others need too."""
 
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
