@@ -77,9 +77,7 @@ class ConstraintChecker:
         Raises:
             ApiError: it cannot, or too many wait.
         """
-        size = len(text.encode(errors="replace"))
-        if size > _MOST_BYTES:
-            raise _refusal(f"it has {size} bytes, and may have {_MOST_BYTES}")
+        self.check_size(len(text.encode(errors="replace")))
         if (depth := _depth(text)) > _MOST_DEPTH:
             raise _refusal(f"{depth} brackets are open at a time, and {_MOST_DEPTH} may be")
         key = hashlib.sha256(f"{kind}\n{text}".encode(errors="replace")).digest()
@@ -90,6 +88,11 @@ class ConstraintChecker:
             self._verdicts.move_to_end(key)
         if problem:
             raise _refusal(problem)
+
+    def check_size(self, size: int) -> None:
+        """Raise ApiError for a constraint of so many bytes, if that is too much to look at."""
+        if size > _MOST_BYTES:
+            raise _refusal(f"it has {size} bytes, and may have {_MOST_BYTES}")
 
     async def close(self) -> None:
         """End the process; constraints that wait are refused."""

@@ -155,6 +155,7 @@ class EngineClient:
                 case "regex", str():
                     await self._constraints.check("regex", given)
                 case "choice", list():
+                    self._constraints.check_size(sum(map(len, given)))  # to write them as a grammar is slow
                     await self._constraints.check("ebnf", choice_as_grammar(given))
                 case "grammar", str():
                     await self._constraints.check("lark" if grammar_is_likely_lark(given) else "ebnf", given)

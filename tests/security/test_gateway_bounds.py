@@ -340,7 +340,7 @@ def test_a_constraint_that_would_hold_up_an_engine_costs_its_own_request(served:
         ("may be empty", {"structured_outputs": {"grammar": f"root ::= {NULLABLE}"}}),
         ("may be empty", {"structured_outputs": {"regex": pattern}}),
         ("may be empty", {"structured_outputs": {"grammar": f'root ::= [a-z]* "#" {NULLABLE}'}}),
-        ("may be empty", {"tools": [tool(0, "", schema(pattern=pattern))], "tool_choice": "required"}),
+        ("cannot be used", {"tools": [tool(0, "", schema(pattern=pattern))], "tool_choice": "required"}),
         (
             "nested repeats",
             {"structured_outputs": {"json": {"type": "string", "pattern": "^((a{1,3000}){1,3000}){1,3000}$"}}},
@@ -349,6 +349,7 @@ def test_a_constraint_that_would_hold_up_an_engine_costs_its_own_request(served:
         ("brackets are open", {"structured_outputs": {"regex": "(" * 3000 + "a" + ")*" * 3000}}),
         ("brackets are open", {"structured_outputs": {"grammar": "root ::= " + "(" * 30000 + '"a"' + ")" * 30000}}),
         ("131072", {"structured_outputs": {"choice": [f"choice {at}" for at in range(10_000)]}}),
+        ("has 588890 bytes", {"structured_outputs": {"choice": [f"choice {at}" for at in range(50_000)]}}),
         ("cannot be compiled", {"structured_outputs": {"regex": "(?<=a)b\\1"}}),
         ("cannot be compiled", {"structured_outputs": {"grammar": 'start: "a"+\n%import common.X'}}),
         ("whitespace_pattern", {"structured_outputs": {"json": {"type": "object"}, "whitespace_pattern": "(a+)+"}}),

@@ -1,0 +1,60 @@
+"""Constraints that crash or hang what compiles them, and the process in which they are tried."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forge_rl.gateway.constraint_worker import repeats_too_much
+from forge_rl.gateway.constraints import ConstraintChecker, TrialLimits
+from forge_rl.gateway.errors import ApiError
+from tests.fake_backend import tokenizer
+
+
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        ('root ::= ((a{1, 3000}))\na ::= (("x"))', ""),
+        ('root ::= ((a{0, 8}))\na ::= ("" | ("x"))', ""),
+        ('root ::= ((a{1, 9}))\na ::= ("" | ("x"))', "up to 9 times"),
+        ("root ::= ((b{1, 3}))\nb ::= ((a{1, 3}))\na ::= (([x]*))", "up to 9 times"),
+        ('root ::= ((b{1, 9}))\nb ::= ((a a))\na ::= ((c{0, 5}))\nc ::= (("x"))', "up to 9 times"),
+        ('root ::= (("{1, 9}" a))\na ::= ("" | ("x" a))', ""),
+        ('root ::= ((a{1, 9} "x"))\na ::= ((root) | ("y" a))', ""),
+        ('root ::= ((b{1, 90000}))\nb ::= ((a{1, 90000}))\na ::= (("x"))', "come to 8100000000"),
+        ('root ::= ((a{2, -1}))\na ::= (("x"))', ""),
+    ],
+)
+def test_repeats_are_bounded_over_rules(rules: str, problem: str):
+    found = repeats_too_much(rules)
+    assert (problem in found) if problem else not found, found
+
+
+def test_one_that_hangs_is_refused_and_its_process_can_be_killed(monkeypatch: pytest.MonkeyPatch, nothing_left: None):
+    tried: list[str] = []
+
+    async def check() -> None:
+        checker = ConstraintChecker(tokenizer(), TrialLimits(wall_s=60, read_s=1, compile_s=1, walk_s=5))
+        trial = checker._try
+
+        def counted(kind: str, text: str) -> str:
+            tried.append(text)
+            return trial(kind, text)
+
+        monkeypatch.setattr(checker, "_try", counted)
+        try:
+            for _ in range(2):
+                with pytest.raises(ApiError, match="it takes too long"):
+                    await checker.check("ebnf", "root ::= " + "[a-zA-Z ]* " * 2000)
+            await asyncio.gather(*[checker.check("regex", "[a-z]{3}") for _ in range(9)])
+            assert len(tried) == 2, "verdicts are kept, and the same is not tried twice at a time"
+
+            assert checker._process is not None
+            checker._process.kill()
+            checker._process.wait()
+            await checker.check("regex", "[a-z]{4}")
+        finally:
+            await checker.close()
+
+    asyncio.run(check())
