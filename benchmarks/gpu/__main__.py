@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,12 +27,15 @@ from benchmarks.gpu.runner import Outcome, run_parts, table
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and write the file; returns 1 where a part failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for the figures")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for the figures; logs go beside it")
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
     given = parser.parse_args(arguments)
     about, outcomes = describe(), list[Outcome]()
-    folder = Path(tempfile.mkdtemp(prefix="forge_rl-gpu-"))
+    folder = given.json.with_suffix(".logs")
+    folder.mkdir(exist_ok=True)
+    for old in folder.iterdir():  # figures of another time are no figures of a part that fails
+        old.unlink()
     print(json.dumps(about, indent=1), f"logs are in {folder}", sep="\n", flush=True)
 
     def tell(outcome: Outcome) -> None:
