@@ -208,14 +208,19 @@ class Chunk(_ByValue):
     """The likeliest (id, logprob) pairs at each token, if Sampling.top_logprobs asked for them."""
     routed: npt.NDArray[Any] | None = None
     """Experts as in Turn, of the prompt's tokens too; with the last chunk, if the engine was asked for them."""
+    prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
+    """(id, logprob, rank) of each token of the prompt and of its likeliest alternatives; none for the first token. With
+    the first chunk, if the request's "prompt_logprobs" asked for them."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # A third of the time that pickling three arrays takes: there is a chunk for each token of a stream.
         arrays = (self.token_ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes())
-        return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed)
+        return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed, self.prompt)
 
 
-def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, text: str, finish: Any, top: Any, routed: Any) -> Chunk:
+def _read_chunk(
+    ids: bytes, logprobs: bytes, versions: bytes, text: str, finish: Any, top: Any, routed: Any, prompt: Any
+) -> Chunk:
     return Chunk(
         token_ids=np.frombuffer(ids, np.int32),
         logprobs=np.frombuffer(logprobs, np.float32),
@@ -224,6 +229,7 @@ def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, text: str, finish:
         finish=finish,
         top=top,
         routed=routed,
+        prompt=prompt,
     )
 
 

@@ -77,6 +77,8 @@ class FakeBackend:
     fail: Exception | None = None
     fail_after: int = 0
     """Number of tokens before it fails."""
+    of_prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
+    """Logprobs of the prompt, for requests that ask for them."""
     gate: asyncio.Event | None = None
     """Event to wait for after the first token."""
     asked: list[Asked] = field(default_factory=list)
@@ -139,6 +141,7 @@ class FakeBackend:
             text="",
             finish=finish,  # type: ignore[arg-type]
             top=top,
+            prompt=self.of_prompt if begin == 0 and "prompt_logprobs" in sampling.extra else (),
         )
 
 

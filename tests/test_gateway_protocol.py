@@ -12,6 +12,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
+from forge_rl.gateway import prompt_renderer
 from tests.fake_backend import FakeBackend, agent_of, client_of, ids_of, letters_of, logprob_of, tokenizer
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -211,8 +212,34 @@ def test_a_prompt_is_echoed(prompt: Any, stream: bool):
             else:
                 text = (await client.completions.create(**asked)).choices[0].text
             assert text == f"{shown} upon a time"
-            with pytest.raises(openai.BadRequestError, match="echo with logprobs"):
-                await client.completions.create(logprobs=1, **asked)
+            with pytest.raises(openai.BadRequestError, match="a stream has no logprobs of its prompt"):
+                await client.completions.create(logprobs=1, stream=True, **asked)
+
+    asyncio.run(check())
+
+
+def test_logprobs_of_a_prompt_follow_those_of_its_tokens_and_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    backend = FakeBackend([[8]], of_prompt=((), ((29114, -1.5, 2), (7, -0.5, 1))))
+
+    async def check() -> None:
+        async with client_of(backend) as (client, _):
+            asked: Any = {"model": "fake", "prompt": [29114, 29114], "echo": True, "logprobs": 1, "max_tokens": 0}
+            choice = (await client.completions.create(**asked)).choices[0]
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs == [None, -1.5]
+            assert choice.logprobs.top_logprobs is not None
+            assert choice.logprobs.top_logprobs[0] is None
+            assert sorted(choice.logprobs.top_logprobs[1].values()) == [-1.5, -0.5]
+            assert choice.text == tokenizer().decode([29114, 29114])
+            assert backend.asked[-1].sampling.extra == {"prompt_logprobs": 1}
+            one = (await client.completions.create(**{**asked, "max_tokens": 1})).choices[0].logprobs
+            assert one is not None
+            assert one.token_logprobs == [None, -1.5, pytest.approx(logprob_of(8))]
+            with pytest.raises(openai.BadRequestError, match="max_tokens of 0"):
+                await client.completions.create(**{**asked, "echo": False})
+            monkeypatch.setattr(prompt_renderer, "PROMPT_LOGITS_BYTES", 4 * tokenizer().vocab_size)
+            with pytest.raises(openai.BadRequestError, match="a prompt of 2 tokens; at most 1"):
+                await client.completions.create(**asked)
 
     asyncio.run(check())
 

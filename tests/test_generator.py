@@ -26,6 +26,7 @@ from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 from tests.conftest import started_processes
 
+KEY = "the-owner-of-this-gateway"
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
 
 
@@ -74,7 +75,7 @@ def served_engine(
     )
     config = Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path_factory.mktemp("gateway"))
     with asyncio.Runner() as runner:
-        context = serving(config)
+        context = serving(config, KEY)
         yield Serving(runner, runner.run(context.__aenter__()))
         runner.run(context.__aexit__(None, None, None))
     assert started_processes() <= before, "processes are left"
@@ -82,6 +83,32 @@ def served_engine(
 
 def test_sessions_record_what_a_real_engine_draws(served_engine: Serving, tiny_model: Path) -> None:
     served_engine.run(_check_sessions(served_engine.gateway, served_engine.generator, tiny_model))
+
+
+def test_prompts_are_scored_as_transformers_does(served_engine: Serving, tiny_model: Path) -> None:
+    served_engine.run(_check_scores(served_engine, tiny_model))
+
+
+async def _check_scores(served: Serving, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompts = [[5, 9, 14, 3, 77, 8], [31, 2, 9]]
+    async with AsyncOpenAI(base_url=served.gateway.base_url, api_key=KEY, max_retries=0) as client:
+        done = await client.completions.create(
+            model="tiny", prompt=prompts, echo=True, logprobs=1, max_tokens=1, temperature=0
+        )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, choice in zip(prompts, done.choices, strict=True):
+        with torch.no_grad():
+            scores = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert choice.logprobs is not None
+        found, tops = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+        assert found is not None
+        assert tops is not None
+        assert found[0] is None
+        expected = [float(scores[at, token]) for at, token in enumerate(prompt[1:])]
+        assert found[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+        assert [max(top.values()) for top in tops[1:]] == pytest.approx(scores.max(-1).values.tolist(), abs=1e-4)
 
 
 async def _check_sessions(gateway: Gateway, generator: Generator, folder: Path) -> None:

@@ -77,6 +77,8 @@ class Completion:
         """Text so far, without the stop text that ended it."""
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if logprobs is None else []
+        self.of_prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
+        """(id, logprob, rank) of the prompt's tokens, see `Chunk.prompt`."""
         self._tokenizer = tokenizer
         self._keeps_stop = keeps_stop
         self._top = logprobs
@@ -103,6 +105,7 @@ class Completion:
         self._behaviour += chunk.logprobs.tolist()
         self._versions += chunk.versions.tolist()
         self.finish, self._routed = chunk.finish, chunk.routed
+        self.of_prompt = chunk.prompt or self.of_prompt
         logprobs = self._token_logprobs(chunk)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs += logprobs

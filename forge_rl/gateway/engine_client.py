@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
@@ -87,7 +88,8 @@ class EngineClient:
         self, prompt: Prompt, text: str | None, params: SamplingParams, request_id: str, call: Call
     ) -> AsyncGenerator[RequestOutput, None]:
         def output(outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
-            return RequestOutput(request_id, text, prompt_ids, None, outputs, finished)
+            of_prompt = _of_prompt(completions[0], self._tokenizer)
+            return RequestOutput(request_id, text, prompt_ids, of_prompt, outputs, finished)
 
         call.prompts.append(prompt)
         prompt_ids = prompt.token_ids.tolist()
@@ -184,7 +186,10 @@ class EngineClient:
         tokens, temperature = params.max_tokens, params.temperature
         stop = tuple(params.stop or ())
         seed = None if params.seed is None else (params.seed + place) % (1 << 63)
-        extra = {name: value for name in _EXTRA if _changes(value := getattr(params, name), getattr(_PLAIN, name))}
+        of_prompt = {} if params.prompt_logprobs is None or place else {"prompt_logprobs": params.prompt_logprobs}
+        extra = of_prompt | {
+            name: value for name in _EXTRA if _changes(value := getattr(params, name), getattr(_PLAIN, name))
+        }
         if params.structured_outputs is not None:
             extra["structured_outputs"] = _as_json(params.structured_outputs)
         if session is not None:
@@ -226,6 +231,20 @@ class EngineClient:
 def _changes(value: Any, plain: Any) -> bool:
     """Return whether a setting changes what is sampled; some values have two ways to say that they do nothing."""
     return value != plain and (value or plain) not in (None, {}, [], -1)
+
+
+def _of_prompt(completion: Completion, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
+    """Return the prompt's logprobs as vLLM's server reads them; None where nobody asked."""
+    if not completion.of_prompt:
+        return None
+    return [
+        {
+            token: Logprob(logprob, rank=rank, decoded_token=tokenizer.decode([token], skip_special=False))
+            for token, logprob, rank in position
+        }
+        or None
+        for position in completion.of_prompt
+    ]
 
 
 def _added(completion: Completion, added: Added) -> CompletionOutput:

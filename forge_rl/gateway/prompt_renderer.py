@@ -25,6 +25,8 @@ from forge_rl.gateway.template_settings import template_settings
 from forge_rl.gateway.tools import ToolParser, read_calls
 
 T = TypeVar("T")
+PROMPT_LOGITS_BYTES = 1 << 30
+"""Most bytes of the logits of a prompt whose logprobs are asked for: an engine holds them all at once, in float32."""
 
 
 class PromptRenderer(OnlineRenderer):
@@ -127,11 +129,22 @@ class PromptRenderer(OnlineRenderer):
             if prompt.token_ids.min() < 0 or prompt.token_ids.max() >= size:
                 raise ApiError(400, f"token ids go from 0 to {size - 1}", param="prompt")
             self._check_completion(call, prompt, request)
+            if request.prompt_logprobs is not None or (request.echo and request.logprobs is not None):
+                self._check_scored(call, prompt)
             text = given if isinstance(given, str) else None
             if request.echo and text is None:
                 text = self._tokenizer.decode(prompt.token_ids, skip_special=False)
             found.append(_engine_input(prompt, text=text, temperature=request.temperature))
         return found
+
+    def _check_scored(self, call: Call, prompt: Prompt) -> None:
+        """Refuse logprobs of a prompt whose logits, all at once, would take an engine's memory."""
+        if call.session is not None:
+            raise ApiError(400, "an agent's prompts have no logprobs", param="prompt_logprobs")
+        most = PROMPT_LOGITS_BYTES // (4 * self._tokenizer.vocab_size)
+        if len(prompt.token_ids) > most:
+            count = len(prompt.token_ids)
+            raise ApiError(400, f"a prompt of {count} tokens; at most {most} have logprobs", param="prompt")
 
     def _check_completion(self, call: Call, prompt: Prompt, request: Any) -> None:
         named = ("max_completion_tokens", "max_tokens", "max_output_tokens")

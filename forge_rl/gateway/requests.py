@@ -249,15 +249,24 @@ class CompletionBody(_OpenAI):
         | Annotated[list[Annotated[list[int], _FIRST_ERROR]], _FIRST_ERROR]
     )
     logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
+    max_tokens: int | None = Field(None, ge=0, le=_MOST_TOKENS)
 
     served: ClassVar = _SAMPLING | {"response_format"}
 
     def check(self) -> None:
         super().check()
         self._check_count(self.logprobs, "prompt")
-        if self.echo and self.logprobs is not None:
-            raise ApiError(400, "echo with logprobs is not supported: a prompt has none here", param="echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens of 0 is for echo", param="max_tokens")
+        if self.stream and self.scores_prompt:
+            raise ApiError(400, "a stream has no logprobs of its prompt", param="stream")
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the prompt's tokens have logprobs in the answer."""
+        return self.prompt_logprobs is not None or bool(self.echo and self.logprobs is not None)
 
     @property
     def prompts(self) -> Sequence[Any]:

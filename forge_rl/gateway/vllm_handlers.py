@@ -4,7 +4,7 @@ Imports vLLM."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -42,26 +42,32 @@ class _Logprobs:
 
     def _create_completion_logprobs(
         self,
-        token_ids: object,
-        top_logprobs: Sequence[TokenLogprob],
+        token_ids: Sequence[int],
+        top_logprobs: Sequence[TokenLogprob | Mapping[int, Logprob] | None],
         *_: object,
         initial_text_offset: int = 0,
         **__: object,
     ) -> CompletionLogProbs:
-        def likeliest() -> Iterator[dict[str, float]]:
-            for entry in top_logprobs:
-                pairs = (*entry.top, (entry.token, entry.logprob))
-                yield {self._token(token): logprob for token, logprob in pairs}
+        """Make the logprobs of a completion, after those of its prompt where that is echoed."""
+        entries = [_entry(token, known) for token, known in zip(token_ids, top_logprobs, strict=False)]
 
-        texts = [self._token(entry.token) for entry in top_logprobs]
+        def likeliest() -> Iterator[dict[str, float] | None]:
+            for entry in entries:
+                if entry is None:
+                    yield None
+                else:
+                    pairs = (*entry.top, (entry.token, entry.logprob))
+                    yield {self._token(token): logprob for token, logprob in pairs}
+
+        texts = [self._token(token) for token in token_ids]
         offsets = [initial_text_offset]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         return CompletionLogProbs.model_construct(
             text_offset=offsets[:-1],
-            token_logprobs=[entry.logprob for entry in top_logprobs],
+            token_logprobs=[None if entry is None else entry.logprob for entry in entries],
             tokens=texts,
-            top_logprobs=_listed(likeliest, len(top_logprobs)),
+            top_logprobs=_listed(likeliest, len(entries)),
         )
 
     def _one(self, token: int, logprob: float) -> dict[str, object]:
@@ -128,6 +134,15 @@ class Responses(OpenAIServingResponses):
             for entry in logprobs
         ]
         return super()._create_response_logprobs(ids, found, tokenizer, top_logprobs)
+
+
+def _entry(token: int, known: TokenLogprob | Mapping[int, Logprob] | None) -> TokenLogprob | None:
+    """Return a token's logprob, given it or those of its position in a prompt; a prompt's first token has none."""
+    if known is None or isinstance(known, TokenLogprob):
+        return known
+    others = [(other, entry.logprob) for other, entry in known.items() if other != token]
+    ids, logprobs = tuple(other for other, _ in others), tuple(logprob for _, logprob in others)
+    return TokenLogprob(token=token, logprob=known[token].logprob, top_ids=ids, top_logprobs=logprobs)
 
 
 def _listed(make: Callable[[], Iterator[T]], count: int) -> list[T]:

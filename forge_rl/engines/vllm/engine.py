@@ -20,6 +20,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -111,12 +112,15 @@ class VLLMEngine:
         prompt = {"type": "token", "prompt_token_ids": np.asarray(prompt_ids).tolist()}
         generated = self._llm.generate(prompt, _parameters(sampling), request_id=request)
         gathered: list[CompletionOutput] = []
+        of_prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
         begun = 0.0
         self._requests += 1
         try:
             async with contextlib.aclosing(generated) as outputs:
                 async for output in outputs:
                     (completion,) = output.outputs
+                    if output.prompt_logprobs:
+                        of_prompt = _prompt_logprobs(output.prompt_logprobs)
                     if completion.finish_reason == "error" and "structured_outputs" in sampling.extra:
                         # Whoever asks must not be able to end an engine: only what compiles it knows what it takes.
                         raise ConfigError(
@@ -132,6 +136,8 @@ class VLLMEngine:
                         continue
                     chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
                     sent += len(chunk.token_ids)
+                    if of_prompt:
+                        chunk, of_prompt = replace(chunk, prompt=of_prompt), ()
                     if self._returns_routing and chunk.finish:
                         routed = await self._routing_of(request, completion)
                         chunk = replace(chunk, routed=routed[: len(prompt_ids) + sent - 1])
@@ -346,6 +352,16 @@ def _parameters(sampling: Sampling) -> SamplingParams:
         logprobs=logprobs,
         output_kind=RequestOutputKind.DELTA,
         **extra,
+    )
+
+
+def _prompt_logprobs(
+    positions: Sequence[Mapping[int, Logprob] | None],
+) -> tuple[tuple[tuple[int, float, int], ...], ...]:
+    """Return (id, logprob, rank) of what vLLM reports at each position of a prompt."""
+    return tuple(
+        tuple((token, entry.logprob, entry.rank or 0) for token, entry in (position or {}).items())
+        for position in positions
     )
 
 
