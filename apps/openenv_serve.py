@@ -4,24 +4,33 @@ python -m apps.openenv_serve tools --port 8000
 python -m apps.openenv_serve mine.py:World --tasks chain_sum
 
 An action is {"message": TEXT}, what the model writes; or a tool call, {"type": "call_tool", "tool_name": NAME,
-"arguments": {...}}, and {"type": "list_tools"}. `reset(seed=N)` begins the task of that seed. Nothing asks for a key:
-on another address than loopback, whoever reaches it may use the world.
+"arguments": {...}}, and {"type": "list_tools"}. `reset(seed=N)` begins the task of that seed.
+
+Clients need a key: --api-key-file names its file; by default one is made and kept in the folder --out. OpenEnv's own
+clients take it in their URL, ws://forge:KEY@HOST:PORT; others may send it as `Authorization: Bearer KEY`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import contextlib
+import hmac
 import inspect
 import json
+import shlex
 import socket as sockets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -30,7 +39,9 @@ from forge_rl.data.config import DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.config import build_environment, sources_of
 from forge_rl.envs.protocol import Env, EnvFactory, Step
-from forge_rl.errors import ConfigError, check_flags
+from forge_rl.errors import CheckpointError, ConfigError, check_flags
+from forge_rl.folders import make_private
+from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
 from forge_rl.run.launch import launch
 from forge_rl.types import Message, Task, ToolCall
@@ -72,6 +83,11 @@ class Config:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
+    api_key_file: Path | None = None
+    """File with the key that clients must have, this user's alone (chmod 600). By default a new one is made and kept in
+    the file api_key in the folder --out."""
+    out: Path = Path("runs/openenv")
+    """Folder for the key that is made."""
     max_sessions: int = 64
     """Most sessions at a time; more are refused as OpenEnv does it."""
 
@@ -191,14 +207,19 @@ def _observation(
     return {"observation": seen | {"metadata": metadata}, "reward": reward, "done": done, "metadata": metadata}
 
 
-def app_of(world: World) -> Any:
-    """Make the ASGI app: OpenEnv's WebSocket, and the addresses that its clients look at before."""
+def app_of(world: World, key: str) -> Any:
+    """Make the ASGI app: OpenEnv's WebSocket, and the addresses that its clients look at before.
+
+    Args:
+        key: what each request but those to /health must carry.
+    """
 
     async def say(socket: WebSocket, code: str, message: str) -> None:
         await socket.send_text(json.dumps({"type": "error", "data": {"message": message, "code": code}}))
 
     async def session(socket: WebSocket) -> None:
-        if "origin" in socket.headers:  # a web page in this user's browser; OpenEnv's clients send none
+        # A web page in this user's browser has an origin; OpenEnv's clients send none.
+        if "origin" in socket.headers or not _has_key(socket.headers, key):
             await socket.close()
             return
         await socket.accept()
@@ -227,8 +248,10 @@ def app_of(world: World) -> Any:
             with contextlib.suppress(RuntimeError):  # the client has closed it
                 await socket.close()
 
-    def told(value: object) -> Any:
-        async def answer(request: object) -> JSONResponse:
+    def told(path: str, value: object) -> Any:
+        async def answer(request: Request) -> JSONResponse:
+            if path != "/health" and not _has_key(request.headers, key):
+                return JSONResponse({"error": "no key, or a wrong one"}, 401, {"www-authenticate": "Basic"})
             return JSONResponse(value)
 
         return answer
@@ -241,12 +264,38 @@ def app_of(world: World) -> Any:
         "/metadata": {"name": name, "description": f"the world {name} of forge_rl", "version": "1"},
     }
     return Starlette(
-        routes=[*(Route(path, told(value)) for path, value in routes.items()), WebSocketRoute("/ws", session)]
+        routes=[*(Route(path, told(path, value)) for path, value in routes.items()), WebSocketRoute("/ws", session)]
     )
+
+
+def _has_key(headers: Headers, key: str) -> bool:
+    """Tell whether a request carries the key: as Bearer, as the password of Basic, which URLs hold, or as x-api-key."""
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "basic":
+        try:
+            given = base64.b64decode(given).decode(errors="replace").partition(":")[2]
+        except (binascii.Error, ValueError):
+            return False
+    elif kind.lower() != "bearer":
+        given = headers.get("x-api-key", "")
+    return hmac.compare_digest(given.strip().encode(errors="replace"), key.encode())
+
+
+def key_of(config: Config) -> tuple[str, Path]:
+    """Find or make the key; returns it and its file.
+
+    Raises:
+        ConfigError: the file is not good, or others may know it.
+    """
+    if config.api_key_file is not None:
+        return read_key(config.api_key_file), config.api_key_file
+    make_private(config.out, CheckpointError)
+    return kept_key(config.out / "api_key"), config.out / "api_key"
 
 
 async def main(config: Config) -> None:
     """Serves until a signal."""
+    key, file = key_of(config)
     world = await asyncio.to_thread(World, config)
 
     try:
@@ -255,9 +304,13 @@ async def main(config: Config) -> None:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error}", hint="choose another --port"
         ) from None
-    server = uvicorn.Server(uvicorn.Config(app_of(world), log_level="warning", lifespan="off"))
-    where = f"ws://{config.host}:{listening.getsockname()[1]}"
-    print(f"serving {config.env} to OpenEnv's clients at {where}\nCtrl-C ends it", flush=True)
+    server = uvicorn.Server(uvicorn.Config(app_of(world, key), log_level="warning", lifespan="off"))
+    port, shell_key = listening.getsockname()[1], f"$(cat {shlex.quote(str(file.resolve()))})"
+    print(
+        f"serving {config.env} to OpenEnv's clients at ws://{config.host}:{port}\n"
+        f'their URL, with the key, is "ws://forge:{shell_key}@{config.host}:{port}"\nCtrl-C ends it',
+        flush=True,
+    )
     await server.serve(sockets=[listening])
 
 

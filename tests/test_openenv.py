@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 import websockets
@@ -21,7 +22,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
-from apps.openenv_serve import Config, World, app_of
+from apps.openenv_serve import Config, World, app_of, key_of
 from forge_rl.envs.config import build_environment
 from forge_rl.envs.interpreter import interpreter
 from forge_rl.envs.openenv import OpenEnvFactory
@@ -182,10 +183,10 @@ def test_a_server_that_is_full_not_there_or_no_such_server_is_told():
 async def serving(**config: Any) -> AsyncIterator[str]:
     world = World(Config(**config))
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app_of(world), log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app_of(world, "the-key"), log_level="warning", lifespan="off"))
     running = asyncio.ensure_future(server.serve(sockets=[listening]))
     try:
-        yield f"ws://127.0.0.1:{listening.getsockname()[1]}"
+        yield f"ws://forge:the-key@127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         await running
@@ -208,6 +209,35 @@ def test_a_world_of_ours_is_played_over_the_protocol_many_sessions_at_a_time():
             assert all(done and reward is not None for _, reward, done in played)
             with pytest.raises(websockets.InvalidStatus):  # a web page of the user's browser
                 await websockets.connect(f"{url}/ws", origin="https://evil.example", proxy=None)  # type: ignore[arg-type]
+
+    asyncio.run(check())
+
+
+def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path):
+    made, file = key_of(Config(env="tools", out=tmp_path / "out"))
+    assert (made, file.stat().st_mode & 0o777) == (file.read_text().strip(), 0o600)
+    assert len(made) > 30
+    (tmp_path / "open").write_text("k")
+    (tmp_path / "open").chmod(0o644)
+    with pytest.raises(ConfigError, match="open to other users"):
+        key_of(Config(env="tools", api_key_file=tmp_path / "open"))
+
+    async def check() -> None:
+        async with serving(env="tools", tasks=("chain_sum",)) as url, httpx.AsyncClient(trust_env=False) as client:
+            bare = url.replace("forge:the-key@", "")
+            basic = {"Authorization": "Basic \xff"}
+            for wrong in ({}, {"Authorization": "Bearer the-kez"}, basic, {"x-api-key": "\xe9"}):
+                with pytest.raises(websockets.InvalidStatus):
+                    await websockets.connect(f"{bare}/ws", proxy=None, additional_headers=wrong)
+            for right in ({"Authorization": "Bearer the-key"}, {"x-api-key": "the-key"}):
+                async with websockets.connect(f"{bare}/ws", proxy=None, additional_headers=right):
+                    pass
+            plain = bare.replace("ws:", "http:")
+            assert (await client.get(f"{plain}/health")).status_code == 200
+            assert (await client.get(f"{plain}/schema")).status_code == 401
+            with pytest.raises(ForgeError) as caught:
+                await OpenEnvFactory(url.replace("the-key", "another-key"), connect_s=0.1)(TASK).reset()
+            assert "another-key" not in str(caught.value)
 
     asyncio.run(check())
 
@@ -250,9 +280,11 @@ def test_an_echo_world_of_the_real_package_is_played(openenv_python: str, nothin
 
 
 @pytest.mark.long
-def test_the_real_packages_client_plays_a_world_of_ours(openenv_python: str, nothing_left: None):
-    serve_tools = (sys.executable, "-m", "apps.openenv_serve", "tools", "--tasks", "chain_sum", "--port", "PORT")
-    with process(*serve_tools) as url:
+def test_the_real_packages_client_plays_a_world_of_ours(openenv_python: str, tmp_path: Path, nothing_left: None):
+    key, file = key_of(Config(env="tools", out=tmp_path / "out"))
+    serve = (sys.executable, "-m", "apps.openenv_serve", "tools", "--tasks", "chain_sum", "--api-key-file", str(file))
+    with process(*serve, "--port", "PORT") as bare:
+        url = bare.replace("//", f"//forge:{key}@")
         asyncio.run(OpenEnvFactory(url, connect_s=120)(TASK).reset())  # it has started
         command = [openenv_python, "-E", str(PEERS / "openenv_client.py"), url]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

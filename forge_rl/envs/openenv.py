@@ -12,6 +12,7 @@ from typing import Any
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.redaction import without_credentials
 from forge_rl.types import Message, Task, ToolCall
 
 _MAX_BYTES = 100 << 20
@@ -82,6 +83,11 @@ class OpenEnvFactory:
         return f"{scheme}://{rest.removesuffix('/ws')}/ws"
 
     @property
+    def shown_url(self) -> str:
+        """URL without the key that it may hold, for messages."""
+        return without_credentials(self.url)
+
+    @property
     def schema_url(self) -> str:
         """URL at which the server tells the schema of its actions."""
         scheme, _, rest = self.address.partition("://")
@@ -113,7 +119,7 @@ class OpenEnvSession:
         self._field = self._factory.action or _text_field(schema)
         if self._factory.action and self._factory.action not in fields:
             raise ForgeError(
-                f"an action of {self._factory.url} has no field {self._factory.action!r}",
+                f"an action of {self._factory.shown_url} has no field {self._factory.action!r}",
                 hint=f"its fields are: {', '.join(fields)}",
             )
         seed = self._task.truth.get("seed")
@@ -212,8 +218,9 @@ class OpenEnvSession:
             found = await self._again(ask, (httpx.TransportError,))
             return dict(found["action"])
         except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+            said = without_credentials(str(error))
             raise ForgeError(
-                f"{self._factory.schema_url} tells no schema of actions: {type(error).__name__}: {error}",
+                f"{self._factory.shown_url} tells no schema of actions: {type(error).__name__}: {said}",
                 hint=f"is it an OpenEnv server? {_HINT}",
             ) from error
 
@@ -233,7 +240,7 @@ class OpenEnvSession:
             return await self._again(begin, (OSError, websockets.WebSocketException, _FullError, ReplicaError))
         except (OSError, websockets.WebSocketException, _FullError) as error:
             raise ForgeError(
-                f"no session at {self._factory.address} in {self._factory.connect_s:g} s: "
+                f"no session at {self._factory.shown_url} in {self._factory.connect_s:g} s: "
                 f"{type(error).__name__}: {error}",
                 hint="start the server, or let it hold as many sessions as there are episodes at a time",
             ) from error
@@ -275,14 +282,14 @@ class OpenEnvSession:
             if kind == "step" and said.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
                 raise _RefusedError(f"{said.get('message')}{errors}")
             raise ForgeError(
-                f"{self._factory.url} answered `{kind}` with {said.get('code')}: {said.get('message')}{errors}",
+                f"{self._factory.shown_url} answered `{kind}` with {said.get('code')}: {said.get('message')}{errors}",
                 hint="mend the world behind the server",
             )
         found: dict[str, Any] = answer["data"]
         return found
 
     def _gone(self, cause: str) -> ReplicaError:
-        return ReplicaError(cause, service=f"openenv at {self._factory.url}", hint="look at the server's log")
+        return ReplicaError(cause, service=f"openenv at {self._factory.shown_url}", hint="look at the server's log")
 
 
 class _FullError(Exception):

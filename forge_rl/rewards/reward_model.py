@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ModelError, check_flags
 from forge_rl.types import Episode, Score, Task
 
@@ -80,7 +81,8 @@ class RewardModel:
         if self._scorer is None:
             await asyncio.to_thread(self.load)
         assert self._scorer is not None
-        return Score(total=await self._scorer.score([*task.messages, {"role": "assistant", "content": episode.text}]))
+        answer = episode.text.encode(errors="replace").decode()  # a lone surrogate has no tokens
+        return Score(total=await self._scorer.score([*task.messages, {"role": "assistant", "content": answer}]))
 
 
 class _Scorer:
@@ -88,12 +90,12 @@ class _Scorer:
 
     def __init__(self, config: RewardModel) -> None:
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
         torch.set_num_threads(config.threads)
         self._config = config
+        self._tokenizer = Tokenizer(config.path)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 config.path,
                 dtype=getattr(torch, config.dtype),
@@ -112,23 +114,21 @@ class _Scorer:
                 f"the reward model in {config.path} lacks weights: {', '.join(missing)[:200]}",
                 hint="give a trained sequence classifier: what is missing would be random",
             )
-        if not self._tokenizer.chat_template:
-            raise ModelError(
-                f"the tokenizer of the reward model in {config.path} has no chat template",
-                hint="add chat_template.jinja to the folder, as the model was trained with it",
-            )
         self._model = model.eval().to(config.device)
         # Where no token is padding, the model cannot tell where a shorter conversation ends.
         self._most = config.batch if model.config.pad_token_id is not None else 1
-        self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
+        self._waiting: list[tuple[tuple[int, ...], asyncio.Future[float]]] = []
         self._running: asyncio.Task[None] | None = None
 
     async def score(self, messages: Sequence[Mapping[str, object]]) -> float:
-        """Return the score of a conversation, together with others that wait."""
-        encoded = self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True)
+        """Return the score of a conversation, together with others that wait.
+
+        What reads like a control token in its texts is text: an answer cannot end its turn and praise itself.
+        """
+        ids = self._tokenizer.render(messages, add_generation_prompt=False)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[float] = loop.create_future()
-        self._waiting.append((encoded["input_ids"][-self._config.max_tokens :], done))
+        self._waiting.append((ids[-self._config.max_tokens :], done))
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
         return await done
