@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from forge_rl.errors import ModelError, ServiceError, TaskError
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run import services as services_module
+from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.types import Sampling
 from recipes.grpo import Config, start
 
@@ -32,6 +33,7 @@ class Handle:
     dtype = "float32"
     sampling = Sampling(max_tokens=4)
     function = None
+    non_finite = NonFiniteTokens()
 
     def __init__(self, name: str, stopped: list[str]) -> None:
         self.name = name
