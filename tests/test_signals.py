@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import resource_tracker
+from typing import Any
 
 import pytest
 
@@ -25,8 +28,6 @@ def _thread(with_programs: bool) -> None:
 
 def _itself(with_programs: bool) -> None:
     """Gets the signals in its main thread, and ends well."""
-    import os
-
     _thread(with_programs)
     for number in STOP_SIGNALS:
         os.kill(os.getpid(), number)
@@ -44,6 +45,10 @@ def _handles(_: bool) -> None:
     with children_outlive_stop_signals():
         program = subprocess.Popen([sys.executable, "-c", f"{handlers}; {_WAIT}"], stdout=subprocess.PIPE)
     _end_of(program)
+    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    for number in STOP_SIGNALS:
+        os.kill(tracker._pid, number)
+    assert tracker._check_alive(), "Python's own tracker was started there too"
 
 
 def _forks(with_programs: bool) -> None:

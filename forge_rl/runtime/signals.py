@@ -37,9 +37,10 @@ def children_outlive_stop_signals() -> Iterator[None]:
 
     Nor do they reach what those start. Only SIGKILL ends them from outside.
     """
-    resource_tracker.ensure_running()  # where it starts, it lets signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # which lets some through again in this thread, where it starts
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
