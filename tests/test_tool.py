@@ -261,6 +261,7 @@ def test_a_function_that_cannot_be_described_is_refused(function, message):
         ("-" * 499 + "1", "-1"),
         ("9 ** 9 ** 9", "error: ValueError: the power is too large"),
         ("factorial(10 ** 6)", "error: ValueError: factorial takes numbers up to 400"),
+        ("round(5, -999999999)", "error: ValueError: round takes up to 400 digits"),
         ("9" * 501, "error: ValueError: the expression has more than 500 characters"),
         ("(-8) ** 0.5", "error: ValueError: (1.7319121124709868e-16+2.8284271247461903j) is no finite number"),
         ("__import__('os').system('id')", "error: ValueError: \"__import__('os').system('id')\" is no arithmetic"),
