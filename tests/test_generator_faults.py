@@ -16,7 +16,7 @@ import pytest
 
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.tokenizer import Tokenizer
-from forge_rl.errors import ConfigError, ReplicaError, ServiceError, WeightsError
+from forge_rl.errors import ConfigError, PoisonError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services import progress
@@ -229,7 +229,7 @@ def test_a_completion_that_kills_every_engine_is_given_up_before_they_are(tmp_pa
             await on.load(1)
             for engine in (0, 1):
                 on.orders.tell(engine, stream="raise", after=0)
-            with pytest.raises(ReplicaError, match="the engine has a bug"):
+            with pytest.raises(PoisonError, match="the engine has a bug"):
                 await on.generator.generate(PROMPT)
             assert len(on.faults.seen) == 3
             for engine in (0, 1):
@@ -427,11 +427,13 @@ def test_a_version_that_cannot_be_loaded_is_nobodys_death(tmp_path: Path, nothin
     async def check() -> None:
         async with stage(tmp_path) as on:
             await on.load(1)
-            on.orders.tell(0, load="refuse")
+            for engine in (0, 1):
+                on.orders.tell(engine, load="refuse")
             with pytest.raises(WeightsError, match="a bucket did not come"):
                 await on.load(2)
             with pytest.raises(WeightsError, match="loading version 2 failed"):
                 await on.generator.generate(PROMPT)
+            on.orders.tell(1)
             on.orders.tell(0, reads=7)
             with pytest.raises(WeightsError, match=r"version 3 was to be loaded, and the engines read \[7, 3\]"):
                 await on.load(3)
