@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_rl import ClippedSurrogate, Run, RunConfig, batch_advantages, launch, pack, start
+from forge_rl.algorithms.advantages import check_group_size
 from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.gateway import AgentCommand, GatewayConfig
 from forge_rl.rewards.config import RewardTexts, build_reward
@@ -41,6 +42,10 @@ class Config(RunConfig):
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
     """Address at which the agent finds the policy, names that it may ask for, and what its processes may use."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group_size(self.group_size)
 
 
 async def step(run: Run[Config]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from forge_rl import ClippedSurrogate, Run, RunConfig, Task, batch_advantages, launch, pack, start
+from forge_rl.algorithms.advantages import check_group_size
 from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.gateway import GatewayConfig, Session
 from forge_rl.rewards.config import RewardTexts, build_reward
@@ -54,6 +55,10 @@ class Config(RunConfig):
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
     """Address at which the agent finds the policy, and names that it may ask for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group_size(self.group_size)
 
 
 async def step(run: Run[Config]) -> None:

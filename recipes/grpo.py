@@ -11,6 +11,7 @@ from typing import Literal
 
 import forge_rl
 from forge_rl import ClippedSurrogate, Run, RunConfig, Starting, batch_advantages, launch, pack
+from forge_rl.algorithms.advantages import check_group_size
 from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import AnySources
 from forge_rl.envs.config import build_environment, sources_of
@@ -35,8 +36,13 @@ class Config(RunConfig):
     own; several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema,
     judge, length, match, math, model, number, overlong, reasoning_gym, regex."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
-    advantage_scale: Literal["std", "none"] = "std"
-    """Divide a group's centered rewards by their standard deviation, or leave them."""
+    advantage_scale: Literal["std", "none", "batch"] = "std"
+    """Divide a group's centered rewards by their standard deviation, or leave them; batch treats the whole batch as
+    one group, which --group-size 1 needs (REINFORCE)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group_size(self.group_size, self.advantage_scale)
 
 
 def start(config: Config) -> Starting[Config]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import forge_rl
 from forge_rl import ClippedSurrogate, Run, RunConfig, Starting, batch_advantages, launch, pack
+from forge_rl.algorithms.advantages import check_group_size
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
@@ -38,6 +39,10 @@ class Config(RunConfig):
     rewards: RewardTexts = ("auto",)
     """What scores answers, as recipes.grpo takes it; the game scores itself."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group_size(self.group_size)
 
 
 def start(config: Config) -> Starting[Config]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import forge_rl
 from forge_rl import ClippedSurrogate, Episode, Run, RunConfig, Score, Starting, Task, batch_advantages, launch, pack
+from forge_rl.algorithms.advantages import check_group_size
 from forge_rl.data.config import DataConfig
 from forge_rl.envs.calculator import calculator
 from forge_rl.envs.config import build_environment
@@ -72,6 +73,10 @@ class Config(RunConfig):
     evaluation: EvalConfig = field(default_factory=lambda: EvalConfig(every=4, tasks=64))
     trainer: Trainer.Config = field(default_factory=lambda: Trainer.Config(minibatches=2))
     generator: Generator.Config = field(default_factory=lambda: Generator.Config(max_new_tokens=40))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group_size(self.group_size)
 
 
 def start(config: Config) -> Starting[Config]:

@@ -1,10 +1,15 @@
 """Group-relative advantages, against hand-worked numbers and TRL's formula."""
 
+import math
+
 import pytest
 import torch
 
 from forge_rl.algorithms import group_advantages
 from forge_rl.errors import ConfigError
+from forge_rl.rollout.state import GroupState, InflightEpisode
+from recipes import grpo
+from tests.fakes import TASK
 
 
 def test_hand_worked_group_is_centered_and_scaled():
@@ -71,5 +76,24 @@ def test_rewards_of_one_dim_are_refused():
 
 
 def test_an_unknown_scale_is_refused():
-    with pytest.raises(ConfigError, match="batch"):
-        group_advantages(torch.zeros(1, 2), scale="batch")
+    with pytest.raises(ConfigError, match="mad"):
+        group_advantages(torch.zeros(1, 2), scale="mad")
+
+
+def test_scale_batch_compares_episodes_of_all_groups_also_where_each_has_one():
+    # mean 1.5, unbiased variance 5 / 3
+    found = group_advantages(torch.tensor([[0.0], [1.0], [2.0], [3.0]]), scale="batch")
+    expected = torch.tensor([[-1.5], [-0.5], [0.5], [1.5]]) / (math.sqrt(5 / 3) + 1e-4)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(group_advantages(torch.tensor([[0.1], [0.1]]), scale="batch"), torch.zeros(2, 1))
+    assert torch.equal(group_advantages(torch.tensor([[3.0]]), scale="batch"), torch.zeros(1, 1))
+
+
+def test_groups_of_one_are_for_advantages_over_the_batch():
+    assert grpo.Config(group_size=1, advantage_scale="batch").group_size == 1
+    with pytest.raises(ConfigError, match="--group-size is 1") as caught:
+        grpo.Config(group_size=1)
+    assert 'scale="batch"' in caught.value.hint
+    alone = GroupState(TASK, batch=0, place=(0, 0, 0), order=0)
+    alone.episodes = [InflightEpisode(alone, 0)]
+    assert not alone.is_uniform, "it is not replaced, as it is compared with others"

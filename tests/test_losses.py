@@ -106,21 +106,22 @@ def test_without_the_dual_clip_the_gradient_is_the_ratio():
 
 
 def test_decoupled_clips_against_the_proximal_policy_and_weighs_by_its_ratio_to_the_behaviour():
-    # ratios to the proximal policy: 1, 1.5, 1.5; of it to the engine's: 2, 0.5, 9 (capped at 5)
-    proximal = torch.tensor([-1.0, -2.0, -1.5])
-    logprobs = (proximal + torch.tensor([1.0, 1.5, 1.5]).log()).requires_grad_()
-    behaviour = proximal - torch.tensor([2.0, 0.5, 9.0]).log()
+    # ratios to the proximal policy: 1, 1.5, 1.5, 1; of it to the engine's: 2, 0.5, 4, 9 (left out, as above 5)
+    proximal = torch.tensor([-1.0, -2.0, -1.5, -1.0])
+    logprobs = (proximal + torch.tensor([1.0, 1.5, 1.5, 1.0]).log()).requires_grad_()
+    behaviour = proximal - torch.tensor([2.0, 0.5, 4.0, 9.0]).log()
     loss, sums = evaluate(
         ClippedSurrogate(decoupled=True),
         logprobs,
         behaviour,
-        torch.tensor([1.0, 1.0, -1.0]),
-        torch.ones(3, dtype=torch.bool),
+        torch.tensor([1.0, 1.0, -1.0, 1.0]),
+        torch.ones(4, dtype=torch.bool),
         proximal=proximal,
     )
-    assert loss.item() == pytest.approx(2 * -1 + 0.5 * -1.28 + 5 * 1.5)
-    torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([-2.0, 0.0, 7.5]))
-    assert sums["behaviour_weight"].item() == pytest.approx(2 + 0.5 + 5)
+    assert loss.item() == pytest.approx(2 * -1 + 0.5 * -1.28 + 4 * 1.5)
+    torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([-2.0, 0.0, 6.0, 0.0]))
+    assert sums["behaviour_weight"].item() == pytest.approx(2 + 0.5 + 4)
+    assert sums["behaviour_capped"].item() == 1
     assert ClippedSurrogate(decoupled=True).needs_proximal
     assert not ClippedSurrogate().needs_proximal
 
@@ -353,7 +354,7 @@ def expected_gradient(logits: torch.Tensor, sampled_from: torch.Tensor, penalty:
 def test_expected_gradient_of_k2_on_policy_is_that_of_the_kl():
     logits, reference, _, exact = categorical()
     logprobs = logits.log_softmax(0)
-    penalty = kl_penalty(logprobs, reference, (logprobs - logprobs.detach()).exp(), "k2")
+    penalty = kl_penalty(logprobs, reference, logprobs - logprobs.detach(), "k2")
     torch.testing.assert_close(expected_gradient(logits, logprobs, penalty), exact)
 
 
@@ -361,7 +362,7 @@ def test_expected_gradient_of_ratio_times_k3_is_that_of_the_kl_on_and_off_policy
     logits, reference, other, exact = categorical()
     for behaviour in (logits.detach().log_softmax(0), other):
         logprobs = logits.log_softmax(0)
-        penalty = kl_penalty(logprobs, reference, (logprobs - behaviour).exp(), "k3")
+        penalty = kl_penalty(logprobs, reference, logprobs - behaviour, "k3")
         torch.testing.assert_close(expected_gradient(logits, behaviour, penalty), exact)
 
 
@@ -375,8 +376,20 @@ def test_expected_gradient_of_plain_k3_is_not_that_of_the_kl():
 def test_a_detached_ratio_spoils_k3():
     logits, reference, _, exact = categorical()
     logprobs = logits.log_softmax(0)
-    penalty = kl_penalty(logprobs, reference, torch.ones(6, dtype=torch.float64), "k3")
+    penalty = kl_penalty(logprobs, reference, torch.zeros(6, dtype=torch.float64), "k3")
     assert (expected_gradient(logits, logprobs, penalty) - exact).norm() > 0.1 * exact.norm()
+
+
+def test_k3_of_a_token_that_policies_disagree_about_is_bounded():
+    logprobs = torch.tensor([-0.1, -20.0, -0.1], requires_grad=True)
+    reference = torch.tensor([-20.0, -0.1, -0.1])
+    penalty = kl_penalty(logprobs, reference, torch.tensor([15.0, 0.0, 15.0]) + logprobs - logprobs.detach(), "k3")
+    most = math.exp(3)  # the ratio's bound, and that of the slope of k3
+    # 19.9 above the reference: its slope of 1 - e^-3 goes on from 3; 19.9 below: 1 - e^3 from -3; equal: 0
+    above, below = math.exp(-3) + 2 + (1 - math.exp(-3)) * 16.9, most - 4 + (most - 1) * 16.9
+    torch.testing.assert_close(penalty, torch.tensor([most * above, below, 0.0]))
+    expected = torch.tensor([most * (1 - math.exp(-3)), below + 1 - most, 0.0])  # the ratio of the second has one too
+    torch.testing.assert_close(gradient(penalty.sum(), logprobs), expected)
 
 
 def test_expected_gradient_of_k1_is_zero():

@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -145,6 +146,13 @@ def test_values_of_turns_are_centered_over_the_group_and_reach_the_tokens_of_the
     std = batch_advantages(batch)  # deviations: 0.70711 of the totals, sqrt(2 / 3) of the values
     outcome, process = 0.5 / (0.7071068 + 1e-4), 1 / (0.8164966 + 1e-4)
     np.testing.assert_allclose(std[0][1], [outcome, outcome, outcome + process], rtol=1e-6)
+
+
+def test_values_of_turns_are_centered_over_the_batch_where_totals_are():
+    batch = batch_of(Score(total=0, turns=(0, 1)), Score(total=1, turns=(1, 2)))
+    apart = replace(batch, groups=tuple(replace(batch.groups[0], episodes=(each,)) for each in batch.episodes))
+    together = [each.tolist() for each in batch_advantages(batch)[0]]
+    assert [own.tolist() for (own,) in batch_advantages(apart, scale="batch")] == together
 
 
 def test_values_of_tokens_reach_these_alone():

@@ -10,21 +10,26 @@ import numpy.typing as npt
 import torch
 
 from forge_rl.errors import ConfigError
-from forge_rl.types import Advantages, Batch, Group
+from forge_rl.types import Advantages, Batch, Episode
 
 _NONE = np.zeros(0, np.float32)
 EPSILON = 1e-4
 """Added to the standard deviation of a group, as TRL does."""
 
 
-def group_advantages(rewards: torch.Tensor, *, scale: Literal["std", "none"] = "std") -> torch.Tensor:
+Scale = Literal["std", "none", "batch"]
+
+
+def group_advantages(rewards: torch.Tensor, *, scale: Scale = "std") -> torch.Tensor:
     """Center rewards within their group and, unless scale is "none", divide by the group's standard deviation.
 
         group_advantages(torch.tensor([[0.0, 1.0]]), scale="none")  # [[-0.5, 0.5]]
 
     "std" is GRPO: (r - mean) / (std + 1e-4), DeepSeekMath (arXiv 2402.03300) section 4.1.2. The paper leaves the kind
     of standard deviation open; this is the unbiased one (divisor G - 1), as in TRL. "none" is r - mean, Dr. GRPO
-    (arXiv 2503.20783) section 3.2, which does not favour groups of little spread.
+    (arXiv 2503.20783) section 3.2, which does not favour groups of little spread. "batch" is as "std", with all rewards
+    as one group, so that a group may have one episode: REINFORCE with the batch's baseline, as in REINFORCE++
+    (arXiv 2501.03262) equation 9.
 
     A group whose rewards are all equal gets exactly 0. It is recognised by its max and min: the standard deviation of
     equal floats need not be 0 (0.1 repeated gives 8e-9), and dividing by it would train on rounding noise.
@@ -34,8 +39,8 @@ def group_advantages(rewards: torch.Tensor, *, scale: Literal["std", "none"] = "
     Raises:
         ConfigError: rewards have another number of dims, one is not finite, or the scale is unknown.
     """
-    if scale not in ("std", "none"):
-        raise ConfigError(f"advantages have no scale {scale!r}", hint='use "std" or "none"')
+    if scale not in ("std", "none", "batch"):
+        raise ConfigError(f"advantages have no scale {scale!r}", hint='use "std", "none" or "batch"')
     if rewards.ndim != 2:
         raise ConfigError(f"rewards have shape {list(rewards.shape)}, not [P, G]", hint="give one row to each group")
     rewards = rewards.detach().to(torch.float32)
@@ -47,6 +52,8 @@ def group_advantages(rewards: torch.Tensor, *, scale: Literal["std", "none"] = "
         )
     if rewards.numel() == 0:
         return torch.zeros_like(rewards)
+    if scale == "batch":
+        return group_advantages(rewards.reshape(1, -1)).reshape(rewards.shape)
     uniform = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     if scale == "std" and rewards.shape[1] > 1:
@@ -54,7 +61,20 @@ def group_advantages(rewards: torch.Tensor, *, scale: Literal["std", "none"] = "
     return torch.where(uniform, 0.0, advantages)
 
 
-def batch_advantages(batch: Batch, *, scale: Literal["std", "none"] = "std") -> Advantages:
+def check_group_size(size: int, scale: Scale = "std") -> None:
+    """Refuse groups of one episode where its advantage is over the others of the group, and so is 0.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if size < 2 and scale != "batch":
+        raise ConfigError(
+            f"--group-size is {size}, and an episode's advantage is over the others of its group",
+            hint='set --group-size to 2 or more, or use batch_advantages(batch, scale="batch")',
+        )
+
+
+def batch_advantages(batch: Batch, *, scale: Scale = "std") -> Advantages:
     """Return the advantages of a batch: those of `group_advantages`, and on top of them those of turns and tokens.
 
         advantages = batch_advantages(batch)
@@ -62,9 +82,9 @@ def batch_advantages(batch: Batch, *, scale: Literal["std", "none"] = "std") -> 
 
     Where rewards gave values to turns or tokens (`Score.turns`, `Score.tokens`), these are centered, and with scale
     "std" divided by their standard deviation, over all turns' values of the group, or all tokens', as the steps of
-    process supervision are in DeepSeekMath (arXiv 2402.03300) section 4.1.3. A turn's value is added to the advantage
-    of its own tokens, as in MT-GRPO (arXiv 2505.11821) equation 5; a token's to its own. Values that are all equal add
-    nothing.
+    process supervision are in DeepSeekMath (arXiv 2402.03300) section 4.1.3; with "batch", over the values of
+    all groups. A turn's value is added to the advantage of its own tokens, as in MT-GRPO (arXiv 2505.11821) equation 5;
+    a token's to its own. Values that are all equal add nothing.
 
     Raises:
         ConfigError: as group_advantages; or a value is infinite.
@@ -72,15 +92,18 @@ def batch_advantages(batch: Batch, *, scale: Literal["std", "none"] = "std") -> 
     advantages = group_advantages(batch.rewards, scale=scale)
     if not any(episode.turn_values or episode.token_values for episode in batch.episodes):
         return advantages
-    return [_with_values(group, advantages[p].tolist(), scale) for p, group in enumerate(batch.groups)]
+    if scale != "batch":
+        return [_with_values(group.episodes, advantages[p].tolist(), scale) for p, group in enumerate(batch.groups)]
+    found = iter(_with_values(batch.episodes, advantages.flatten().tolist(), "std"))
+    return [[next(found) for _ in group.episodes] for group in batch.groups]
 
 
-def _with_values(group: Group, advantages: Sequence[float], scale: str) -> list[npt.NDArray[np.float32]]:
-    """Advantages of the tokens of each episode of a group."""
-    of_turns = _normalised([np.asarray(episode.turn_values, np.float32) for episode in group.episodes], group, scale)
-    of_tokens = _normalised([np.concatenate([_NONE, *each.token_values]) for each in group.episodes], group, scale)
+def _with_values(episodes: Sequence[Episode], advantages: Sequence[float], scale: str) -> list[npt.NDArray[np.float32]]:
+    """Advantages of the tokens of each of these episodes, among each other."""
+    of_turns = _normalised([np.asarray(each.turn_values, np.float32) for each in episodes], episodes, scale)
+    of_tokens = _normalised([np.concatenate([_NONE, *each.token_values]) for each in episodes], episodes, scale)
     found = []
-    for episode, advantage, turns, tokens in zip(group.episodes, advantages, of_turns, of_tokens, strict=True):
+    for episode, advantage, turns, tokens in zip(episodes, advantages, of_turns, of_tokens, strict=True):
         own = np.full(episode.response_tokens, advantage, np.float32)
         if len(turns):
             own += np.repeat(turns, [len(turn.token_ids) for turn in episode.turns])
@@ -90,14 +113,15 @@ def _with_values(group: Group, advantages: Sequence[float], scale: str) -> list[
     return found
 
 
-def _normalised(values: Sequence[npt.NDArray[np.float32]], group: Group, scale: str) -> list[npt.NDArray[np.float32]]:
-    """Center values of a group's episodes over all of them, and scale them; 0 for NaN, which is none."""
+def _normalised(
+    values: Sequence[npt.NDArray[np.float32]], episodes: Sequence[Episode], scale: str
+) -> list[npt.NDArray[np.float32]]:
+    """Center values of episodes over all of them, and scale them; 0 for NaN, which is none."""
+    infinite = next((each.task.id for each, own in zip(episodes, values, strict=True) if np.isinf(own).any()), None)
+    if infinite is not None:
+        raise ConfigError(f"the reward of {infinite} has infinite values", hint="give turns and tokens finite numbers")
     given = np.concatenate(values)
     given = given[~np.isnan(given)]
-    if np.isinf(given).any():
-        raise ConfigError(
-            f"the reward of {group.task.id} has infinite values", hint="give turns and tokens finite numbers"
-        )
     if not len(given) or given.max() == given.min():
         return [np.zeros_like(each) for each in values]
     mean = float(given.mean(dtype=np.float64))

@@ -10,6 +10,9 @@ from forge_rl.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to +-20 before exp: 5e8 is already absurd, and an overflow to inf turns gradients into NaN."""
+MAX_PENALTY_LOG_RATIO = 3.0
+"""Log ratios of a penalty are clamped to 3 before exp: ratios of up to 20 are kept as they are, and one token that the
+policies disagree about cannot outweigh the rest of a batch."""
 
 
 def kl_estimate(
@@ -38,23 +41,24 @@ def kl_estimate(
 
 
 def kl_penalty(
-    logprobs: torch.Tensor, reference: torch.Tensor, behaviour_ratio: torch.Tensor, kind: Literal["k2", "k3"]
+    logprobs: torch.Tensor, reference: torch.Tensor, log_ratio: torch.Tensor, kind: Literal["k2", "k3"]
 ) -> torch.Tensor:
     """Return a loss at each token, of the same shape, whose expected gradient is that of KL(policy || reference) there.
 
     "k2" is k2 alone. Its gradient (logprobs - reference) * grad logprobs is the KL's when the tokens come from the
     policy itself; under a lag it is slightly biased, but its variance stays small.
 
-    "k3" is behaviour_ratio * k3, DeepSeek-V3.2 (arXiv 2512.02556) equation 7, right for tokens of any behaviour policy.
-    The ratio must carry its gradient even where its value is 1, because the expectation depends on the policy through
-    the ratio too. k3 without the ratio follows another divergence's gradient, and k1 has gradient 0 in expectation, so
-    neither is offered: Tang and Munos, "On a few pitfalls in KL divergence gradient estimation for RL"
-    (arXiv 2506.09477). The KL is that of the next token given its context; what the token does to later contexts is
-    left out, as in every token-level penalty.
+    "k3" is exp(log_ratio) * k3, DeepSeek-V3.2 (arXiv 2512.02556) equation 7, right for tokens of any behaviour policy.
+    The ratio is at most exp(MAX_PENALTY_LOG_RATIO); where the logprobs of policy and reference differ by more than
+    MAX_PENALTY_LOG_RATIO, k3 continues along its tangent there. The ratio must carry its gradient even where its
+    value is 1, because the expectation depends on the policy through the ratio too. k3 without the ratio follows
+    another divergence's gradient, and k1 has gradient 0 in expectation, so neither is offered: Tang and Munos, "On a
+    few pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477). The KL is about the next token given
+    its context; what the token does to later contexts is left out, as in every token-level penalty.
 
     Args:
         logprobs, reference: as for kl_estimate; logprobs with gradient.
-        behaviour_ratio: exp(logprobs - behaviour), with gradient, same shape, float32.
+        log_ratio: logprobs - behaviour, with gradient, same shape, float32.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -62,5 +66,9 @@ def kl_penalty(
     if kind == "k2":
         return kl_estimate(logprobs, reference, "k2")
     if kind == "k3":
-        return behaviour_ratio * kl_estimate(logprobs, reference, "k3")
+        difference = logprobs - reference
+        bounded = difference.clamp(-MAX_PENALTY_LOG_RATIO, MAX_PENALTY_LOG_RATIO)
+        slope = 1 - torch.exp(-bounded)  # of the tangent, by which what is far away is still pulled back
+        k3 = torch.expm1(-bounded) + bounded + slope * (difference - bounded)
+        return log_ratio.clamp(max=MAX_PENALTY_LOG_RATIO).exp() * k3
     raise ConfigError(f"there is no KL penalty {kind!r}", hint='use "k2" or "k3"')

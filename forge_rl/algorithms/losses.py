@@ -110,7 +110,8 @@ class ClippedSurrogate:
     """Clip the ratio to the policy as it was before the batch's first update, and weigh each token by the ratio of that
     policy to the engine's: decoupled PPO, as in AReaL (arXiv 2505.24298), for several updates on old tokens."""
     behaviour_cap: float = 5.0
-    """Largest such weight, where decoupled."""
+    """Largest such weight, where decoupled. A token beyond it is left out of the surrogate, as in AReaL; its weight is
+    not cut down to it."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
@@ -142,7 +143,8 @@ class ClippedSurrogate:
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", "clipped" (tokens
         whose gradient a clip removed), "dual_clipped" (those of them that the dual clip did), where decoupled
-        "behaviour_weight", and with a reference "kl" (k3's estimate).
+        "behaviour_weight" (0 for a token beyond the cap) and "behaviour_capped" (tokens beyond it), and with a
+        reference "kl" (k3's estimate).
 
         Raises:
             ConfigError: kl_coef is above 0 and there is no reference.
@@ -167,9 +169,14 @@ class ClippedSurrogate:
         if self.decoupled:
             assert inputs.proximal is not None, "needs_proximal asks for it"
             old = masked(inputs.proximal)
-            behaviour_weight = _ratio(old, behaviour).clamp(max=self.behaviour_cap)
+            behaviour_weight = _ratio(old, behaviour)
+            capped = behaviour_weight > self.behaviour_cap
+            behaviour_weight = torch.where(capped, 0.0, behaviour_weight)
             weights = weights * behaviour_weight
-            sums["behaviour_weight"] = masked(behaviour_weight).sum()
+            sums |= {
+                "behaviour_weight": masked(behaviour_weight).sum(),
+                "behaviour_capped": masked(capped.float()).sum(),
+            }
         ratio = _ratio(logprobs, old)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         surrogate = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -187,7 +194,7 @@ class ClippedSurrogate:
             reference = masked(inputs.reference)
             sums["kl"] = kl_estimate(logprobs.detach(), reference, "k3").sum()
             if self.needs_reference:
-                penalty = kl_penalty(logprobs, reference, _ratio(logprobs, behaviour), self.kl_kind)
+                penalty = kl_penalty(logprobs, reference, logprobs - behaviour, self.kl_kind)
                 loss = loss + self.kl_coef * (masked(inputs.weights) * penalty).sum()
         return loss, {name: value.detach().to(logprobs.dtype) for name, value in sums.items()}
 

@@ -112,8 +112,13 @@ class GroupState:
 
     @property
     def is_uniform(self) -> bool:
-        """True if all rewards are equal, and no turn or token has a value of its own: there is nothing to learn."""
+        """True if all rewards are equal, and no turn or token has a value of its own: there is nothing to learn.
+
+        A group of one episode is never uniform: its advantage comes from elsewhere.
+        """
         results = self.results
+        if len(self.episodes) == 1:
+            return False
         rewards = [result.reward for result in results]
         return max(rewards) == min(rewards) and not any(each.turn_values or each.token_values for each in results)
 

@@ -38,7 +38,8 @@ class RunConfig:
     groups_per_batch: int = 8
     """P: tasks drawn for one batch."""
     group_size: int = 8
-    """G: episodes of one task; advantages are centered within them."""
+    """G: episodes of one task; advantages are centered within them. 1 needs advantages of another kind, see
+    --advantage-scale."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mixture: Adapting = field(default_factory=Adapting)
     placement: Placement = "auto"
@@ -85,7 +86,7 @@ class RunConfig:
             object.__setattr__(self, "out", Path(self.out))
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
-        counts = {"steps": 1, "groups_per_batch": 1, "group_size": 2}
+        counts = {"steps": 1, "groups_per_batch": 1, "group_size": 1}
         check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
         if self.placement == "colocated" and self.schedule.decodes_while_training:
             raise ConfigError(
