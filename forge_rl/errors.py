@@ -91,6 +91,18 @@ class AttestationError(WeightsError):
     """Weights of an engine that are not those that the trainer published."""
 
 
+class LossError(ForgeError):
+    """A loss that raised, or returned something else than a loss.
+
+    Args:
+        trace: the whole trace, for logs.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", trace: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.trace = trace
+
+
 class JudgeError(ForgeError):
     """A judge that gave no score although it was asked again: the episode's outcome is a judge error."""
 

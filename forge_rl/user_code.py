@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -91,10 +92,20 @@ def _of_file(path: Path, flag: str) -> ModuleType:
     return module
 
 
+def line_of(error: BaseException) -> str:
+    """Return FILE:LINE at which a user's code raised, or called what raised; that of the last frame if none is theirs.
+
+    Code of Python's own, of installed packages and of this one is nobody's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    places = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
+    theirs = [frame for frame in frames if not frame.filename.startswith((*(f"{place}/" for place in places), "<"))]
+    last = next(reversed(theirs or frames), None)
+    return f"{last.filename}:{last.lineno}" if last else ""
+
+
 def _failed(place: str, flag: str, error: Exception) -> ConfigError:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    frames = [frame for frame in frames if "importlib" not in frame.filename]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    where = f" ({line_of(error)})"
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}:{error.lineno})"
         error.msg = error.msg or ""

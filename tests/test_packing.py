@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_rl.data.packing import Layout, Packed, Row, attends, dense_mask, pack
+from forge_rl.data.minibatches import deal
+from forge_rl.data.packing import Layout, Minibatch, Packed, Row, attends, dense_mask, pack
 from forge_rl.errors import ConfigError
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 from tests.fakes import unpack
@@ -196,14 +197,54 @@ def test_minibatches_are_of_whole_groups_and_count_those_left_out():
     groups = [simple([[20 + p] * (p + 1), [30]], [10, 11, p]) for p in range(5)]
     groups[2] = [(1.0, turns) for _, turns in groups[2]]
     result = packed(batch_of(*groups), Layout(minibatches=3, shares=2), drop_uniform=True)
-    assert [minibatch.tokens for minibatch in result.minibatches] == [2 + 5, 3 + 6, 4]
-    assert [minibatch.sequences for minibatch in result.minibatches] == [4, 4, 2]
-    found = [{e // 2 for row in part.rows for e in row.episodes[row.mask].tolist()} for part in result.minibatches]
-    assert found == [{0, 3}, {1, 4}, set()]
+    # 4 groups are trained: one of three gets two, and the uniform one, of 4 tokens, goes to one of the others
+    assert sorted(minibatch.sequences for minibatch in result.minibatches) == [2, 4, 4]
+    found = [trained_groups(part) for part in result.minibatches]
+    assert sorted(map(len, found)) == [1, 1, 2]
+    assert set.union(*found) == {0, 1, 3, 4}
+    tokens = [sum(p + 2 for p in part) for part in found]
+    assert sorted(part.tokens - own for part, own in zip(result.minibatches, tokens, strict=True)) == [0, 0, 4]
     assert result.trained_tokens == 2 + 5 + 3 + 6
-    assert [len(minibatch.rows) for minibatch in result.minibatches] == [2, 2, 0]
+    assert [len(minibatch.rows) for minibatch in result.minibatches] == [2, 2, 2]
     with pytest.raises(ConfigError, match="5 groups cannot be cut into 6 minibatches"):
         packed(batch_of(*groups), Layout(minibatches=6))
+
+
+def trained_groups(minibatch: Minibatch) -> set[int]:
+    """Groups of two episodes that a minibatch trains."""
+    return {episode // 2 for row in minibatch.rows for episode in row.episodes[row.mask].tolist()}
+
+
+def test_every_minibatch_has_its_share_of_every_source_and_of_what_is_trained():
+    for seed, (counts, minibatches) in enumerate([((4, 4), 2), ((12, 4), 4), ((4, 4, 4), 3), ((5, 2, 9, 1), 4)]):
+        sources = [name for name, count in zip("abcd", counts, strict=False) for _ in range(count)]
+        trained = [index % 3 != 1 for index in range(len(sources))]
+        parts = deal(sources, trained, minibatches, seed=(seed,))
+        assert sorted(index for part in parts for index in part) == list(range(len(sources)))
+        for name in set(sources):
+            shares = [sum(sources[index] == name for index in part) for part in parts]
+            assert max(shares) - min(shares) <= 1, (name, parts)
+        shares = [sum(trained[index] for index in part) for part in parts]
+        assert max(shares) - min(shares) <= 1, parts
+
+
+def test_epochs_cut_a_batch_into_other_minibatches_and_the_same_seed_and_version_into_the_same():
+    groups = [simple([[20 + p], [30]], [10, 11, p]) for p in range(8)]
+
+    def cut(seed: int, version: int = 5) -> list[set[int]]:
+        laid = packed(batch_of(*groups, version=version), Layout(minibatches=2, epochs=3, seed=seed))
+        assert (laid.epochs, len(laid.minibatches), laid.trained_tokens) == (3, 6, 16)
+        assert [int(row.mask.sum()) for row in laid.rows] == [8, 8], "each token is scored once"
+        return [trained_groups(minibatch) for minibatch in laid.minibatches]
+
+    first = cut(0)
+    assert all(first[at] | first[at + 1] == set(range(8)) for at in (0, 2, 4))
+    assert len({frozenset(map(frozenset, first[at : at + 2])) for at in (0, 2, 4)}) == 3
+    assert first == cut(0)
+    assert first != cut(1)
+    assert first != cut(0, version=6)
+    whole = packed(batch_of(*groups), Layout(epochs=3))
+    assert (whole.epochs, len(whole.minibatches)) == (1, 1), "one minibatch is the same each time"
 
 
 def test_the_length_of_an_episode_counts_all_its_segments_and_turns_keep_their_index():

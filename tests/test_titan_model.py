@@ -294,10 +294,27 @@ def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monk
         logprobs, entropy = head(given, targets, 0.7)
         gradients = torch.autograd.grad(logprobs.exp().sum(), [given, head.weight])
         results.append((logprobs, entropy, *gradients))
-        assert sizes == ([10] if chunk == 10 else [4, 4, 2, 2, 4, 4]), "the backward pass computes chunks again"
+        assert sizes == ([10] if chunk == 10 else [4, 4, 2, 4, 4, 2]), "the backward pass computes chunks again"
     expected = token_logprobs(hidden @ head.weight.T, targets, 0.7)
     torch.testing.assert_close(results[0][:2], expected)
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_chunks_of_a_bfloat16_head_add_up_as_exactly_as_one(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    head = FloatHead(FloatHead.Config(in_features=16, out_features=200)).to(torch.bfloat16)
+    hidden, targets = torch.randn(2048, 16).bfloat16(), torch.randint(0, 200, (2048,))
+    weight = head.weight.detach().double().requires_grad_()
+    scores = (hidden.double() @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (exact,) = torch.autograd.grad((scores * torch.linspace(-1, 1, 2048)).sum(), weight)
+    off = []
+    for tokens in (2048, 16):
+        monkeypatch.setattr(titan_model, "HEAD_CHUNK_BYTES", tokens * 200 * 4)
+        logprobs, _ = head(hidden, targets)
+        (found,) = torch.autograd.grad((logprobs * torch.linspace(-1, 1, 2048)).sum(), head.weight)
+        assert found.dtype == torch.bfloat16
+        off.append(float((found - exact).norm() / exact.norm()))
+    assert off[1] < 1.01 * off[0], "the gradient of all chunks is rounded once"
 
 
 def test_weights_spread_over_several_files_are_found(tmp_path: Path):

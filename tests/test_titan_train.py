@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
 from forge_rl.data.packing import Packed
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.blocks import training_state
 from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import ConfigError
+from forge_rl.errors import CheckpointError, ConfigError, LossError
 from forge_rl.metrics import Max, Mean, merge_all, reduce
 from forge_rl.types import Batch
 from tests.fakes import empty_row, hf_weights, make_model, packed, random_batch, run_ranks, train_batch
@@ -109,7 +111,8 @@ def test_metrics_of_a_step_are_those_of_its_tokens(tmp_path: Path):
     assert found["logprob_gap/max"] == pytest.approx(float(gaps.max()), rel=1e-10)
     assert 0 < found["entropy"] < math.log(43)
     assert isinstance(metrics["loss"], Mean)
-    assert isinstance(metrics["grad_norm"], Max)
+    assert isinstance(metrics["grad_norm"], Mean)
+    assert isinstance(metrics["grad_norm/max"], Max)
 
 
 def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_others(tmp_path: Path):
@@ -152,6 +155,10 @@ def mixed_batch(seed: int) -> Batch:
     return replace(batch, groups=tuple(groups))
 
 
+def tokens_of(batch: Batch, *groups: int) -> int:
+    return sum(episode.response_tokens for p in groups for episode in batch.groups[p].episodes)
+
+
 AGGREGATIONS = [Aggregation(), Aggregation(kind="sequence_mean"), Aggregation(kind="constant", tokens=10)]
 
 
@@ -171,14 +178,23 @@ def test_minibatches_and_epochs_are_updates_of_plain_pytorch(aggregation: Aggreg
     plain = PlainTrainer(model, engine.model, OPTIMIZER)
     batch = mixed_batch(1)
     laid = packed(batch, row_tokens=32, minibatches=2)
-    parts = [replace(batch, groups=batch.groups[m::2]) for m in range(2)]
+    dealt = [{e // 3 for row in part.rows for e in row.episodes[row.mask].tolist()} for part in laid.minibatches]
+    assert [len(part) for part in dealt] == [1, 1], "two groups have equal rewards"
+    assert [part.sequences for part in laid.minibatches] == [6, 6]
+    uniform = [p for p in range(4) if p not in dealt[0] | dealt[1]]
+    first = next(p for p in uniform if laid.minibatches[0].tokens == tokens_of(batch, p, *dealt[0]))
+    uniform.remove(first)
+    pairs = [(*dealt[0], first), (*dealt[1], *uniform)]
+    parts = [replace(batch, groups=tuple(batch.groups[p] for p in pair)) for pair in pairs]
     expected = [each for part in parts * 2 for each in plain_steps(plain, part, loss)]
     # Warm-up over 2 updates to 1e-3, then linear over the 3 that are left.
     assert [each["lr"] for each in expected] == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3 * 2 / 3])
     found = reduce(step(engine, laid, loss=loss, epochs=2))
     assert engine.updates == 4
     assert found["loss"] == pytest.approx(sum(each["loss"] for each in expected) / 4, rel=1e-10, abs=1e-12)
-    assert found["grad_norm"] == pytest.approx(max(each["grad_norm"] for each in expected), rel=1e-10)
+    norms = [each["grad_norm"] for each in expected]
+    assert found["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-10)
+    assert found["grad_norm/max"] == pytest.approx(max(norms), rel=1e-10)
     assert furthest(hf_weights(engine.model), plain.weights(tmp_path / "plain")) < 1e-10
 
 
@@ -393,16 +409,102 @@ def train_as_rank(
         for batch, loss, epochs, minibatches in zip(batches(), (LOSS, SEQUENCES), (1, 2), (1, 2), strict=False):
             laid = packed(batch, shares=2, row_tokens=32, minibatches=minibatches)
             assert len(laid.rows) > 2
-            metrics.append(step(engine, laid, loss=loss, epochs=epochs))
+            with Reductions() as several:
+                metrics.append(step(engine, laid, loss=loss, epochs=epochs))
         (laid,) = packed(batches()[2], row_tokens=256).minibatches
         last = packed(batches()[2], row_tokens=256)
-        metrics.append(step(engine, replace(last, minibatches=(replace(laid, rows=(laid.rows[0], empty_row())),))))
+        with Reductions() as one:
+            metrics.append(step(engine, replace(last, minibatches=(replace(laid, rows=(laid.rows[0], empty_row())),))))
+        assert several.count == 4 * one.count > 0, "once an update, whatever the number of its rows"
         weights = hf_weights(engine.model)
         own = replace(laid, rows=[laid.rows[0], empty_row()][rank : rank + 1])
         broken = Broken(episode=0, value=float("nan"))  # on rank 0 alone
         skipped = engine.train_batch([own], broken, epochs=1, temperature=1.0, total_updates=9, version=None)
+        with pytest.raises(LossError, match="a bug of a user"):  # on both ranks, though it raises on one
+            engine.train_batch([own], Failing(at=1 - rank), epochs=1, temperature=1.0, total_updates=9, version=None)
         results[name] = (metrics, weights, (skipped, moved(engine, weights)))
     return results
+
+
+class Reductions(TorchDispatchMode):
+    """Counts how often gradients are added up over ranks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(ClippedSurrogate):
+    """Raises at one of its calls."""
+
+    at: int
+    calls: list[None] = field(default_factory=list)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.calls.append(None)
+        if len(self.calls) == self.at:
+            raise ValueError("a bug of a user")
+        return super().__call__(inputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_fails_leaves_nothing_behind(dtype: str, tmp_path: Path):
+    make_model(tmp_path)
+    clean, failed = (engine_of(tmp_path, dtype=dtype) for _ in range(2))
+    bad = packed(random_batch(0, vocab=43, groups=4), row_tokens=32)
+    good = packed(random_batch(1, vocab=43, groups=4), row_tokens=32)
+    first, again = (reduce(step(engine, good)) for engine in (clean, failed))
+    assert first == again
+    before = training_state(failed.model, failed.optimizer, {})
+    kept = {name: block.values.clone() for name, block in before.items()}
+    for at in (1, len(bad.rows)):
+        with pytest.raises(LossError, match=r"ValueError: a bug of a user \(.*test_titan_train.py:\d+\)"):
+            step(failed, bad, loss=Failing(at=at))
+        assert all(parameter.grad is None for parameter in failed.model.parameters())
+        after = training_state(failed.model, failed.optimizer, {})
+        assert after.keys() == kept.keys()
+        assert all(torch.equal(after[name].values, values) for name, values in kept.items())
+        assert (failed.updates, len(failed.optimizer.state)) == (1, len(list(failed.model.parameters())))
+    failed.planned = clean.planned
+    assert reduce(step(clean, good)) == reduce(step(failed, good))
+    assert furthest(hf_weights(clean.model), hf_weights(failed.model)) == 0
+
+
+def test_updates_before_the_one_that_fails_stay_and_count(tmp_path: Path):
+    make_model(tmp_path)
+    engine, plain = (engine_of(tmp_path) for _ in range(2))
+    laid = packed(random_batch(0, vocab=43, groups=4), row_tokens=64, minibatches=2)
+    first, _ = laid.minibatches
+    with pytest.raises(LossError):
+        step(engine, laid, loss=Failing(at=len(first.rows) + 1))
+    step(plain, replace(laid, minibatches=(first,)))
+    assert (engine.updates, engine.planned) == (1, 2)
+    assert furthest(hf_weights(engine.model), hf_weights(plain.model)) == 0
+
+
+def test_weights_that_are_not_the_optimizers_are_not_saved(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path, dtype="bfloat16")
+    (row,) = packed(random_batch(0, vocab=43)).rows
+    with torch.no_grad():
+        engine._score(engine.model, engine._on_device(row), 1.0)  # FSDP keeps whole weights in place of the shards
+    with pytest.raises(CheckpointError, match="are not those that the optimizer trains"):
+        training_state(engine.model, engine.optimizer, {})
+
+
+def test_the_learning_rate_ends_at_0_although_minibatches_gave_no_update(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path, optimizer=OptimizerConfig(lr=1e-3, decay="linear"))
+    (minibatch,) = packed(random_batch(0, vocab=43)).minibatches
+    nothing = replace(minibatch, rows=())
+    given = [minibatch, nothing, nothing, minibatch]
+    found = engine.train_batch(given, LOSS, epochs=1, temperature=1.0, total_updates=4, version=None)
+    rates = [metrics and reduce(metrics)["lr"] for metrics in found]
+    assert rates == [pytest.approx(1e-3), {}, {}, pytest.approx(1e-3 / 4)]
+    assert (engine.updates, engine.planned) == (2, 4)
 
 
 def test_two_ranks_train_as_one(tmp_path: Path):

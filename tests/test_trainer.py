@@ -15,7 +15,7 @@ import torch
 from forge_rl.algorithms import ClippedSurrogate, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.errors import ConfigError, ForgeError, LossError
 from forge_rl.run.config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
@@ -51,7 +51,8 @@ async def open_trainer(
             model=folder / "hf",
             resume=None,
             reference=False,
-            total_steps=2,
+            seed=0,
+            total_steps=3,
             skipped=folder / "skipped",
             deadline_s=120,
         )
@@ -136,11 +137,15 @@ def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp
 
 @dataclass(frozen=True, kw_only=True)
 class Broken(ClippedSurrogate):
-    """A loss whose gradient is not finite on rank 1, in the groups of the first minibatch of two of two each."""
+    """A loss whose gradient is not finite where the first group is, which is on one rank; or that raises there."""
+
+    raises: bool = False
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, sums = super().__call__(inputs)
-        first = (inputs.episodes[inputs.mask] // 3 % 2 == 0).any() and torch.distributed.get_rank() == 1
+        first = bool((inputs.episodes[inputs.mask] == 0).any())
+        if first and self.raises:
+            raise ZeroDivisionError("no tokens of that kind")
         return loss * (float("nan") if first else 1), sums
 
 
@@ -160,7 +165,7 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             stats = await trainer.step(laid, ClippedSurrogate())
             assert await trainer.onload() == 0
             assert (trainer.updates, trainer.version, stats["updates"], stats["updates/skipped"]) == (4, 0, 4, 0)
-            assert stats["lr"] == pytest.approx(1e-2), "the largest of updates 0 to 3 of 8"
+            assert stats["lr"] == pytest.approx(1e-2), "the largest of updates 0 to 3 of 12"
             assert "logprob_gap" in stats
             stats = await trainer.step(nothing, ClippedSurrogate())
             assert stats == {"tokens/trained": 0, "updates": 4, "updates/skipped": 0}
@@ -170,7 +175,7 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             await trainer.finish_save()
             stats = await trainer.step(laid, ClippedSurrogate())
             assert (trainer.updates, trainer.version) == (8, 0)
-            assert stats["lr"] == pytest.approx(1e-2 * 4 / 8), "that of update 4"
+            assert stats["lr"] == pytest.approx(1e-2 * 4 / 12), "that of the ninth minibatch of 12, as 4 gave no update"
             assert "logprob_gap" not in stats, "the weights are no version's"
             assert [await trainer.publish(store, dtype="float32") for _ in range(2)] == [1, 2]
 
@@ -182,21 +187,36 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             stats = await trainer.step(laid, Broken())
             assert (trainer.updates, stats["updates"], stats["updates/skipped"]) == (6, 6, 2)
             assert stats["loss"] == pytest.approx(stats["loss"]), "that of the others"
+            bad = [any((row.episodes == 0).any() for row in each.rows) for each in laid.minibatches]
+            assert [sum(bad[:2]), sum(bad[2:])] == [1, 1]
             files = sorted((tmp_path / "skipped").iterdir())
-            assert [path.name for path in files] == ["update-000005-1.pt", "update-000006-1.pt"]
+            numbers = [5 + bad[:at].count(False) for at in range(4) if bad[at]]
+            assert [int(path.name.split("-")[1]) for path in files] == numbers
             saved = torch.load(files[0])
-            first = laid.minibatches[0]
+            first = laid.minibatches[bad.index(True)]
             assert (saved["tokens"], saved["temperature"], len(saved["rows"])) == (first.tokens, 1.0, len(first.rows))
             for found, row in zip(saved["rows"], first.rows, strict=True):
                 assert found.pop("routed") is None is row.routed
                 assert all(torch.equal(value, getattr(row, name)) for name, value in found.items())
-            only_bad = replace(laid, minibatches=(first,))
+            await trainer.step(laid, ClippedSurrogate())
+            assert trainer.updates == 10
+            only_bad = replace(laid, minibatches=(first, first))
             stats = await trainer.step(only_bad, Broken())
             assert (stats["updates/skipped"], stats["tokens/trained"]) == (2, 0)
             with pytest.raises(ForgeError, match="4 updates in a row had a gradient that is not finite") as caught:
                 await trainer.step(only_bad, Broken())
-            assert str(tmp_path / "skipped" / "update-000007-4.pt") in caught.value.hint
+            assert str(tmp_path / "skipped" / "update-000011-4.pt") in caught.value.hint
             assert "--trainer.max-skipped-updates" in caught.value.hint
+
+            with pytest.raises(
+                LossError, match=r"ZeroDivisionError: no tokens of that kind \(.*test_trainer.py:"
+            ) as lost:
+                await trainer.step(laid, Broken(raises=True))
+            assert "in __call__" in lost.value.trace
+            assert "ZeroDivisionError" in (tmp_path / "trainer-0.1.log").read_text()
+            assert trainer.updates == 10 + bad.index(True) == await trainer.wait_idle(), "those before it count"
+            stats = await trainer.step(laid, ClippedSurrogate())
+            assert stats["updates"] == trainer.updates == 14 + bad.index(True)
 
     asyncio.run(run())
 
@@ -269,7 +289,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     make_model(tmp_path)
     config = Trainer.Config(ranks=3)
     given: Any = {"model": tmp_path, "resume": None, "reference": False, "total_steps": 1}
-    given |= {"skipped": Path(), "deadline_s": 1}
+    given |= {"seed": 0, "skipped": Path(), "deadline_s": 1}
     nothing: Any = None
     with pytest.raises(ConfigError, match="3 ranks need a GPU each, and this machine has 2"):
         asyncio.run(Trainer.start(config, nothing, nothing, **given))

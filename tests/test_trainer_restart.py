@@ -93,6 +93,7 @@ async def open_trainer(folder: Path, *, ranks: int = 2, **config: int) -> AsyncI
             model=folder / "hf",
             resume=None,
             reference=False,
+            seed=0,
             total_steps=9,
             skipped=folder / "skipped",
             deadline_s=120,

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forge_rl.data.trees import Tree, assign_rows, build_trees, make_branch, round_up, row_size
+from forge_rl.data.minibatches import deal
+from forge_rl.data.trees import Branch, Tree, assign_rows, build_trees, make_branch, round_up, row_size
 from forge_rl.errors import ConfigError
 from forge_rl.types import Advantages, Batch, Episode, Segment
 
@@ -37,12 +38,18 @@ class Layout:
     """Number of devices that split the activations of one part of a row: its length is rounded up to a multiple of this
     too, by padding that row_tokens does not count."""
     minibatches: int = 1
-    """Number of parts that a batch is cut into, each for an update of its own. A group is in one part."""
+    """Number of parts that a batch is cut into, each for an update of its own. A group is in one part, and every source
+    in all of them, as evenly as the number of its groups allows."""
+    epochs: int = 1
+    """Times that a batch is cut into minibatches, each time otherwise; with one minibatch it is once."""
+    seed: int = 0
+    """Decides with the batch's version, and the epoch, which groups are in which minibatch."""
     share_prefixes: bool = True
     """Store and compute a common prefix once. Off, each segment is a tree of its own with one branch."""
 
     def __post_init__(self) -> None:
-        for name in ("shares", "row_tokens", "context_parallel", "pad_multiple", "tensor_parallel", "minibatches"):
+        sizes = "shares", "row_tokens", "context_parallel", "pad_multiple", "tensor_parallel", "minibatches", "epochs"
+        for name in sizes:
             if getattr(self, name) < 1:
                 flag = "--trainer." + name.replace("_", "-").replace("shares", "ranks")
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
@@ -122,9 +129,11 @@ class Packed:
     """A batch, packed."""
 
     minibatches: tuple[Minibatch, ...]
-    """Parts for an update each, as many as the layout says."""
+    """Parts for an update each, those of the first epoch first."""
+    epochs: int
+    """Number of epochs that these are for."""
     trained_tokens: int
-    """Number of targets with mask True, over all rows."""
+    """Number of targets with mask True, over all rows of an epoch."""
     sequence_tokens: int
     """Input tokens of all packed segments, before sharing and padding."""
     unscored_tokens: int
@@ -136,12 +145,13 @@ class Packed:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Rows of all minibatches."""
-        return tuple(row for minibatch in self.minibatches for row in minibatch.rows)
+        """Rows of the first epoch: each trained token is a target in one of them."""
+        first = self.minibatches[: len(self.minibatches) // self.epochs]
+        return tuple(row for minibatch in first for row in minibatch.rows)
 
     @property
     def packed_tokens(self) -> int:
-        """Input tokens after sharing, padding included: the positions that the trainer computes."""
+        """Input tokens after sharing, padding included: the positions that the trainer computes in an epoch."""
         return sum(len(row) for row in self.rows)
 
 
@@ -191,11 +201,10 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
             f"{len(batch.groups)} groups cannot be cut into {layout.minibatches} minibatches",
             hint="lower --trainer.minibatches, or raise --groups-per-batch",
         )
-    # Neighbours go to different minibatches, as sources take turns in a batch.
-    parts = [_Part() for _ in range(layout.minibatches)]
-    uniform = unscored = 0
+    groups: list[_Group] = []
+    uniform = unscored = keys = 0
     for p, group in enumerate(batch.groups):
-        part, branches = parts[p % layout.minibatches], []
+        laid, branches = _Group(), list[Branch]()
         for g, episode in enumerate(group.episodes):
             own = [
                 make_branch(segment, p * shape[1] + g, s, _of_segment(advantages[p][g], episode, segment))
@@ -203,14 +212,16 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
             ]
             trained = sum(int(branch.mask.sum()) for branch in own)
             unscored += episode.response_tokens - trained
-            part.lengths[p * shape[1] + g] = trained
+            laid.lengths[p * shape[1] + g] = trained
             branches += [branch for branch in own if branch.mask.any()]
         is_uniform = not any(bool(each.any()) for each in advantages[p])
         uniform += is_uniform
         if not (drop_uniform and is_uniform):
-            part.trees += build_trees(branches, first_key=len(part.trees), share_prefixes=layout.share_prefixes)
+            laid.trees = build_trees(branches, first_key=keys, share_prefixes=layout.share_prefixes)
+            keys += len(laid.trees)
+        groups.append(laid)
 
-    packed = [branch for part in parts for tree in part.trees for branch in tree.branches]
+    packed = [branch for group in groups for tree in group.trees for branch in tree.branches]
     needed = max((branch.inputs for branch in packed), default=0)
     if needed > layout.longest:
         on_one = round_up(-(-needed // layout.context_parallel), layout.pad_multiple)
@@ -220,8 +231,13 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
             hint=f"set --trainer.row-tokens to at least {on_one}, or --trainer.context-parallel to at least "
             f"{-(-needed // layout.row_tokens)}, which splits each row over so many; or let episodes be shorter",
         )
+    sources, has_trees = [group.task.source for group in batch.groups], [bool(group.trees) for group in groups]
+    epochs = layout.epochs if layout.minibatches > 1 else 1
+    seeds = [(layout.seed % 2**32, max(0, batch.version), epoch) for epoch in range(epochs)]
+    parts = [part for seed in seeds for part in deal(sources, has_trees, layout.minibatches, seed=seed)]
     return Packed(
-        minibatches=tuple(part.minibatch(layout) for part in parts),
+        minibatches=tuple(_minibatch([groups[p] for p in part], layout) for part in parts),
+        epochs=epochs,
         trained_tokens=sum(int(branch.mask.sum()) for branch in packed),
         sequence_tokens=sum(branch.inputs for branch in packed),
         unscored_tokens=unscored,
@@ -260,21 +276,25 @@ def _of_segment(
 
 
 @dataclass
-class _Part:
-    """Groups of one minibatch."""
+class _Group:
+    """A group as it goes to a minibatch."""
 
     trees: list[Tree] = field(default_factory=list)
+    """None if it is left out."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Number of trained tokens of each episode, those of groups that are left out included."""
+    """Number of trained tokens of each episode, also where it is left out."""
 
-    def minibatch(self, layout: Layout) -> Minibatch:
-        rows = assign_rows(self.trees, row_tokens=layout.longest, shares=layout.shares)
-        multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel) * layout.context_parallel
-        return Minibatch(
-            rows=tuple(_row(row, multiple, self.lengths) for row in rows),
-            tokens=sum(self.lengths.values()),
-            sequences=len(self.lengths),
-        )
+
+def _minibatch(groups: list[_Group], layout: Layout) -> Minibatch:
+    lengths = {episode: length for group in groups for episode, length in group.lengths.items()}
+    trees = [tree for group in groups for tree in group.trees]
+    rows = assign_rows(trees, row_tokens=layout.longest, shares=layout.shares)
+    multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel) * layout.context_parallel
+    return Minibatch(
+        rows=tuple(_row(row, multiple, lengths) for row in rows),
+        tokens=sum(lengths.values()),
+        sequences=len(lengths),
+    )
 
 
 _PADDING = (

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forge_rl.engines.platform import gpu_bytes, host_bytes
+from forge_rl.engines.protocol import TrainSettings
+
+_GRADIENTS_SHARE = 4
+"""Whole gradients may take one part in so many of a device's memory, or those of all ranks where they share one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMemory:
@@ -12,7 +18,7 @@ class TrainMemory:
     weights: int
     """This rank's shards, float32 or wider."""
     gradients: int
-    """As many as of weights."""
+    """As the weights; whole matrices' where ranks add them up once an update, see `adds_up_once`."""
     optimizer: int
     """Both moments of AdamW."""
     reference: int
@@ -36,3 +42,16 @@ class TrainMemory:
     @property
     def total(self) -> int:
         return sum(vars(self).values())
+
+
+def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:
+    """Tell whether ranks add up their gradients once an update, after its last row, and not after each row.
+
+    Until then each holds the gradients of its whole matrices, in float32, for which there must be room.
+
+    Args:
+        weights: number of the model's weights.
+    """
+    memory = gpu_bytes() or host_bytes() // ranks
+    whole = 4 * weights // settings.tensor_parallel
+    return not settings.cpu_offload and whole * _GRADIENTS_SHARE <= memory

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,33 @@ def gpus() -> int:
 def local_device(rank: int) -> torch.device:
     """Return the device of a rank: on CUDA a GPU of its own."""
     return torch.device("cpu") if device_type() == "cpu" else torch.device("cuda", rank)
+
+
+def device_threads(rank: int, name: str, most: int | None = None) -> ThreadPoolExecutor:
+    """Make threads that work on a rank's device: by itself a new one makes its context on the first GPU.
+
+    Args:
+        name: prefix of their names.
+        most: number of threads; as many as Python's own by default.
+    """
+    return ThreadPoolExecutor(most, name, _use_device, (local_device(rank),))
+
+
+def _use_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def limit_graphs(most: int = 64) -> None:
+    """Make torch.compile fail where a function needs more graphs than that in this process.
+
+    By default it would run it uncompiled after 8, without a word: FlexAttention then holds all scores of a row. Rows of
+    different lengths share graphs; whether there is a window, a gradient, or a row of one block takes one each.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = most
+    config.fail_on_recompile_limit_hit = True
 
 
 def resolve_dtype(name: Dtype | TrainDtype) -> torch.dtype:

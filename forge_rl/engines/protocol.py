@@ -177,6 +177,8 @@ class TrainEngine(Protocol):
     rank: int
     updates: int
     """Optimizer steps behind the weights."""
+    planned: int
+    """Minibatches seen so far, also those that gave no update: by these the learning rate takes its course."""
 
     @property
     def parameters(self) -> int:
@@ -196,16 +198,20 @@ class TrainEngine(Protocol):
 
         Args:
             minibatches: with the rows of this rank's data-parallel share, which are the same on all its peers, each
-                one microbatch; as many in every share, and at least one.
+                one microbatch; as many in every share. One without rows gives no update.
             loss: sums per-token losses.
             temperature: the one that the episodes were sampled at.
-            total_updates: updates of the whole run, for the course of the learning rate.
+            total_updates: minibatches of the whole run, for the course of the learning rate.
             version: published version that these weights are; None where they were updated since.
 
         Returns:
-            Mergeable metrics of this share for each update, in order, the same on its peers. None for one whose
-            gradient was not finite: it left weights and optimizer as they were, on all ranks, and does not count in
-            `updates`.
+            Mergeable metrics of this share for each minibatch, in order, the same on its peers; {} for one without
+            rows. None where the gradient was not finite: that left weights and optimizer as they were, on all ranks,
+            and does not count in `updates`.
+
+        Raises:
+            LossError: the loss failed, on this rank or another. Whatever is raised leaves weights and optimizer as the
+                last update left them, and no gradient.
         """
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:

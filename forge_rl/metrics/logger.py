@@ -86,6 +86,10 @@ class RunLog:
                 text = f"{text} ({count} like it so far)"
         self._tell(text, level)
 
+    def keep(self, text: str, level: Level) -> None:
+        """Write an event into the files, such as a long trace, and leave the display alone."""
+        self._each(self._sinks, "event", without_credentials(text), level)
+
     def close(self) -> None:
         """Write what is held back and stop the display."""
         folded, self._folded = self._folded, {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.data.models import resolve_model
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context
@@ -50,14 +51,17 @@ class Need:
 
 
 def show_plan(config: object) -> None:
-    """Print what `plan_run` finds for a recipe's settings.
+    """Print what `plan_run` finds for a recipe's settings; try its loss.
 
     Raises:
         ConfigError: it cannot fit.
+        LossError: the loss cannot work, see `try_loss`.
     """
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
-    model = resolve_model(config.model, config.cache).resolve()
     loss = getattr(config, "loss", None)
+    if loss is not None:
+        try_loss(loss)
+    model = resolve_model(config.model, config.cache).resolve()
     needs = plan_run(config, model, reference=bool(getattr(loss, "needs_reference", False)))
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")

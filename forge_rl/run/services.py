@@ -131,6 +131,7 @@ async def running_services(
                     model=model,
                     resume=resume,
                     reference=reference,
+                    seed=config.seed,
                     total_steps=config.steps,
                     skipped=folder / "skipped",
                     deadline_s=deadline_s,

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import gc
 import os
+import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.losses import Loss
+from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.checkpoint import Checkpoints
 from forge_rl.data.dequantized import dequantized
 from forge_rl.data.mixture import AnySources, as_mixture
@@ -75,6 +77,7 @@ class Starting(Generic[C]):
 
     Raises:
         ConfigError: settings contradict each other, the machine, or the run that is continued.
+        LossError: the loss cannot work, see `try_loss`.
         ForgeError: something does not start; says what and why.
     """
 
@@ -123,6 +126,7 @@ class Starting(Generic[C]):
     async def _run(self) -> AsyncIterator[Run[C]]:
         config = self.config
         open_to = check_isolation(config.isolation)
+        try_loss(self.loss)
         clock = PhaseClock()
         faults = Faults(phase=lambda: clock.current)
         shared = shares_devices(
@@ -321,6 +325,8 @@ class Starting(Generic[C]):
                     await run.save_interrupted()
                 raise
             except Exception as error:
+                trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
+                log.keep(f"ended by {error}\n{trace}", "fault")
                 if run is not None:
                     await run.save_after(error)
                 raise

@@ -249,11 +249,21 @@ def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str], sec
         io.TextIOWrapper(io.BufferedWriter(_Log(number, "w", closefd=False)), "utf-8", "replace", line_buffering=True)
         for number in (1, 2)
     )
+    # Handlers run from the last to the first. What native code prints once Python has ended, such as nanobind's lists
+    # of leaks, would stand where one looks for the last error.
+    atexit.register(_silence)
     # At its end Python searches all objects for cycles, which takes seconds of a processor where torch is loaded.
     atexit.register(gc.freeze)
     sys.path += [place for place in path if place not in sys.path]
     for module in imports:
         importlib.import_module(module)
+
+
+def _silence() -> None:
+    """Drop what is printed to stderr from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
 
 
 @contextlib.contextmanager

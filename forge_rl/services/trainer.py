@@ -21,6 +21,7 @@ from forge_rl.errors import (
     ConfigError,
     DeadlineError,
     ForgeError,
+    LossError,
     ReplicaError,
     ServiceError,
     check_flags,
@@ -62,7 +63,7 @@ class Trainer:
         minibatches: int = 1
         """Parts that a batch is cut into, each for an update of its own."""
         epochs: int = 1
-        """Times that a batch's minibatches are trained on before the next batch."""
+        """Times that a batch is trained on before the next one, each time cut into other minibatches."""
         max_skipped_updates: int = 3
         """Updates in a row whose gradient is not finite that end the run; fewer are skipped, and saved to look at."""
         port: int = 0
@@ -110,7 +111,7 @@ class Trainer:
 
         @property
         def updates_per_batch(self) -> int:
-            """Number of optimizer steps that a batch takes."""
+            """Number of optimizer steps that a batch takes, if every minibatch gives one."""
             return self.minibatches * self.epochs
 
     def __init__(
@@ -120,6 +121,7 @@ class Trainer:
         faults: Faults,
         spawn: Callable[[], Replica],
         *,
+        seed: int,
         total_steps: int,
         skipped: Path,
         start_deadline_s: float,
@@ -128,6 +130,7 @@ class Trainer:
         self._service = service
         self._faults = faults
         self._spawn = spawn
+        self._seed = seed
         self._total_updates = total_steps * config.updates_per_batch
         self._skipped = skipped
         self._skipped_in_a_row = 0
@@ -162,6 +165,7 @@ class Trainer:
         model: Path,
         resume: Path | None,
         reference: bool,
+        seed: int,
         total_steps: int,
         skipped: Path,
         deadline_s: float,
@@ -171,6 +175,7 @@ class Trainer:
         Args:
             model: Hugging Face folder to start from; also the frozen reference, if there is one.
             resume: training state to continue from instead.
+            seed: decides which groups are in which minibatch; see `Layout.seed`.
             total_steps: batches of the run, for the course of the learning rate.
             skipped: folder for what was in updates that were skipped; made when there is one.
             deadline_s: longest time for the whole start.
@@ -187,7 +192,14 @@ class Trainer:
             return service.spawn(TrainerActor, *args, ranks=config.ranks, env=env, index=0)
 
         trainer = cls(
-            config, service, faults, spawn, total_steps=total_steps, skipped=skipped, start_deadline_s=deadline_s
+            config,
+            service,
+            faults,
+            spawn,
+            seed=seed,
+            total_steps=total_steps,
+            skipped=skipped,
+            start_deadline_s=deadline_s,
         )
         try:
             await trainer._open(resume)
@@ -259,6 +271,8 @@ class Trainer:
             pad_multiple=_pad_multiple(),
             tensor_parallel=self.config.tensor_parallel,
             minibatches=self.config.minibatches,
+            epochs=self.config.epochs,
+            seed=self._seed,
         )
 
     async def step(self, packed: Packed, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
@@ -272,17 +286,16 @@ class Trainer:
             `tokens/trained` of this batch, and those of the loss and the optimizer if there was an update.
 
         Raises:
+            LossError: the loss failed. Updates before it stay, and count.
             ForgeError: max_skipped_updates in a row were skipped.
         """
-        minibatches = [minibatch for minibatch in packed.minibatches if minibatch.rows]
-        if not minibatches:
-            return {"tokens/trained": 0.0, "updates": float(self.updates), "updates/skipped": 0.0}
-        config = self.config
+        config, minibatches = self.config, packed.minibatches
+        epochs = max(1, config.epochs // packed.epochs)
         version = self.version if self.updates == self._published else None
         parts = await self._all(
             "step",
             loss,
-            config.epochs,
+            epochs,
             temperature,
             self._total_updates,
             version,
@@ -291,16 +304,17 @@ class Trainer:
             ],
             work=packed.packed_tokens * config.epochs,
         )
-        self.busy_s += max(seconds for _, seconds in parts)
+        number, self.updates = self.updates, parts[0][1]
+        self.busy_s += max(seconds for _, _, seconds in parts)
         skipped = []
-        for index, finite in enumerate(metrics is not None for metrics in parts[0][0]):
-            if finite:
-                self.updates += 1
+        for index, metrics in enumerate(parts[0][0]):
+            if metrics:
+                number += 1
                 self._skipped_in_a_row = 0
-            else:
+            elif metrics is None:
                 self._skipped_in_a_row += 1
                 minibatch = minibatches[index % len(minibatches)]
-                skipped.append(await asyncio.to_thread(self._save_skipped, minibatch, temperature))
+                skipped.append(await asyncio.to_thread(self._save_skipped, number + 1, minibatch, temperature))
         if self._skipped_in_a_row >= config.max_skipped_updates:
             raise ForgeError(
                 f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite",
@@ -308,15 +322,15 @@ class Trainer:
                 "raise --trainer.max-skipped-updates",
             )
         shares = parts[:: config.peers]  # peers have the same metrics
-        merged = reduce(merge_all(metrics for found, _ in shares for metrics in found if metrics is not None))
+        merged = reduce(merge_all(metrics for found, _, _ in shares for metrics in found if metrics is not None))
         counts = {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
         return {"tokens/trained": 0.0} | merged | counts
 
-    def _save_skipped(self, minibatch: Minibatch, temperature: float) -> Path:
-        """Save what was in a skipped update, as a dict of plain values and tensors that `torch.load` reads."""
+    def _save_skipped(self, number: int, minibatch: Minibatch, temperature: float) -> Path:
+        """Save what was in the skipped update of this number, as a dict that `torch.load` reads."""
         import torch
 
-        path = self._skipped / f"update-{self.updates + 1:06d}-{self._skipped_in_a_row}.pt"
+        path = self._skipped / f"update-{number:06d}-{self._skipped_in_a_row}.pt"
         rows = [vars(row) for row in minibatch.rows]
         self._skipped.mkdir(exist_ok=True)
         torch.save(vars(minibatch) | {"rows": rows, "temperature": temperature}, path)
@@ -468,8 +482,9 @@ class Trainer:
         except ForgeError as error:
             await self._after_error(replica, method, error)
             raise
-        seconds = (replica.clock() - began) / max(1, work)
-        self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
+        if work:
+            seconds = (replica.clock() - began) / work
+            self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
         return results
 
     async def _after_error(self, replica: Replica, method: str, error: ForgeError) -> None:
@@ -490,11 +505,13 @@ class Trainer:
             raise ReplicaError(
                 cause, service=self._service.name, replica=replica.index, call=method, hint=f"see {replica.log}"
             ) from error
-        if replica.ranks > 1:  # the others may hang in a collective
-            try:
-                await replica.call_ranks("wait_idle", lambda _: (), deadline_s=_NOTICE_S)
-            except ServiceError:
-                self._service.mark_failed(replica, cause)
+        # All ranks raise what the loss did; after another error some may hang in a collective.
+        alike = replica.ranks == 1 or isinstance(error, LossError)
+        deadline_s = self.config.deadline_s if alike else _NOTICE_S
+        try:  # updates before the error stay, and count
+            self.updates = (await replica.call_ranks("wait_idle", lambda _: (), deadline_s=deadline_s))[0]
+        except ServiceError:
+            self._service.mark_failed(replica, cause)
 
     async def _call_ranks(
         self, replica: Replica, method: str, args_of_rank: Callable[[int], Sequence[object]], deadline_s: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,9 +15,9 @@ from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.engines.factory import make_train_engine
-from forge_rl.engines.platform import device_type, init_distributed
+from forge_rl.engines.platform import device_threads, device_type, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.runtime.signals import outlive_stop_signals
@@ -51,6 +52,7 @@ class TrainerActor(ServiceActor):
         outlive_stop_signals(with_programs=True)  # a step that ends before the run saves may be compiling
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
+            asyncio.get_running_loop().set_default_executor(device_threads(rank, "trainer"))  # of asyncio.to_thread
             self._engine = self._make_engine()
             warm_up()
             version = self._engine.load_training_state(resume) if resume is not None else 0
@@ -64,10 +66,10 @@ class TrainerActor(ServiceActor):
         temperature: float,
         total_updates: int,
         version: int | None,
-    ) -> tuple[list[dict[str, Value] | None], float]:
+    ) -> tuple[list[dict[str, Value] | None], int, float]:
         """Take the updates of a batch on the minibatches that were sent.
 
-        Returns metrics of this rank for each, and the seconds that all took.
+        Returns metrics of this rank for each, the number of updates behind the weights, and the seconds that all took.
         """
         async with self._lock:
             began = time.monotonic()
@@ -86,7 +88,10 @@ class TrainerActor(ServiceActor):
                     hint="set --trainer.activation-checkpointing full, or lower --trainer.row-tokens or "
                     "--generator.memory-share",
                 ) from error
-            return metrics, time.monotonic() - began
+            except LossError as error:
+                print(error.trace or error, file=sys.stderr, flush=True)
+                raise
+            return metrics, self.engine.updates, time.monotonic() - began
 
     @concurrent_endpoint
     async def logprobs(self, temperature: float) -> list[torch.Tensor]:

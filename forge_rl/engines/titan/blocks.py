@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
 from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
+from forge_rl.errors import CheckpointError
 from forge_rl.weights.slices import TensorSlice
 
 
@@ -98,7 +99,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]) -> dict[str, Block]:
-    """Return this rank's block of all state by name; AdamW makes its own only at the first step, so it is made here."""
+    """Return this rank's block of all state by name; AdamW makes its own only at the first step, so it is made here.
+
+    Raises:
+        CheckpointError: the model's weights are not those that the optimizer trains, as after a step that broke off.
+    """
+    _check_trained(model, optimizer)
     state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
     steps = torch.tensor(0.0)
     for name, parameter in named_weights(model):
@@ -120,3 +126,20 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: M
         state[f"exp_avg_sq.{name}"] = block(moments["exp_avg_sq"])
     state["steps"] = Block.whole(steps)
     return state
+
+
+def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise CheckpointError unless each weight is the optimizer's own, or frozen, and in its format."""
+    trained = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    dtypes = {each.dtype for each in trained.values()}
+    others = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.dtype not in dtypes or (weight.requires_grad and trained.pop(id(weight), None) is None)
+    ]
+    if others or trained:
+        raise CheckpointError(
+            f"{len(others)} weights of the model, such as {next(iter(others), '')!r}, are not those that the optimizer "
+            f"trains, and {len(trained)} of its own are not in the model",
+            hint="continue from the last checkpoint: the same command does",
+        )

@@ -113,6 +113,17 @@ class Parallelism:
         return row
 
 
+def forget_whole_gradients(model: nn.Module) -> None:
+    """Drop gradients that FSDP holds until it adds them up over ranks: torch's own reset leaves them (2.13)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for held in group.fsdp_params:
+                    held.unsharded_accumulated_grad = None
+                    if hasattr(held, "_unsharded_param"):
+                        held._unsharded_param.grad = None
+
+
 def whole_hidden(hidden: torch.Tensor) -> torch.Tensor:
     """Return hidden states as the local tensor that every tensor-parallel rank has.
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forge_rl.engines.architecture import Architecture
-from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.memory import TrainMemory, adds_up_once
 from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.attention import MASK_BYTES, TreeMask
@@ -27,8 +27,8 @@ def plan_training(
 ) -> TrainMemory:
     """Count one rank's memory, before anything is loaded.
 
-    States are split over all ranks of one copy of the policy; what a row takes is split by tensor parallelism, as
-    torchtitan also splits the sequence between its matrices.
+    States are split over all ranks of one copy of the policy, but for gradients that are added up once an update; what
+    a row takes is split by tensor parallelism, as torchtitan also splits the sequence between its matrices.
 
     Args:
         tokens: of a row on one device; by default as many as the settings allow.
@@ -53,7 +53,7 @@ def plan_training(
         row += 2 * kept * others * dtype.itemsize // tensor_parallel
     return TrainMemory(
         weights=kept * count // split,
-        gradients=kept * trained // split,
+        gradients=kept * trained // (tensor_parallel if adds_up_once(count, settings, ranks=ranks) else split),
         optimizer=2 * kept * trained // split,
         reference=kept * count // split if reference else 0,
         gathered=gathered // tensor_parallel,

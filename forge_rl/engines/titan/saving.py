@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from forge_rl.engines.platform import device_threads
 from forge_rl.engines.titan.blocks import Block, SavePlanner, training_state
 from forge_rl.engines.titan.export import Export, Parts
 from forge_rl.engines.titan.shards import names_of
@@ -33,7 +34,7 @@ class StateSaver:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._thread = device_threads(dist.get_rank(), "save", 1)
         self._group: dist.ProcessGroup | None = None
         self._last: Future[None] | None = None
 

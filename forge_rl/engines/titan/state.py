@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -93,20 +93,33 @@ def _open(path: Path) -> safe_open:
 
 
 def load_training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, counts: Iterable[str], folder: Path
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    counts: Iterable[str],
+    folder: Path,
+    *,
+    newer: Mapping[str, str],
 ) -> dict[str, int]:
     """Read what a StateSaver wrote, in whatever layout, into the model and the optimizer.
 
+    Args:
+        counts: names of the counts that were written beside.
+        newer: names of those that older states lack, each with the one that has the same value there.
+
     Returns:
-        The counts of these names.
+        The counts by name.
 
     Raises:
         CheckpointError: it is incomplete, corrupt, crafted, or of another model.
     """
-    state = training_state(model, optimizer, dict.fromkeys(counts, 0))
+    state = training_state(model, optimizer, dict.fromkeys([*counts, *newer], 0))
     try:
         reader = TrainingStateReader(folder)
-        _check_frozen(set(reader.read_metadata().state_dict_metadata), set(state), folder)
+        saved = set(reader.read_metadata().state_dict_metadata)
+        _check_frozen(saved, set(state), folder)
+        for name, same in newer.items():
+            if name not in saved:
+                state[name] = state[same]
         dcp.load(state, storage_reader=reader, planner=LoadPlanner())
     except CheckpointError:
         raise
@@ -118,7 +131,7 @@ def load_training_state(
     for parameter in model.parameters():
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].copy_(state["steps"].values)
-    return {name: int(state[name].values) for name in counts}
+    return {name: int(state[name].values) for name in [*counts, *newer]}
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:

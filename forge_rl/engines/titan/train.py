@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,20 +19,24 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.utils import set_default_dtype
 
 from forge_rl.algorithms import Loss, LossInputs, logprob_gap
+from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.architecture import read_architecture
-from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
+from forge_rl.engines.memory import adds_up_once
+from forge_rl.engines.platform import limit_graphs, local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.checkpointing import checkpointing_of
+from forge_rl.engines.titan.measures import Measures
 from forge_rl.engines.titan.model import attention_mask, build_model
 from forge_rl.engines.titan.offload import OffloadedState
-from forge_rl.engines.titan.parallel import Parallelism, whole_hidden
+from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients, whole_hidden
 from forge_rl.engines.titan.routing import routing_counts, routing_metrics, set_routing
+from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.engines.titan.saving import StateSaver
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights
-from forge_rl.errors import ConfigError
-from forge_rl.metrics import Max, Mean, Sum, Value, merge_all
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.metrics import Max, Mean, Sum, Value
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
 
@@ -40,9 +46,11 @@ class TitanEngine:
 
     def __init__(self, folder: Path, settings: TrainSettings, *, reference: bool = False) -> None:
         self.rank = dist.get_rank()
-        self.updates = 0
+        self.updates = self.planned = 0
         self.architecture = read_architecture(folder)
         self.device = local_device(self.rank)
+        if self.device.type == "cuda":
+            limit_graphs()
         self._folder = folder
         self._settings = settings
         self._parallelism = Parallelism(settings)
@@ -57,6 +65,7 @@ class TitanEngine:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
+        self._adds_up_once = adds_up_once(self.architecture.weights, settings, ranks=dist.get_world_size())
         self._offloaded: OffloadedState | None = None
         self._saver = StateSaver()
 
@@ -71,38 +80,93 @@ class TitanEngine:
         version: int | None,
     ) -> list[dict[str, Value] | None]:
         self.onload()
-        rows = [row for minibatch in minibatches for row in minibatch.rows]
-        nothing: list[torch.Tensor | None] = [None] * len(rows)
-        references = self._logprobs(self._reference, rows, temperature) if loss.needs_reference else nothing
-        proximals = self._logprobs(self.model, rows, temperature) if loss.needs_proximal else nothing
-        found: list[dict[str, Value] | None] = []
-        before = self.updates
-        for _ in range(epochs):
-            scored = zip(references, proximals, strict=True)
-            for minibatch in minibatches:
-                parts, counts = [], list[torch.Tensor]()
-                for row in minibatch.rows:
-                    row_loss, metrics = self._forward(
-                        self._to_device(row),
-                        loss,
-                        *next(scored),
-                        temperature=temperature,
-                        version=version if self.updates == before else None,
-                    )
-                    if (counted := routing_counts(self.model)) is not None:
-                        counts.append(counted)
-                    row_loss = row_loss / loss.aggregation.divisor(
-                        tokens=minibatch.tokens, sequences=minibatch.sequences
-                    )
-                    row_loss.backward()
-                    # A sum over the rows of all shares: the mean is over updates.
-                    share = 1 / (len(minibatch.rows) * self._parallelism.shares)
-                    parts.append(metrics | {"loss": Mean(float(row_loss.detach()), share)})
-                if counts:
-                    parts.append(self._routing(counts))
-                updated = self._update(total_updates)
-                found.append(None if updated is None else merge_all([*parts, updated]))
-        return found
+        try:
+            rows = [row for minibatch in minibatches for row in minibatch.rows]
+            nothing: list[torch.Tensor | None] = [None] * len(rows)
+            references = self._logprobs(self._reference, rows, temperature) if loss.needs_reference else nothing
+            proximals = self._logprobs(self.model, rows, temperature) if loss.needs_proximal else nothing
+            found: list[dict[str, Value] | None] = []
+            before = self.updates
+            for _ in range(epochs):
+                scored = iter(zip(references, proximals, strict=True))
+                for minibatch in minibatches:
+                    own = list(itertools.islice(scored, len(minibatch.rows)))
+                    fresh = version if self.updates == before else None
+                    found.append(self._train_minibatch(minibatch, own, loss, temperature, total_updates, fresh))
+            return found
+        except BaseException:
+            self._forget_step()
+            raise
+
+    def _train_minibatch(
+        self,
+        minibatch: Minibatch,
+        scored: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+        loss: Loss,
+        temperature: float,
+        total_updates: int,
+        version: int | None,
+    ) -> dict[str, Value] | None:
+        """Take one update; {} where there is nothing to train on, None where the gradient is not finite.
+
+        `scored` has the logprobs of reference and proximal policy for each row, where the loss needs them.
+        """
+        lr = self._settings.optimizer.lr_at(self.planned, total_updates)
+        self.planned += 1
+        if not minibatch.rows:
+            return {}
+        measures, counts, failed = Measures(), list[torch.Tensor](), list[ForgeError]()
+        # A sum over the rows of all shares: the mean is over updates.
+        share = 1 / (len(minibatch.rows) * self._parallelism.shares)
+        divisor = loss.aggregation.divisor(tokens=minibatch.tokens, sequences=minibatch.sequences)
+        for left, row, (reference, proximal) in zip(
+            reversed(range(len(minibatch.rows))), minibatch.rows, scored, strict=True
+        ):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(left == 0 or not self._adds_up_once)
+            inputs = self._score_row(row, loss, temperature, measures, version)
+            if (counted := routing_counts(self.model)) is not None:
+                counts.append(counted)
+            row_loss = self._loss_of(replace(inputs, reference=reference, proximal=proximal), loss, measures, failed)
+            row_loss = row_loss / divisor
+            row_loss.backward()
+            measures.add("loss", Mean, row_loss.detach(), share)
+        routing = self._routing(counts) if counts else {}
+        norm = clip_grad_norm_(
+            self.model.parameters(),
+            self._settings.optimizer.max_grad_norm,
+            ep_enabled=self._settings.expert_parallel > 1,
+        )
+        metrics, (norm_found,) = measures.read(norm)
+        if not math.isfinite(norm_found):
+            self._raise_if_failed(failed)
+            self.optimizer.zero_grad()
+            return None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.updates += 1
+        norms: dict[str, Value] = {"grad_norm": Mean(norm_found, 1), "grad_norm/max": Max(norm_found), "lr": Max(lr)}
+        return metrics | routing | norms
+
+    def _raise_if_failed(self, failed: Sequence[ForgeError]) -> None:
+        """Raise the same on all ranks if the loss failed on one, which gave it a gradient that is not finite."""
+        ranks = torch.tensor(self.rank + 1 if failed else 0, device=self.device)
+        dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
+        if rank := int(ranks):
+            error = [failed[0] if rank == self.rank + 1 else None]
+            dist.broadcast_object_list(error, src=rank - 1, device=self.device)
+            assert error[0] is not None
+            raise error[0]
+
+    def _forget_step(self) -> None:
+        """Leave nothing of a step that failed, wherever it did: no gradient, and weights that are the optimizer's."""
+        for model in filter(None, (self.model, self._reference)):
+            if isinstance(model, FSDPModule):
+                model.reset_iter_state()
+            forget_whole_gradients(model)
+        self.optimizer.zero_grad()
 
     def _routing(self, rows: list[torch.Tensor]) -> dict[str, Value]:
         """Return metrics of all ranks' routing, from this rank's counts of each row."""
@@ -110,27 +174,13 @@ class TitanEngine:
         dist.all_reduce(counts)
         return routing_metrics(counts, replays=self._settings.router_replay)
 
-    def _update(self, total_updates: int) -> dict[str, Value] | None:
-        """Take an optimizer step on the gradient; None if it is not finite, and then nothing has changed."""
-        norm = clip_grad_norm_(
-            self.model.parameters(),
-            self._settings.optimizer.max_grad_norm,
-            ep_enabled=self._settings.expert_parallel > 1,
-        )
-        if not torch.isfinite(norm):
-            self.optimizer.zero_grad()
-            return None
-        lr = self._settings.optimizer.lr_at(self.updates, total_updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.updates += 1
-        return {"grad_norm": Max(float(norm)), "lr": Max(lr)}
-
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
         self.onload()
-        return [found.cpu() for found in self._logprobs(self.model, rows, temperature)]
+        try:
+            return [found.cpu() for found in self._logprobs(self.model, rows, temperature)]
+        except BaseException:
+            self._forget_step()
+            raise
 
     @torch.no_grad()
     def _logprobs(self, model: Decoder | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
@@ -140,7 +190,7 @@ class TitanEngine:
                 "the loss needs a frozen reference, and the trainer has none",
                 hint="give start the loss that is trained with",
             )
-        found = [self._score(model, self._to_device(row), temperature)[0] for row in rows]
+        found = [self._score(model, self._on_device(row), temperature)[0] for row in rows]
         _reshard(model)
         return found
 
@@ -168,13 +218,16 @@ class TitanEngine:
 
     def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
         self.onload()
-        counts, dtype = {"updates": self.updates, "version": version}, self.architecture.dtype
+        counts = {"updates": self.updates, "planned": self.planned, "version": version}
+        dtype = self.architecture.dtype
         return self._saver.save(self.model, self.optimizer, counts, folder, source=model, dtype=dtype)
 
     def load_training_state(self, folder: Path) -> int:
         self.onload()
-        counts = load_training_state(self.model, self.optimizer, ("updates", "version"), folder)
-        self.updates = counts["updates"]
+        counts = load_training_state(
+            self.model, self.optimizer, ("updates", "version"), folder, newer={"planned": "updates"}
+        )
+        self.updates, self.planned = counts["updates"], counts["planned"]
         return counts["version"]
 
     def _held(self) -> Iterator[torch.Tensor]:
@@ -187,58 +240,62 @@ class TitanEngine:
         for state in self.optimizer.state.values():
             yield from (values_of(value) for value in state.values() if value.dim())
 
-    def _forward(
-        self,
-        row: Row,
-        loss: Loss,
-        reference: torch.Tensor | None,
-        proximal: torch.Tensor | None,
-        *,
-        temperature: float,
-        version: int | None,
-    ) -> tuple[torch.Tensor, dict[str, Value]]:
-        """Return the loss of a row, and metrics of its tokens; `version` is that of the weights, if they have one."""
-        logprobs, entropy = self._score(self.model, row, temperature)
-        loss_sum, sums = loss(
-            LossInputs(
-                logprobs=logprobs,
-                behaviour=row.behaviour.to(logprobs.dtype),
-                advantages=row.advantages.to(logprobs.dtype),
-                weights=loss.aggregation.weights(row.lengths.to(logprobs.dtype)),
-                mask=row.mask,
-                versions=row.versions,
-                episodes=row.episodes,
-                turns=row.turns,
-                segments=row.segments,
-                reference=reference,
-                proximal=proximal,
-            )
-        )
-        tokens = float(row.mask.sum())
-        metrics: dict[str, Value] = {
-            "entropy": Mean(float(entropy[row.mask].sum()), tokens),
-            "tokens/trained": Sum(tokens),
-        }
+    def _score_row(
+        self, row: Row, loss: Loss, temperature: float, measures: Measures, version: int | None
+    ) -> LossInputs:
+        """Score a row, measure its tokens, and return what the loss wants to know, but for other policies' logprobs.
+
+        `version` is that of the weights, if they have one.
+        """
+        given = self._on_device(row)
+        row = given.row
+        logprobs, entropy = self._score(self.model, given, temperature)
+        measures.add("entropy", Mean, entropy.sum(), given.tokens)
+        measures.add("tokens/trained", Sum, given.tokens)
         # The gap tells whether trainer and engine agree, on tokens that these weights produced; on others it is drift.
         fresh = torch.zeros_like(row.mask) if version is None else row.mask & (row.versions == version)
         for name, compared in (("logprob_gap", fresh), ("logprob_drift", row.mask & ~fresh)):
             gap = logprob_gap(logprobs.detach(), row.behaviour, compared)
-            if gap["count"] > 0:
-                metrics |= {
-                    name: Mean(float(gap["abs_sum"]), float(gap["count"])),
-                    f"{name}/max": Max(float(gap["max"])),
-                }
-        metrics |= {f"loss/{name}": Mean(float(value), tokens) for name, value in sums.items()}
-        return loss_sum, metrics
+            measures.add(name, Mean, gap["abs_sum"], gap["count"])
+            measures.add(f"{name}/max", Max, torch.where(gap["count"] > 0, gap["max"], -math.inf))
+        return LossInputs(
+            logprobs=logprobs,
+            behaviour=row.behaviour.to(logprobs.dtype),
+            advantages=row.advantages.to(logprobs.dtype),
+            weights=loss.aggregation.weights(row.lengths.to(logprobs.dtype)),
+            mask=row.mask,
+            versions=row.versions,
+            episodes=row.episodes,
+            turns=row.turns,
+            segments=row.segments,
+        )
 
-    def _score(self, model: Decoder, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss_of(self, inputs: LossInputs, loss: Loss, measures: Measures, failed: list[ForgeError]) -> torch.Tensor:
+        """Return a row's loss. Where it raises and there are other ranks, `failed` gets the error, and the loss is NaN.
+
+        They wait for this rank's part of the gradient, and see by it that there is no update.
+        """
+        try:
+            if failed:
+                return inputs.logprobs.sum() * math.nan
+            total, sums = call_loss(loss, inputs)
+        except ForgeError as error:
+            if dist.get_world_size() == 1:
+                raise
+            failed.append(error)
+            return inputs.logprobs.sum() * math.nan
+        tokens = inputs.mask.sum()
+        for name, value in sums.items():
+            measures.add(f"loss/{name}", Mean, value, tokens)
+        return total
+
+    def _score(self, model: Decoder, given: DeviceRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob and entropy of each masked target, [L] with 0 elsewhere.
 
         The output projection, a fifth of a small model's work, runs on masked positions only.
         """
-        own = self._parallelism.chunk(len(row))
+        row, own, wanted = given.row, given.own, given.wanted
         token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
-        wanted = row.mask[own].nonzero().squeeze(1)
         # A chunk without targets (or a row that pads a share) must still run every layer, for the collectives.
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
         replayed = row.routed if self._settings.router_replay and model is self.model else None
@@ -258,10 +315,8 @@ class TitanEngine:
             found = scatter + 0.0 * picked.sum(), scatter
         return self._parallelism.gather(found[0]), self._parallelism.gather(found[1])
 
-    def _to_device(self, row: Row) -> Row:
-        return replace(
-            row, **{name: value.to(self.device) for name, value in vars(row).items() if torch.is_tensor(value)}
-        )
+    def _on_device(self, row: Row) -> DeviceRow:
+        return on_device(row, self._parallelism.chunk(len(row)), self.device)
 
     @property
     def parameters(self) -> int:

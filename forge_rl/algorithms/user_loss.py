@@ -1,0 +1,91 @@
+"""Calls a loss that may be a user's own: names the line at which it fails, and tries it on a small row."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+
+import torch
+
+from forge_rl.algorithms.losses import Loss, LossInputs
+from forge_rl.errors import ForgeError, LossError
+from forge_rl.user_code import line_of
+
+_TRIED = 8
+"""Tokens of the row that a loss is tried on."""
+
+
+def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Return what the loss does, see `Loss.__call__`.
+
+    Raises:
+        LossError: it raised, or returned something else than a loss.
+        torch.OutOfMemoryError: the device has no room.
+    """
+    try:
+        found = loss(inputs)
+    except (ForgeError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = next(iter(str(error).strip().splitlines()), "")[:300]
+        raise LossError(
+            f"the loss raised {type(error).__name__}: {said} ({line_of(error)})",
+            hint="fix it; the whole trace is in events.jsonl and in the trainer's log",
+            trace="".join(traceback.format_exception(error)),
+        ) from error
+    match found:
+        case (torch.Tensor() as total, Mapping() as sums) if total.ndim == 0:
+            wrong = [name for name, value in sums.items() if torch.as_tensor(value).numel() != 1]
+            if not wrong:
+                return total, {name: torch.as_tensor(value).detach() for name, value in sums.items()}
+            seen = f"a sum {wrong[0]!r} of {torch.as_tensor(sums[wrong[0]]).numel()} values"
+        case (torch.Tensor() as total, Mapping()):
+            seen = f"a tensor of shape {list(total.shape)}"
+        case _:
+            seen = f"{type(found).__name__}"
+    raise LossError(f"the loss returned {seen}", hint="return its sum, a scalar tensor, and a dict of sums for metrics")
+
+
+def try_loss(loss: Loss) -> None:
+    """Call a loss on a small row in host memory, so that one that cannot work is refused before anything starts.
+
+    Raises:
+        LossError: it cannot be sent to the trainer's ranks, raised, returned something else than a loss, or has no
+            finite gradient.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        loss = cloudpickle.loads(cloudpickle.dumps(loss))
+    except Exception as error:
+        raise LossError(
+            f"the loss cannot be sent to the trainer's ranks: {type(error).__name__}: {error}",
+            hint="keep no open files, locks or generators in it",
+        ) from error
+    index = torch.arange(_TRIED, dtype=torch.int32)
+    logprobs = (-0.5 - 0.1 * index).requires_grad_()
+    others = logprobs.detach() - 0.05
+    mask = index % 4 != 3  # as the prompt of the second episode
+    lengths = torch.where(mask, 3, 1)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        behaviour=torch.where(mask, others, 0.0),
+        advantages=torch.where(mask, (index < 4).float() - 0.5, 0.0),
+        weights=loss.aggregation.weights(lengths),
+        mask=mask,
+        versions=torch.where(mask, 0, -1).int(),
+        episodes=torch.where(mask, index // 4, -1).int(),
+        turns=torch.where(mask, 0, -1).int(),
+        segments=torch.where(mask, 0, -1).int(),
+        reference=others if loss.needs_reference else None,
+        proximal=others if loss.needs_proximal else None,
+    )
+    total, _ = call_loss(loss, inputs)
+    if total.requires_grad:
+        total.backward()
+    if logprobs.grad is None or not bool(torch.isfinite(logprobs.grad).all()):
+        seen = "no gradient" if logprobs.grad is None else "a gradient that is not finite"
+        raise LossError(
+            f"the loss of a small row is {float(total.detach()):.4g}, and has {seen}",
+            hint="compute it from inputs.logprobs, without detach, and where the mask is True alone",
+        )

@@ -1,0 +1,40 @@
+"""Deals the groups of a batch to minibatches, so that each update sees every source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, seed: Sequence[int]) -> list[list[int]]:
+    """Deal groups to minibatches at random, each source's as evenly as their number allows; deterministic.
+
+        deal(["a", "a", "b", "b"], [True] * 4, 2, seed=(0, 3))  # such as [[0, 3], [1, 2]]
+
+    Of each source no minibatch has two groups more than another, and of those that are trained neither: they are dealt
+    before the others, which give an update nothing.
+
+    Args:
+        sources: source of each group.
+        trained: False for groups that are left out.
+        seed: whole numbers from 0 up.
+
+    Returns:
+        Indexes of each minibatch's groups, in ascending order.
+    """
+    if minibatches == 1:
+        return [list(range(len(sources)))]
+    random = np.random.default_rng(seed)
+    shuffled = random.permutation(len(sources)).tolist()
+    turn = {name: place for place, name in enumerate(dict.fromkeys(sources[index] for index in shuffled))}
+    lead = random.permutation(minibatches).tolist()
+    parts: list[list[int]] = [[] for _ in range(minibatches)]
+    held = [Counter[str]() for _ in range(minibatches)]
+    for index in sorted(shuffled, key=lambda index: (not trained[index], turn[sources[index]])):
+        name = sources[index]
+        part = min(range(minibatches), key=lambda part: (held[part][name], len(parts[part]), lead[part]))
+        parts[part].append(index)
+        held[part][name] += 1
+    return [sorted(part) for part in parts]

@@ -1,0 +1,49 @@
+"""Metrics of an update that stay on the device until it ends, and then leave it in one copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from forge_rl.metrics import Max, Mean, Sum, Value, merge_all
+
+_KINDS: dict[type[Value], int] = {Sum: 1, Max: 1, Mean: 2}
+"""Kinds of values, and how many numbers each has."""
+
+
+class Measures:
+    """Collects values whose numbers may be tensors: reading each alone would wait for the device each time.
+
+    measures = Measures()
+    measures.add("entropy", Mean, entropy.sum(), tokens)
+    metrics, (norm,) = measures.read(norm)
+    """
+
+    def __init__(self) -> None:
+        self._values: list[tuple[str, type[Value]]] = []
+        self._numbers: list[torch.Tensor | float] = []
+
+    def add(self, name: str, kind: type[Value], *numbers: torch.Tensor | float) -> None:
+        """Add a value of a metric, whose numbers are those of its kind; tensors are scalars."""
+        assert len(numbers) == _KINDS[kind], f"{kind.__name__} of {len(numbers)} numbers"
+        self._values.append((name, kind))
+        self._numbers += numbers
+
+    def read(self, *others: torch.Tensor) -> tuple[dict[str, Value], Sequence[float]]:
+        """Wait for the device; return the merged values, and the other scalars.
+
+        Means over nothing are left out, and so are maxima of nothing, which are -inf.
+        """
+        numbers = [*self._numbers, *others]
+        tensors = [each.detach().double() for each in numbers if isinstance(each, torch.Tensor)]
+        known = iter(torch.stack(tensors).tolist() if tensors else ())
+        found = [next(known) if isinstance(each, torch.Tensor) else float(each) for each in numbers]
+        rest = iter(found)
+        values = [(name, kind(*(next(rest) for _ in range(_KINDS[kind])))) for name, kind in self._values]
+        return merge_all({name: value} for name, value in values if not _is_empty(value)), list(rest)
+
+
+def _is_empty(value: Value) -> bool:
+    return (isinstance(value, Mean) and not value.count) or value == Max(-math.inf)

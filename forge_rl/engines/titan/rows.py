@@ -1,0 +1,51 @@
+"""Brings rows to the device: one copy each, which the device does not wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from forge_rl.data.packing import Row
+
+_ALIGNMENT = 16
+"""Bytes that every tensor of a buffer begins at a multiple of."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceRow:
+    """A row on the device, and what is known of it without asking the device."""
+
+    row: Row
+    own: slice
+    """This rank's part of it."""
+    wanted: torch.Tensor
+    """[n] int64, places in that part whose targets are trained."""
+    tokens: int
+    """Number of trained targets, of the whole row."""
+
+
+def on_device(row: Row, own: slice, device: torch.device) -> DeviceRow:
+    """Copy a row in host memory to the device."""
+    mask = row.mask.numpy()
+    wanted = torch.from_numpy(np.flatnonzero(mask[own]))
+    tensors = {name: value for name, value in vars(row).items() if value is not None} | {"wanted": wanted}
+    if device.type == "cuda":
+        tensors = copied(tensors, device)
+    wanted = tensors.pop("wanted")
+    return DeviceRow(row=replace(row, **tensors), own=own, wanted=wanted, tokens=int(np.count_nonzero(mask)))
+
+
+def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy tensors to a device in one piece, from pinned memory where it is a GPU; the copies are views of it."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+    held = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for piece, tensor in zip(held.split(sizes), tensors.values(), strict=True):
+        piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    there = held.to(device, non_blocking=True)  # torch keeps the pinned memory until the copy is done
+    return {
+        name: piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), piece in zip(tensors.items(), there.split(sizes), strict=True)
+    }
