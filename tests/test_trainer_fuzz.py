@@ -59,15 +59,13 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
     temperature = drawn.choice([1.0, 0.7, 1.3])
     prompts, group_size = drawn.randint(1, 5), drawn.randint(2, 4)
     valued = drawn.choice(["", "", "turns", "tokens"])
-    kl_coef, kl_kind, decoupled = drawn.choice([0.0, 0.0, 0.2]), drawn.choice(["k2", "k3"]), drawn.random() < 0.4
-    noise = [0.5] if decoupled or (kl_coef and kl_kind == "k3") else [0.5, 0.5, 0.5, 4.0]  # neither bound is met
 
     def ids(*lengths: int) -> list[int]:
         return [drawn.randrange(VOCAB) for _ in range(drawn.choice(lengths))]
 
     def logprobs(history: list[int], answer: list[int]) -> list[float]:
         noisy = [
-            each + drawn.gauss(0, drawn.choice(noise))
+            each + drawn.gauss(0, drawn.choice([0.5, 0.5, 0.5, 4.0]))
             for each in score(history + answer, temperature)[len(history) - 1 :]
         ]
         return [drawn.choice([math.nan, -math.inf]) if drawn.random() < 0.07 else each for each in noisy]
@@ -104,11 +102,12 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
         groups.append(Group(task=TASK, episodes=tuple(episode(prompt, reward) for reward in rewards)))
     batch = Batch(groups=tuple(groups), version=3)
     kind = drawn.choice(["token_mean", "sequence_mean", "constant"])
+    kl_coef = drawn.choice([0.0, 0.0, 0.2])
     loss = ClippedSurrogate(
         kl_coef=kl_coef,
-        kl_kind=kl_kind if kl_coef else "k2",
-        decoupled=decoupled,
-        behaviour_cap=100.0,
+        kl_kind=drawn.choice(["k2", "k3"]) if kl_coef else "k2",
+        decoupled=drawn.random() < 0.4,
+        behaviour_cap=drawn.choice([1.1, 5.0]),
         dual_clip=drawn.choice([1.5, 3.0, math.inf]),
         clip_low=drawn.choice([0.2, 0.1]),
         aggregation=Aggregation(kind=kind, tokens=17 if kind == "constant" else 0),
@@ -117,7 +116,7 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
     longest = max(len(segment.token_ids) for each in batch.episodes for segment in each.segments)
     row_tokens = max(2, longest) + drawn.choice([0, 0, 3, 40])
     optimizer = OptimizerConfig(
-        lr=3e-4,
+        lr=3e-3,
         weight_decay=drawn.choice([0.0, 0.1]),
         max_grad_norm=drawn.choice([0.05, 1e9]),
         warmup_updates=drawn.choice([0, 2]),
