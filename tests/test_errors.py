@@ -18,6 +18,7 @@ PLAIN = [
     errors.CheckpointError,
     errors.WeightsError,
     errors.AttestationError,
+    errors.LossError,
     errors.JudgeError,
     errors.SpendingError,
 ]

@@ -193,7 +193,7 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
     loss.backward()
     total = torch.zeros(())
     for row in laid.rows:
-        total = total - engine._score(engine.model, engine._to_device(row), 1.0)[0].sum()
+        total = total - engine._score(engine.model, engine._on_device(row), 1.0)[0].sum()
         total.backward()
         total = torch.zeros(())
     for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]

@@ -1,6 +1,7 @@
 """vLLM's private names, of which one that is gone is named, and what it is started with."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,15 +69,16 @@ def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch: pyte
     monkeypatch.setattr(engine, "stop_decoding", stop)
     monkeypatch.setattr(engine, "engine_pids", lambda llm: [])
     llm: Any = SimpleNamespace(collective_rpc=note, resume_generation=lambda: note("resume"))
-    made = engine.VLLMEngine(llm, DecodeSettings())
 
-    async def hold(*, asleep: bool) -> tuple[bool, list[str]]:
+    async def hold_made(made: engine.VLLMEngine, *, asleep: bool) -> tuple[bool, list[str]]:
         whole = await made.hold(paused=False, asleep=asleep)
         found = calls.copy()
         calls.clear()
         return whole, found
 
     async def check() -> None:
+        made = engine.VLLMEngine(llm, DecodeSettings())
+        hold = partial(hold_made, made)
         assert await hold(asleep=True) == (True, ["stop", "sleep 1"])
         assert await hold(asleep=False) == (True, ["wake_up ['weights', 'kv_cache']", "resume"])
         made._loaded = True
