@@ -56,18 +56,21 @@ class Deadly:
 
 @dataclass(frozen=True)
 class Severed:
-    """A loss in which rank 0 meets an error, and only then rank 1 dies, or never."""
+    """A loss beside which rank 0 meets an error that is not the loss's, and only then rank 1 dies, or never."""
 
     dies: bool
     needs_reference = needs_proximal = False
-    aggregation = Aggregation()
 
-    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    @property
+    def aggregation(self) -> Aggregation:
         if torch.distributed.get_rank() == 0:
             raise RuntimeError("Connection closed by peer")
         time.sleep(0.5)
         if self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
+        return Aggregation()
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return ClippedSurrogate()(inputs)
 
 
