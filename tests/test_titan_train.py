@@ -473,6 +473,27 @@ def test_a_step_that_fails_leaves_nothing_behind(dtype: str, tmp_path: Path):
     assert furthest(hf_weights(clean.model), hf_weights(failed.model)) == 0
 
 
+class Early:
+    """Fails before the model's first forward pass."""
+
+    needs_reference = needs_proximal = False
+
+    @property
+    def aggregation(self) -> Aggregation:
+        raise RuntimeError("before anything ran")
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        raise AssertionError("it is not called")
+
+
+def test_a_step_that_fails_before_the_first_forward_pass_says_why(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path, dtype="bfloat16", reference=True)
+    with pytest.raises(RuntimeError, match="before anything ran"):
+        step(engine, packed(random_batch(0, vocab=43)), loss=Early())
+    assert reduce(step(engine, packed(random_batch(0, vocab=43))))["grad_norm"] > 0
+
+
 def test_updates_before_the_one_that_fails_stay_and_count(tmp_path: Path):
     make_model(tmp_path)
     engine, plain = (engine_of(tmp_path) for _ in range(2))

@@ -163,7 +163,9 @@ class TitanEngine:
     def _forget_step(self) -> None:
         """Leave nothing of a step that failed, wherever it did: no gradient, and weights that are the optimizer's."""
         for model in filter(None, (self.model, self._reference)):
-            if isinstance(model, FSDPModule):
+            if (
+                isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root
+            ):  # else it never ran: nothing to reset
                 model.reset_iter_state()
             forget_whole_gradients(model)
         self.optimizer.zero_grad()
