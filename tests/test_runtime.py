@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
+from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime import service as service_module
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.service import Service
@@ -204,6 +205,21 @@ def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait(tmp_p
             assert len(faults.seen) == 1
 
     asyncio.run(main())
+
+
+def test_a_call_that_is_given_up_in_its_mesh_names_its_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def given_up(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    async def check() -> None:
+        async with fake_service(tmp_path, ranks=2) as (service, _):
+            replica = service.replicas[0]
+            monkeypatch.setattr(replica_module, "_call_one", given_up)
+            with pytest.raises(ReplicaError, match="its mesh has stopped"):
+                await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S)
+            monkeypatch.undo()
+
+    asyncio.run(check())
 
 
 def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

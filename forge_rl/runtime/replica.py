@@ -162,8 +162,11 @@ class Replica:
                 self._end(key)
                 if not rank:  # of calls to all ranks side by side, the first is traced
                     self._trace(name, began, self.clock(), True)
-            if answer in done:
+            if answer in done and not answer.cancelled():
                 return answer.result()
+            if answer in done:  # Monarch gives a call up, where its mesh stops: a bare CancelledError would say nothing
+                self.on_lost(self, "its mesh has stopped")
+                raise self._error(ReplicaError, name, self.death.result())
             if self.death in done:
                 raise self._error(ReplicaError, name, self.death.result())
             raise self._error(DeadlineError, name, f"no answer within {deadline_s:g} s")
