@@ -40,7 +40,7 @@ def describe() -> dict[str, object]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """List the GPUs that nvidia-smi knows, each with what it says of it."""
+    """List the GPUs that nvidia-smi reports, with its details of each."""
     lines = _output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines()
     names = _QUERY.split(",")
     rows = [[value.strip() for value in line.split(",")] for line in lines if line.strip()]
@@ -48,7 +48,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of those of these packages that are installed."""
+    """Return the versions of the given packages, where installed."""
     found = {}
     for name in packages:
         try:

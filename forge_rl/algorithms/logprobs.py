@@ -56,7 +56,7 @@ def token_logprobs(
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
-    """Convert to float32 what is narrower; float64 stays as it is."""
+    """Convert narrower formats to float32; keep float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
