@@ -89,8 +89,9 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
+        if number in received or not received:  # one kind after the other is one wish: systemd sends SIGHUP with SIGTERM
+            task.cancel()
         received.append(number)
-        task.cancel()
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
