@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forge_rl.algorithms import Aggregation, ClippedSurrogate, LossInputs
-from forge_rl.algorithms.user_loss import try_loss
+from forge_rl.algorithms.user_loss import call_loss, try_loss
 from forge_rl.errors import LossError
 from forge_rl.run.plan import show_plan
 from forge_rl.user_code import load
@@ -80,6 +80,27 @@ def test_a_loss_that_cannot_work_says_why(body: Callable[[LossInputs], Any], sai
     with pytest.raises(LossError, match=said) as caught:
         try_loss(Custom(body))
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled cuda error"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_a_failure_of_the_device_within_a_loss_is_not_the_losss(error: Exception):
+    def body(inputs: LossInputs) -> Any:
+        raise error
+
+    # Through call_loss itself: the trainer starts its ranks again after what is no ForgeError.
+    with pytest.raises(type(error)) as caught:
+        call_loss(Custom(body), None)  # type: ignore[arg-type]
+    assert caught.value is error
+    with pytest.raises(LossError, match="the loss raised RuntimeError: inconsistent tensor size"):
+        call_loss(Custom(lambda _: torch.zeros(2) @ torch.zeros(3)), None)  # type: ignore[arg-type]
 
 
 def test_the_plan_names_the_line_of_a_users_loss_and_keeps_the_whole_trace(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Mapping
 
@@ -13,6 +14,8 @@ from forge_rl.user_code import line_of
 
 _TRIED = 8
 """Tokens of the row that a loss is tried on."""
+_OF_DEVICE = re.compile(r"(?:CUDA (?:driver )?|cuDNN |NCCL )error")
+"""Start of the messages with which PyTorch reports a failure of the device or its libraries as a RuntimeError."""
 
 
 def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -20,13 +23,16 @@ def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str
 
     Raises:
         LossError: it raised, or returned something else than a loss.
-        torch.OutOfMemoryError: the device has no room.
+        torch.OutOfMemoryError, torch.AcceleratorError: the device has no room, or failed, whatever ran on it last.
+        RuntimeError: a library of the device's says that it failed.
     """
     try:
         found = loss(inputs)
-    except (ForgeError, torch.OutOfMemoryError):
+    except (ForgeError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and _OF_DEVICE.match(str(error)):
+            raise
         said = next(iter(str(error).strip().splitlines()), "")[:300]
         raise LossError(
             f"the loss raised {type(error).__name__}: {said} ({line_of(error)})",
