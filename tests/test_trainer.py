@@ -192,6 +192,7 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             files = sorted((tmp_path / "skipped").iterdir())
             numbers = [5 + bad[:at].count(False) for at in range(4) if bad[at]]
             assert [int(path.name.split("-")[1]) for path in files] == numbers
+            assert trainer.skipped == tuple(f"torch.load('{path}')" for path in files)
             saved = torch.load(files[0])
             first = laid.minibatches[bad.index(True)]
             assert (saved["tokens"], saved["temperature"], len(saved["rows"])) == (first.tokens, 1.0, len(first.rows))
@@ -201,11 +202,15 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             await trainer.step(laid, ClippedSurrogate())
             assert trainer.updates == 10
             only_bad = replace(laid, minibatches=(first, first))
+            assert trainer.skipped == ()
+            trainer._skipped = Path("/dev/full")  # as on a disk that is full: an error of the system's
             stats = await trainer.step(only_bad, Broken())
             assert (stats["updates/skipped"], stats["tokens/trained"]) == (2, 0)
+            assert trainer.skipped[-1].startswith("it could not be saved in /dev/full/update-000011-2.pt: ")
+            trainer._skipped = tmp_path / "skipped"
             with pytest.raises(ForgeError, match="4 updates in a row had a gradient that is not finite") as caught:
                 await trainer.step(only_bad, Broken())
-            assert str(tmp_path / "skipped" / "update-000011-4.pt") in caught.value.hint
+            assert f"torch.load('{tmp_path / 'skipped' / 'update-000011-4.pt'}')" in caught.value.hint
             assert "--trainer.max-skipped-updates" in caught.value.hint
 
             with pytest.raises(

@@ -144,7 +144,7 @@ class Run(Generic[C]):
         if stats.get("updates/skipped"):
             self._log.event(
                 f"step {self.step}: {stats['updates/skipped']:g} updates were skipped, as their gradient is not "
-                f"finite; what was in them is saved in {self.folder / 'skipped'}",
+                f"finite; what was in the last one: {self.trainer.skipped[-1]}",
                 "warning",
             )
         if problem:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -152,6 +154,8 @@ class Trainer:
         """Updates behind the latest published version; None before the first publish."""
         self.parameters = 0
         """Number of the policy's parameters."""
+        self.skipped: tuple[str, ...] = ()
+        """For each update of the last step that was skipped, how to load what was in it, or why it was not saved."""
         self.busy_s = 0.0
         """Seconds that the ranks computed since the controller last set this to 0."""
 
@@ -279,7 +283,8 @@ class Trainer:
         """Train on what `pack` made with this trainer's layout; see `TrainEngine.train_batch`.
 
         Each minibatch gives an update an epoch, and none where it has no rows because all its advantages are 0. An
-        update whose gradient is not finite is skipped, and its rows are saved into the folder `skipped`.
+        update whose gradient is not finite is skipped, and its rows are saved into the folder `skipped`, if the disk
+        has room.
 
         Returns:
             Metrics, merged over microbatches, ranks and updates: `updates` behind the weights, `updates/skipped` and
@@ -318,23 +323,35 @@ class Trainer:
         if self._skipped_in_a_row >= config.max_skipped_updates:
             raise ForgeError(
                 f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite",
-                hint=f"look at what was in the last one, torch.load('{skipped[-1]}'); lower --trainer.optimizer.lr, or "
-                "raise --trainer.max-skipped-updates",
+                hint=f"look at what was in the last one: {skipped[-1]}; lower --trainer.optimizer.lr, or raise "
+                "--trainer.max-skipped-updates",
             )
+        self.skipped = tuple(skipped)
         shares = parts[:: config.peers]  # peers have the same metrics
         merged = reduce(merge_all(metrics for found, _, _ in shares for metrics in found if metrics is not None))
         counts = {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
         return {"tokens/trained": 0.0} | merged | counts
 
-    def _save_skipped(self, number: int, minibatch: Minibatch, temperature: float) -> Path:
-        """Save what was in the skipped update of this number, as a dict that `torch.load` reads."""
+    def _save_skipped(self, number: int, minibatch: Minibatch, temperature: float) -> str:
+        """Save what was in the skipped update of this number, as a dict that `torch.load` reads.
+
+        Returns:
+            How to load it, or why it could not be saved.
+        """
         import torch
 
         path = self._skipped / f"update-{number:06d}-{self._skipped_in_a_row}.pt"
-        rows = [vars(row) for row in minibatch.rows]
-        self._skipped.mkdir(exist_ok=True)
-        torch.save(vars(minibatch) | {"rows": rows, "temperature": temperature}, path)
-        return path
+        saved = vars(minibatch) | {"rows": [vars(row) for row in minibatch.rows], "temperature": temperature}
+        written = io.BytesIO()
+        torch.save(saved, written)
+        try:
+            self._skipped.mkdir(exist_ok=True)
+            path.write_bytes(written.getbuffer())
+        except OSError as error:  # of a full disk: the run goes on
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            return f"it could not be saved in {path}: {error.strerror or error}"
+        return f"torch.load('{path}')"
 
     async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
         """Score every trained target under the current weights; see `TrainEngine.logprobs`.
