@@ -5,6 +5,11 @@ python -m apps.evaluate smollm2-135m runs/grpo-1/checkpoints/best --tasks chain_
 A model is a bundled one's name, a folder, a hub id, a run's folder (its newest checkpoint) or a checkpoint's. One is
 loaded at a time. What is finished is kept in the folder --out, and the same command goes on from there; so does one
 that names more models.
+
+python -m apps.evaluate runs/grpo-1/checkpoints/best --lm-eval arc_easy gsm8k
+python -m apps.evaluate runs/grpo-1 --lm-eval arc_easy --live --limit 200
+
+runs tasks of lm-eval instead, through a gateway of the model's own, or of the run that is going on.
 """
 
 from __future__ import annotations
@@ -14,10 +19,11 @@ import contextlib
 import hashlib
 import itertools
 import json
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
@@ -39,7 +45,17 @@ from forge_rl.rollout.evaluation import Evaluation, describe_failure, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run.attach import attach
 from forge_rl.run.launch import launch
+from forge_rl.run.lm_eval import (
+    Endpoint,
+    LmEvalConfig,
+    find_python,
+    lm_eval_settings,
+    run_lm_eval,
+    scores_of,
+    with_longest_context,
+)
 from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -51,6 +67,8 @@ from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, parts_of
 from forge_rl.terminal import visible
 from forge_rl.types import Episode, Outcome, Sampling, Task
+
+from . import gateway
 
 S = TypeVar("S", Generator, Reward, Environment)
 
@@ -85,8 +103,10 @@ class Config:
     """Reward from which an episode succeeds, for pass@k."""
     seed: int = 0
     """Seed of the sampling and of the bootstrap."""
+    lm_eval: Annotated[LmEvalConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=LmEvalConfig)
     generator: Generator.Config = field(default_factory=Generator.Config)
-    """The engines. Answers have --generator.max-new-tokens."""
+    """The engines. Answers have --generator.max-new-tokens; those to lm-eval as many as its tasks say, and prompts as
+    many as the model and --generator.kv-cache-gib allow, up to 8192, where no --generator.max-model-tokens is given."""
     reward: Reward.Config = field(default_factory=Reward.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
     out: Path | None = None
@@ -195,6 +215,9 @@ class Results:
 async def main(config: Config) -> None:
     """Evaluates each model on what is not finished, and prints scores and comparisons."""
     console = Console(highlight=False, markup=False)
+    if config.lm_eval.lm_eval:
+        await _run_lm_eval(config, console)
+        return
     if open_to := check_isolation(config.isolation):
         console.print(f"warning: {open_to}", style="yellow")
     sets = build_sets(config)
@@ -225,13 +248,7 @@ async def main(config: Config) -> None:
             {"first": first, "second": second, "set": name, **vars(found)} for first, second, name, found in compared
         ]
         models = {name: {"folder": str(folders[name]), "sets": found} for name, found in scores.items()}
-        report = {"models": models, "comparisons": differences, "settings": as_json(config), "versions": versions()}
-        try:
-            write_json(config.json, report)
-        except OSError as error:
-            raise ConfigError(
-                f"--json {config.json} cannot be written: {error.strerror}", hint="name another"
-            ) from error
+        _write_report(config, models, versions(), comparisons=differences)
     console.print(f"episodes are in {out}", soft_wrap=True)
 
 
@@ -298,9 +315,13 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def print_scores(console: Console, scores: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+def print_scores(
+    console: Console,
+    scores: Mapping[str, Mapping[str, Mapping[str, float]]],
+    caption: str = "± standard error, clustered by task",
+) -> None:
     """Print the table of scores, with their standard errors."""
-    table = _table("scores", "± standard error, clustered by task")
+    table = _table("scores", caption)
     for column in ("set", "model"):
         table.add_column(column, overflow="fold")
     first = next(iter(scores.values()))
@@ -332,15 +353,85 @@ def print_comparisons(console: Console, compared: Sequence[tuple[str, str, str, 
     console.print(table)
 
 
+async def _run_lm_eval(config: Config, console: Console) -> None:
+    """Run lm-eval's tasks with each model, and print and write their scores."""
+    folders = {name: Path(name) if config.lm_eval.live else find_model(name, config.cache) for name in config.models}
+    out = config.out or Path("runs") / f"evaluate-{config.digest}"
+    make_private(out, CheckpointError)
+    _check_settings(out, config)
+    python, version = await asyncio.to_thread(find_python, config.lm_eval.lm_eval_python)
+    models: dict[str, dict[str, Any]] = {}
+    with responsive_loop():
+        for name, folder in folders.items():
+            console.print(f"{name}: starting", soft_wrap=True)
+            async with _endpoint(config, folder, out) as endpoint:
+                results = out / f"{_file_name(name, endpoint.folder)}-lm-eval"
+                settings = await asyncio.to_thread(lm_eval_settings, config.lm_eval, endpoint, results)
+                longest = settings["model_args"]["max_length"]
+                console.print(f"{name}: lm-eval {version}, with prompts of up to {longest} tokens", soft_wrap=True)
+                found = await _show_lm_eval(python, settings, endpoint.key, console)
+            models[name] = {"folder": str(endpoint.folder), "sets": scores_of(found), "lm_eval": found}
+    scores = {name: each["sets"] for name, each in models.items()}
+    short = short_names(config.models)
+    print_scores(console, {short[name]: found for name, found in scores.items()}, "± lm-eval's standard error")
+    if config.json is not None:
+        _write_report(config, models, versions() | {"lm_eval": version})
+    console.print(f"prompts and answers are in {out}", soft_wrap=True)
+
+
+async def _show_lm_eval(python: Path, settings: Mapping[str, Any], key: str, console: Console) -> dict[str, Any]:
+    """Run lm-eval, and show how far it is; returns its results."""
+    with _progress(console) as bar:
+        task = bar.add_task("lm-eval", total=None)
+
+        def show(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        def tell(line: str) -> None:
+            console.print(line, style="yellow", soft_wrap=True)
+
+        return await run_lm_eval(python, settings, key, progress=show, tell=tell)
+
+
+@contextlib.asynccontextmanager
+async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[Endpoint]:
+    """Serve a model until the body ends, or have a live run do so, which goes on."""
+    if config.lm_eval.live:
+        run = await asyncio.to_thread(attach, folder)
+        found = await asyncio.to_thread(run.open_gateway)
+        yield Endpoint(**found | {"folder": Path(found["folder"])}, concurrent=config.generator.max_requests)
+        return
+    key = secrets.token_urlsafe(32)
+    served = gateway.Config(
+        model=str(folder),
+        port=0,
+        generator=with_longest_context(config.generator, folder),
+        seed=config.seed,
+        cache=config.cache,
+        out=out,
+        isolation=config.isolation,
+    )
+    async with gateway.serving(served, key) as (server, generator, faults):
+
+        async def raise_fault() -> None:
+            raise await faults.wait()
+
+        with interrupted_by(raise_fault):
+            yield Endpoint(
+                url=server.base_url,
+                key=key,
+                model=server.model,
+                folder=folder,
+                max_model_tokens=generator.max_model_tokens,
+                concurrent=config.generator.max_requests * config.generator.replicas,
+            )
+
+
 async def _evaluate(
     config: Config, name: str, folder: Path, sets: Sets, results: Results, out: Path, console: Console
 ) -> None:
     """Run a model's episodes, and keep the results as tasks are finished."""
-    bar = Progress(
-        *(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()),
-        *(TimeElapsedColumn(), TimeRemainingColumn()),
-        console=console,
-    )
+    bar = _progress(console)
     failed: list[Episode] = []
 
     def keep(set_name: str, episodes: Sequence[Episode]) -> None:
@@ -425,6 +516,30 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
                 yield rollouts
         finally:
             faults.closing = True
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        *(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
+        console=console,
+    )
+
+
+def _write_report(
+    config: Config, models: Mapping[str, object], used: Mapping[str, object], *, comparisons: Sequence[object] = ()
+) -> None:
+    """Write scores to the file that --json names.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    assert config.json is not None
+    report = {"models": models, "comparisons": comparisons, "settings": as_json(config), "versions": used}
+    try:
+        write_json(config.json, report)
+    except OSError as error:
+        raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}", hint="name another") from error
 
 
 def _check_settings(out: Path, config: Config) -> None:

@@ -12,7 +12,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
-from forge_rl.gateway import prompt_renderer
+from forge_rl.gateway import sampling_bounds
 from tests.fake_backend import FakeBackend, agent_of, client_of, ids_of, letters_of, logprob_of, tokenizer
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -237,7 +237,7 @@ def test_logprobs_of_a_prompt_follow_those_of_its_tokens_and_are_bounded(monkeyp
             assert one.token_logprobs == [None, -1.5, pytest.approx(logprob_of(8))]
             with pytest.raises(openai.BadRequestError, match="max_tokens of 0"):
                 await client.completions.create(**{**asked, "echo": False})
-            monkeypatch.setattr(prompt_renderer, "PROMPT_LOGITS_BYTES", 4 * tokenizer().vocab_size)
+            monkeypatch.setattr(sampling_bounds, "PROMPT_LOGITS_BYTES", 4 * tokenizer().vocab_size)
             with pytest.raises(openai.BadRequestError, match="a prompt of 2 tokens; at most 1"):
                 await client.completions.create(**asked)
 

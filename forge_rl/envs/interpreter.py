@@ -17,7 +17,13 @@ CACHE = Path("~/.cache/forge_rl/interpreters")
 """Folder of the interpreters that were made."""
 
 
-def interpreter(requirements: Sequence[str], *, python: str = "", cache: Path = CACHE) -> Path:
+def interpreter(
+    requirements: Sequence[str],
+    *,
+    python: str = "",
+    cache: Path = CACHE,
+    flag: str = "--env verifiers:NAME,python=PATH",
+) -> Path:
     """Return a Python interpreter that has some packages; it is made when it is first asked for.
 
         interpreter(["verifiers==0.4.0", "./environments/reverse_text"])
@@ -25,6 +31,7 @@ def interpreter(requirements: Sequence[str], *, python: str = "", cache: Path = 
     Args:
         requirements: packages, as `uv pip install` takes them. Paths are resolved.
         python: an interpreter that has them already, which is returned as it is.
+        flag: how the user names one.
 
     Raises:
         ConfigError: there is no such interpreter; or one cannot be made, because there is no uv, the registry does not
@@ -45,19 +52,19 @@ def interpreter(requirements: Sequence[str], *, python: str = "", cache: Path = 
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be making it
         if not ready.exists():
             print(f"making an interpreter with {', '.join(requirements)} in {folder}, once", file=sys.stderr)
-            _make(folder, wanted, version)
+            _make(folder, wanted, version, flag)
             ready.write_text("\n".join(wanted))
     check_own(folder, ConfigError, deep=False)
     return folder / "bin" / "python"
 
 
-def _make(folder: Path, wanted: Sequence[str], version: str) -> None:
+def _make(folder: Path, wanted: Sequence[str], version: str, flag: str) -> None:
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if beside.exists() else shutil.which("uv")
     if uv is None:
         raise ConfigError(
             "there is no uv to make an interpreter with",
-            hint="install uv, or name one: --env verifiers:NAME,python=PATH",
+            hint=f"install uv, or name one: {flag}",
         )
     shutil.rmtree(folder, ignore_errors=True)
     for arguments in (
@@ -69,5 +76,5 @@ def _make(folder: Path, wanted: Sequence[str], version: str) -> None:
             said = "\n".join(done.stderr.strip().splitlines()[-8:])
             raise ConfigError(
                 f"no interpreter with {', '.join(wanted)} can be made:\n{said}",
-                hint="if the registry cannot be reached from here, name another one: --env verifiers:NAME,python=PATH",
+                hint=f"if the registry cannot be reached from here, name another one: {flag}",
             )

@@ -21,12 +21,11 @@ from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.responses_input import to_messages
+from forge_rl.gateway.sampling_bounds import most_scored_tokens
 from forge_rl.gateway.template_settings import template_settings
 from forge_rl.gateway.tools import ToolParser, read_calls
 
 T = TypeVar("T")
-PROMPT_LOGITS_BYTES = 1 << 30
-"""Most bytes of the logits of a prompt whose logprobs are asked for: an engine holds them all at once, in float32."""
 
 
 class PromptRenderer(OnlineRenderer):
@@ -141,7 +140,7 @@ class PromptRenderer(OnlineRenderer):
         """Refuse logprobs of a prompt whose logits, all at once, would take an engine's memory."""
         if call.session is not None:
             raise ApiError(400, "an agent's prompts have no logprobs", param="prompt_logprobs")
-        most = PROMPT_LOGITS_BYTES // (4 * self._tokenizer.vocab_size)
+        most = most_scored_tokens(self._tokenizer.vocab_size)
         if len(prompt.token_ids) > most:
             count = len(prompt.token_ids)
             raise ApiError(400, f"a prompt of {count} tokens; at most {most} have logprobs", param="prompt")

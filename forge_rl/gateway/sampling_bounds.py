@@ -1,4 +1,5 @@
-"""Ranges of a request's sampling settings: outside of them logits become NaN, or each step takes long for everybody."""
+"""Ranges of a request's sampling settings: outside of them logits become NaN, or each step takes long for everybody;
+and the length of a prompt that can be scored."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ _MOST_ENTRIES = 1 << 18
 _MOST_BAD_WORDS = 1024
 """Words that all completions together may be kept from: each token is compared with them in Python."""
 _MOST_WORD_CHARACTERS = 128
+PROMPT_LOGITS_BYTES = 1 << 30
+"""Most bytes of the logits of a prompt whose logprobs are asked for: an engine holds them all at once, in float32."""
 
 
 def check_sampling(settings: Mapping[str, object], wanted: int) -> None:
@@ -63,6 +66,11 @@ def check_sampling(settings: Mapping[str, object], wanted: int) -> None:
         isinstance(word, str) and 0 < len(word) <= _MOST_WORD_CHARACTERS for word in words_kept_out
     ):
         raise _refusal("bad_words", f"made of words with 1 to {_MOST_WORD_CHARACTERS} characters")
+
+
+def most_scored_tokens(vocab_size: int) -> int:
+    """Return the most tokens of a prompt whose logprobs are asked for, of a model with so many logits."""
+    return PROMPT_LOGITS_BYTES // (4 * vocab_size)
 
 
 def _is_number(value: object) -> bool:

@@ -89,6 +89,15 @@ class AttachedRun:
         """Ask the current policy; greedy by default."""
         return str(self.ask("chat", message=message, max_tokens=max_tokens, temperature=temperature))
 
+    def open_gateway(self) -> dict[str, Any]:
+        """Have the run serve its current policy over OpenAI's API, on this machine, until it ends.
+
+        Returns:
+            "url", "key" and "model" for clients, the model's "folder", and "max_model_tokens".
+        """
+        found: dict[str, Any] = self.ask("open_gateway")
+        return found
+
     def events(self, last: int = 20) -> Events:
         """Read the last events of this folder's runs; also after the run has ended."""
         return Events(_events(self.folder, last))

@@ -25,6 +25,7 @@ from forge_rl.run.live import LiveSettings, changes_by
 from forge_rl.runtime.local_socket import listening, peer_is_own
 
 if TYPE_CHECKING:
+    from forge_rl.run.policy_gateway import PolicyGateway
     from forge_rl.run.run import Run
 
 SOCKET = "control.sock"
@@ -44,9 +45,10 @@ _MOST_TEXT = 4000
 class Control:
     """Answers somebody who has attached to a run; each public method is a request."""
 
-    def __init__(self, run: Run[Any], live: LiveSettings) -> None:
+    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway) -> None:
         self._run = run
         self._live = live
+        self._gateway = gateway
         self._changing = asyncio.Lock()
         """Changes are made one after another, in the order in which they came."""
 
@@ -100,6 +102,10 @@ class Control:
     async def chat(self, message: str | list[Any], max_tokens: int | None = None, temperature: float = 0.0) -> str:
         """Ask the current policy."""
         return await self._run.generator.chat(message, max_tokens=max_tokens, temperature=temperature)
+
+    async def open_gateway(self) -> dict[str, object]:
+        """Serve the current policy over OpenAI's API; says where, and with which key."""
+        return await self._gateway.open()
 
     async def last_batch(self) -> dict[str, object]:
         """Describe the batch of the last step."""

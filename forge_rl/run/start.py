@@ -52,6 +52,7 @@ from forge_rl.run.evaluator import HELD_OUT, Evaluator
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.plan import check_state_fits
+from forge_rl.run.policy_gateway import PolicyGateway
 from forge_rl.run.run import Run
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_digests, prepare_folder
 from forge_rl.run.services import running_services
@@ -309,7 +310,9 @@ class Starting(Generic[C]):
                     close=partial(self.__aexit__, None, None, None),
                 )
                 run.restart_evaluation()
-                await stack.enter_async_context(serving_control(folder, Control(run, live), warn))
+                policy = PolicyGateway(GeneratorBackend(services.generator, config.model), tokenizer, warn)
+                stack.push_async_callback(policy.close)
+                await stack.enter_async_context(serving_control(folder, Control(run, live, policy), warn))
                 gc.freeze()  # also what was imported meanwhile: see responsive_loop
                 with interrupted_by(raise_fault):
                     yield run

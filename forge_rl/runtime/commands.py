@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_rl.errors import ConfigError
@@ -75,18 +75,24 @@ class Finished:
 
 
 async def run_command(
-    command: Sequence[str], limits: CommandLimits, *, variables: Mapping[str, str], given: bytes
+    command: Sequence[str],
+    limits: CommandLimits | None,
+    *,
+    variables: Mapping[str, str],
+    given: bytes,
+    observe: Callable[[bytes], None] = lambda part: None,
 ) -> Finished:
     """Run a command to its end; cancelling ends it, and so does the end of this process.
 
     Args:
         command: program and arguments.
-        limits: what it may use.
+        limits: what it may use; None for no bounds.
         variables: added to its environment, which else has what `forge_rl.variables` hands on.
         given: its stdin.
+        observe: called with each part of what it writes to stderr.
     """
     process = await asyncio.create_subprocess_exec(
-        *supervised(command, limits.as_rlimits()),
+        *supervised(command, limits.as_rlimits() if limits else None),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -99,7 +105,8 @@ async def run_command(
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_feed(process.stdin, given))
-            output, errors = (group.create_task(_tail(pipe)) for pipe in (process.stdout, process.stderr))
+            output = group.create_task(_tail(process.stdout))
+            errors = group.create_task(_tail(process.stderr, observe))
             status = await process.wait()
     finally:
         await _end(process)
@@ -124,8 +131,9 @@ async def _feed(pipe: asyncio.StreamWriter, given: bytes) -> None:
     pipe.close()
 
 
-async def _tail(pipe: asyncio.StreamReader) -> str:
+async def _tail(pipe: asyncio.StreamReader, observe: Callable[[bytes], None] = lambda part: None) -> str:
     kept = b""
     while part := await pipe.read(1 << 16):
+        observe(part)
         kept = (kept + part)[-_KEPT_BYTES:]
     return kept.decode(errors="replace")

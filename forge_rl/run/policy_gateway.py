@@ -1,0 +1,55 @@
+"""A gateway before a run's engines for whoever has attached, such as lm-eval."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.gateway import Backend, Gateway, GatewayConfig
+
+
+class PolicyGateway:
+    """Serves the current policy over OpenAI's API, from when it is first asked for until it is closed.
+
+    Its port is on loopback, and its key is told only through the run's socket. Requests have the engines between those
+    of episodes, and wait while the engines are paused.
+
+    Args:
+        backend: decodes completions.
+        tokenizer: the model's tokenizer.
+        warn: called with a line for the user.
+    """
+
+    def __init__(self, backend: Backend, tokenizer: Tokenizer, warn: Callable[[str], None]) -> None:
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._warn = warn
+        self._key = secrets.token_urlsafe(32)
+        self._gateway: Gateway | None = None
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> dict[str, object]:
+        """Start the gateway, unless it is open; returns where it is, its key, and what it serves."""
+        async with self._opening:
+            if self._gateway is None:
+                gateway = Gateway(GatewayConfig(), self._backend, self._tokenizer, api_key=self._key, warn=self._warn)
+                try:
+                    await gateway.start()
+                except BaseException:
+                    await gateway.stop()
+                    raise
+                self._gateway = gateway
+        return {
+            "url": self._gateway.base_url,
+            "key": self._key,
+            "model": self._gateway.model,
+            "folder": str(self._tokenizer.folder.resolve()),
+            "max_model_tokens": self._backend.max_model_tokens,
+        }
+
+    async def close(self) -> None:
+        """End its requests, and stop listening; without effect if it was never opened."""
+        if self._gateway is not None:
+            await self._gateway.stop()

@@ -1,0 +1,215 @@
+"""lm-eval: which interpreter has it, what it is told, what is read of it, and what it never gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.run import lm_eval
+from forge_rl.run.lm_eval import Endpoint, LmEvalConfig, find_python, lm_eval_settings, run_lm_eval, scores_of
+from forge_rl.services.generator import Generator
+from tests.conftest import ROOT
+
+PYTHON = sys.executable
+PEER = """#!{python}
+import json, os, sys, time
+if sys.argv[1:2] == ["-c"]:
+    print("{version}"); sys.exit()
+assert sys.argv[1:5] == ["-m", "lm_eval", "run", "--config"], sys.argv
+settings = json.load(open(sys.argv[5]))
+print(os.getpid(), file=open(os.path.join(settings["output_path"], "pid"), "w"), flush=True)
+say = lambda text: print(text, end="", file=sys.stderr, flush=True)
+say("2026-01-01:00:00:00 WARNING  [api.task:1] no aggregation\\n")
+say("2026-01-01:00:00:00 WARNING  [models.api_models:2] API request failed: \\x1b[2J\\n")
+say("\\rRequesting API:   0%|          | 0/4 [00:00<?, ?it/s]\\rRequesting API:  50%|##")
+say("##   | 2/4 [00:01<00:01, 2.0it/s]\\r100%|####| 4/4 [00:02<00:00, 2.0it/s]\\n")
+if settings["tasks"] == ["sleep"]:
+    time.sleep(1000)
+if settings["tasks"] == ["none"]:
+    say("ValueError: Tasks not found: \\x1b[2Jnone\\n"); sys.exit(1)
+folder = os.path.join(settings["output_path"], "model")
+os.mkdir(folder)
+found = {{"results": {{}}, "variables": dict(os.environ), "arguments": sys.argv}}
+json.dump(found, open(os.path.join(folder, "results_2026.json"), "w"))
+"""
+
+
+def peer(folder: Path, version: str = "0.4.13") -> Path:
+    """An interpreter with an lm-eval that computes nothing."""
+    python = folder / "python"
+    python.write_text(PEER.format(python=PYTHON, version=version))
+    python.chmod(0o700)
+    return python
+
+
+def run(python: Path, out: Path, task: str = "arc") -> tuple[dict[str, Any], list[tuple[str, int, int]], list[str]]:
+    bars: list[tuple[str, int, int]] = []
+    told: list[str] = []
+    settings = {"tasks": [task], "output_path": str(out)}
+    found = asyncio.run(
+        run_lm_eval(python, settings, "the-key", progress=lambda *each: bars.append(each), tell=told.append)
+    )
+    return found, bars, told
+
+
+def test_progress_and_problems_are_shown_and_the_key_is_its_only_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WANDB_API_KEY", "not for it")
+    monkeypatch.setenv("OPENAI_API_KEY", "nor this")
+    found, bars, told = run(peer(tmp_path), tmp_path / "out")
+    assert bars == [("Requesting API", 0, 4), ("Requesting API", 2, 4), ("reading tasks", 4, 4)]
+    assert told == [r"2026-01-01:00:00:00 WARNING  [models.api_models:2] API request failed: \x1b[2J"]
+    assert found["variables"]["OPENAI_API_KEY"] == "the-key"
+    assert "not for it" not in found["variables"].values()
+    assert "the-key" not in " ".join(found["arguments"])
+    assert "the-key" not in (tmp_path / "out" / "settings.json").read_text()
+    assert b"no aggregation" in (tmp_path / "out" / "lm-eval.log").read_bytes()
+    assert (tmp_path / "out").stat().st_mode & 0o077 == 0
+
+
+def test_a_failure_is_told_by_its_last_line(tmp_path: Path):
+    with pytest.raises(ForgeError, match=r"ended with status 1: ValueError: Tasks not found: \\x1b\[2Jnone") as caught:
+        run(peer(tmp_path), tmp_path / "out", "none")
+    assert "lm-eval.log" in caught.value.hint
+
+
+def test_it_ends_with_the_task_that_waits_for_it(tmp_path: Path):
+    async def check() -> None:
+        settings = {"tasks": ["sleep"], "output_path": str(tmp_path / "out")}
+        started = asyncio.Event()
+        working = asyncio.ensure_future(
+            run_lm_eval(
+                peer(tmp_path), settings, "", progress=lambda what, done, of: done == 4 and started.set(), tell=print
+            )
+        )
+        await started.wait()
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+
+    asyncio.run(check())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "out" / "pid").read_text()), 0)
+
+
+def test_the_interpreter_is_this_one_the_users_or_one_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    named = peer(tmp_path)
+    assert find_python(str(named)) == (named, "0.4.13")
+    with pytest.raises(ConfigError, match=r"has no lm-eval") as caught:
+        find_python("/bin/sh")
+    assert "/bin/sh -m pip install 'lm-eval[api]==" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"lm-eval 0\.4\.9, and 0\.4\.10 or later"):
+        find_python(str(peer(tmp_path, "0.4.9")))
+    asked: list[object] = []
+
+    def made(requirements: object, *, python: str, flag: str) -> Path:
+        asked.append((requirements, python, flag))
+        return peer(tmp_path)
+
+    monkeypatch.setattr(lm_eval, "interpreter", made)
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    assert find_python() == (named, "0.4.13")
+    assert asked == [(lm_eval.PACKAGES, "", "--lm-eval-python PATH")]
+    monkeypatch.setattr(sys, "executable", str(named))
+    assert find_python() == (named, "0.4.13")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("adds", "chat", "expected"), [(False, False, False), (True, False, True), (True, True, False)]
+)
+def test_prompts_go_as_token_ids_with_the_bos_that_lm_evals_own_model_has(
+    tiny_model: Path, tmp_path: Path, adds: bool, chat: bool, expected: bool
+):
+    folder = tiny_model
+    if adds:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        for file in tiny_model.iterdir():
+            (folder / file.name).symlink_to(file)
+        (folder / "tokenizer.json").unlink()
+        told = json.loads((tiny_model / "tokenizer.json").read_text())
+        bos = next(each for each in told["added_tokens"] if each["content"] == "<|im_start|>")
+        special = {"id": bos["content"], "ids": [bos["id"]], "tokens": [bos["content"]]}
+        single = [{"SpecialToken": {"id": bos["content"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        told["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {bos["content"]: special},
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(told))
+    endpoint = Endpoint(
+        url="http://127.0.0.1:1/v1", key="k", model="m", folder=folder, max_model_tokens=512, concurrent=256
+    )
+    config = LmEvalConfig(lm_eval=("arc_easy", "gsm8k"), limit=7, chat_template=chat, include_path=ROOT / "tests")
+    found = lm_eval_settings(config, endpoint, tmp_path)
+    arguments = found["model_args"]
+    assert arguments["add_bos_token"] is expected
+    assert (arguments["base_url"], arguments["tokenizer"]) == ("http://127.0.0.1:1/v1/completions", str(folder))
+    assert (arguments["max_length"], arguments["num_concurrent"]) == (512, 64)
+    assert (found["tasks"], found["limit"], found["num_fewshot"]) == (["arc_easy", "gsm8k"], 7, None)
+    assert (found["apply_chat_template"], found["include_path"]) == (chat, str(ROOT / "tests"))
+    long = lm_eval_settings(config, replace(endpoint, max_model_tokens=1 << 20), tmp_path)["model_args"]["max_length"]
+    assert 512 < long < 1 << 20, "what the gateway scores"
+
+
+def test_the_context_is_as_long_as_model_and_memory_allow_unless_it_is_given(tiny_model: Path, tmp_path: Path):
+    read = json.loads((tiny_model / "config.json").read_text())
+
+    def longest(positions: int, **given: Any) -> int:
+        (tmp_path / "config.json").write_text(json.dumps(read | {"max_position_embeddings": positions}))
+        return lm_eval.with_longest_context(Generator.Config(**given), tmp_path).max_model_tokens
+
+    assert longest(3000) == 3000
+    assert longest(1 << 17) == 8192
+    assert longest(1 << 17, max_model_tokens=512) == 512
+    a = read_architecture(tiny_model)
+    bytes_each = a.layers * 2 * a.head_dim * a.kv_heads * 4
+    assert longest(1 << 17, kv_cache_gib=5000 * bytes_each / 2**30, dtype="float32") == 4096
+    assert longest(512) == 1024, "the engine's own check says that this is too much"
+
+
+def test_scores_are_named_by_metric_and_filter():
+    results = {
+        "mmlu": {"alias": "mmlu", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1},
+        "gsm8k": {
+            "exact_match,strict-match": 0.25,
+            "exact_match_stderr,strict-match": "N/A",
+            "exact_match,flexible-extract": 1,
+            "exact_match_stderr,flexible-extract": 0.0,
+        },
+    }
+    assert scores_of({"results": results}) == {
+        "mmlu": {"acc": 0.5, "acc_stderr": 0.1},
+        "gsm8k": {
+            "exact_match (strict-match)": 0.25,
+            "exact_match (flexible-extract)": 1.0,
+            "exact_match (flexible-extract)_stderr": 0.0,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"limit": 0}, "--limit is 0"),
+        ({"num_fewshot": -1}, "--num-fewshot is -1"),
+        ({"include_path": Path("/nowhere")}, "no folder /nowhere"),
+        ({"lm_eval": (), "live": True}, "--live is for --lm-eval"),
+    ],
+)
+def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said) as caught:
+        LmEvalConfig(**{"lm_eval": ("arc_easy",)} | flags)
+    assert caught.value.hint
