@@ -89,7 +89,8 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
-        if number in received or not received:  # one kind after the other is one wish: systemd sends SIGHUP with SIGTERM
+        # One kind after the other is one wish: systemd sends SIGHUP with SIGTERM.
+        if number in received or not received:
             task.cancel()
         received.append(number)
 
