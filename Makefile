@@ -17,7 +17,7 @@ ifeq ($(EXTRA),cpu)
   endif
 endif
 
-.PHONY: help setup lock audit licences demo check fast test test-long lint format clean
+.PHONY: help setup lock audit licences demo check fast test test-long lint check-cuda format clean
 help:     ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  WORKERS=2  ARGS="flags for demo, or for pytest"'
@@ -28,7 +28,7 @@ setup: $(STAMP)  ## install everything into .venv
 UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --require-hashes
 OVERRIDES  := --overrides requirements/overrides-$(EXTRA).txt
 $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt) $(BIN)/uv
-	$(if $(filter cuda,$(EXTRA)),$(BIN)/python tools/cuda_machine.py)
+	$(if $(filter cuda,$(EXTRA)),$(BIN)/python tools/cuda_machine.py $(MACHINE))
 	$(if $(filter cpu,$(EXTRA)),$(UV_INSTALL) --no-deps $(BACKEND) --constraints requirements/constraints-cpu.txt \
 	  --requirements requirements/overrides-cpu.txt)
 	$(UV_INSTALL) --compile-bytecode --preview-features build-dependency-hashes --require-build-hashes $(OVERRIDES) \
@@ -89,9 +89,16 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The same installation as for a GPU, hashes and all, in a folder of its own; only the driver is not looked at.
+CUDA := EXTRA=cuda VENV=.cuda MACHINE=--without-driver
+
+check-cuda:  ## what a CPU can prove of CUDA, in .cuda: no GPU needed, 9 GB; ARGS="forward triton" names some of the checks
+	@$(MAKE) --no-print-directory setup $(CUDA)
+	@.cuda/bin/python -m tools.check_cuda $(ARGS)
+
 format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:    ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .bench .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) .cuda .bench .mypy_cache .ruff_cache .pytest_cache *.egg-info

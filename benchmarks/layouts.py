@@ -198,9 +198,14 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
         Case(family=family, name=name, ranks=ranks, degrees=tuple(degrees.items()))
         for family, (name, ranks, degrees) in itertools.product(families, LAYOUTS)
         if ranks <= most_ranks
-        and ("num_experts_per_tok" in FAMILIES[family] or "expert_parallel" not in degrees)
+        and (is_mixture(family) or "expert_parallel" not in degrees)
         and (family == "qwen3_moe" or "router_replay" not in degrees)
     ]
+
+
+def is_mixture(family: str) -> bool:
+    """Return whether models of a family have experts."""
+    return "num_experts_per_tok" in FAMILIES.get(family, {})
 
 
 def make_models(folder: Path, families: Sequence[str]) -> None:
@@ -209,7 +214,7 @@ def make_models(folder: Path, families: Sequence[str]) -> None:
 
     for family in families:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **{**_SMALL, **FAMILIES[family]})
+        config = AutoConfig.for_model(family, **{**_SMALL, **FAMILIES.get(family, {})})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():

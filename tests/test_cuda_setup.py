@@ -76,3 +76,12 @@ def test_a_folder_of_wheels_for_cpus_is_not_used_for_cuda(extra: str, folder: st
         lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         (check,) = (number for number, line in enumerate(lines) if "cuda_machine" in line)
         assert check < min(number for number, line in enumerate(lines) if "uv pip install" in line)
+
+
+def test_a_setup_for_what_needs_no_gpu_says_that_it_does_not_look_for_a_driver(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuda_machine, "driver_version", lambda: "570.1")
+    assert cuda_machine.main(["--without-driver"]) == 0
+    assert "the driver is not checked" in capsys.readouterr().err
+    assert cuda_machine.main([]) == 1

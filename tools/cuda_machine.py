@@ -1,7 +1,8 @@
 """Checks what the CUDA extra needs of a machine and no wheel brings: driver, C compiler, Python's headers.
 
 `make setup EXTRA=cuda` runs it before it downloads 9 GB. It needs nothing but Python, and fails only where there is a
-driver: without one the extra can still be installed, to look at.
+driver: without one the extra can still be installed, to look at. `make check-cuda`, which uses no GPU even where there
+is one, passes `--without-driver`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 DRIVER = 580
@@ -56,8 +57,14 @@ def driver_version() -> str | None:
     return lines[0] if done.returncode == 0 and lines else None
 
 
-def main() -> int:
-    """Print what is missing; returns 1 if that keeps a GPU that is here from being used."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Print what is missing; returns 1 if that keeps a GPU that is here from being used.
+
+    With `--without-driver`, print that no driver is looked for, and return 0.
+    """
+    if "--without-driver" in arguments:
+        print("cuda: the driver is not checked: this environment is for what needs no GPU", file=sys.stderr)
+        return 0
     driver = driver_version()
     found = problems(driver=driver, include=Path(sysconfig.get_path("include")))
     for line in found:
@@ -66,4 +73,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
