@@ -174,7 +174,7 @@ def test_logprobs_of_a_split_vocabulary_are_those_of_the_whole():
 
 
 def test_a_part_of_a_row_has_its_part_of_the_mask():
-    from forge_rl.engines.titan.model import attention_mask
+    from forge_rl.engines.titan.masks import attention_mask
 
     (row,) = packed(random_batch(0, vocab=43, groups=3), row_tokens=256, context_parallel=4).rows
     size = len(row) // 4

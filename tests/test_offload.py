@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan import offload
+from forge_rl.engines.titan import host_memory
+from forge_rl.engines.titan.host_memory import HostCopies, joined
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.shards import named_weights, values_of
 from forge_rl.engines.titan.train import TitanEngine
@@ -190,7 +191,7 @@ def test_a_checkpoint_is_written_and_read_while_the_state_is_offloaded(tmp_path:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven bytes a piece: storages take several, and end within one."""
-    monkeypatch.setattr(offload, "_PIECE", 7)
+    monkeypatch.setattr(host_memory, "BUFFER_BYTES", 7)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -231,14 +232,28 @@ def test_what_finds_no_room_can_come_back_later(monkeypatch: pytest.MonkeyPatch)
 
 def test_when_host_memory_runs_out_nothing_has_left(monkeypatch: pytest.MonkeyPatch):
     tensors = [torch.arange(10.0), torch.arange(20.0)]
-    copies = offload._copies
+    copies = HostCopies.of
 
-    def full(storage: torch.UntypedStorage) -> list[torch.Tensor]:
-        if storage.nbytes() == 80:
+    def full(self: HostCopies, values: torch.Tensor) -> list[torch.Tensor]:
+        if values.nbytes == 80:
             raise RuntimeError("no memory")
-        return copies(storage)
+        return copies(self, values)
 
-    monkeypatch.setattr(offload, "_copies", full)
+    monkeypatch.setattr(HostCopies, "of", full)
     with pytest.raises(RuntimeError, match="no memory"):
         OffloadedState(tensors)
     assert [tensor.tolist() for tensor in tensors] == [list(range(10)), list(range(20))]
+
+
+def test_copies_lie_without_gaps_in_buffers_of_one_size(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "BUFFER_BYTES", 64)
+    given = [torch.arange(50.0), torch.tensor(3), torch.arange(24, dtype=torch.bfloat16).view(4, 6).t(), torch.empty(0)]
+    copies = HostCopies()
+    pieces = [copies.of(values) for values in given]
+    buffers = {
+        piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for each in pieces for piece in each
+    }
+    assert list(buffers.values()) == [64] * -(-(50 * 4 + 8 + 24 * 2) // 64)
+    for values, held in zip(given[:3], pieces[:3], strict=True):
+        assert torch.equal(joined(held, values.dtype, tuple(values.shape)), values)
+    assert pieces[3] == []

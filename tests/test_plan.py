@@ -16,12 +16,13 @@ from forge_rl.engines import decode_layout, degrees
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan import model as titan_model
+from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.rollout import placement
 from forge_rl.run import plan
 from forge_rl.run.plan import Need, check_state_fits, plan_run, refuse
+from forge_rl.services import trainer as trainer_service
 from forge_rl.services.generator import Generator
 from recipes.grpo import Config
 from tests.fakes import make_model
@@ -58,7 +59,7 @@ def peak_of(engine: TitanEngine, *rows: Row) -> int:
 def test_the_plan_is_what_an_update_allocates(
     family: str, checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(titan_model, "HEAD_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(titan_head, "HEAD_CHUNK_BYTES", 1 << 20)
     make_model(tmp_path, family, **SHAPE)
     settings = TrainSettings(dtype="float32", row_tokens=768, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
     planned = plan_training(tmp_path, settings, ranks=1, reference=False)
@@ -78,7 +79,10 @@ def test_a_plan_splits_states_over_ranks_and_counts_a_reference_and_what_is_froz
     settings = TrainSettings(dtype="bfloat16", row_tokens=128)
     one = plan_training(tmp_path, settings, ranks=1, reference=True)
     two = plan_training(tmp_path, settings, ranks=2, reference=True)
-    assert (two.weights, two.optimizer, two.reference) == (one.weights // 2, one.optimizer // 2, one.weights // 2)
+    assert (two.weights, two.optimizer, two.reference) == (one.weights // 2, one.optimizer // 2, one.weights // 4)
+    assert one.reference == one.weights // 2, "the reference is in bfloat16, as is what is computed with it"
+    split = replace(settings, row_tokens=64, context_parallel=2)
+    assert plan_training(tmp_path, split, ranks=2, reference=True).weights == two.weights
     assert two.activations == one.activations
     assert one.gathered == one.weights // 2, "a single rank casts all to bfloat16, and keeps it"
     assert 0 < two.gathered < one.gathered
@@ -132,7 +136,8 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
     trainer, engine, store = plan_run(config, tmp_path, reference=False)
     assert (trainer.count, engine.count, store.count) == (1, 1, 1)
     assert "frozen reference" not in trainer.parts
-    assert trainer.parts["copy of the state, while a checkpoint is written"] == 3 * trainer.parts["weights, float32"]
+    copied = trainer.parts["copy of the state, while a checkpoint is written"]
+    assert copied == 3 * trainer.parts["weights, float32"] + 4 * 3000 * 96, "and of the largest weight"
     assert engine.parts["keys and values"] == 2**30
     with_reference = plan_run(config, tmp_path, reference=True)[0]
     assert with_reference.total - trainer.total == trainer.parts["weights, float32"]
@@ -144,7 +149,7 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
 
 def test_on_gpus_a_plan_counts_what_moves_to_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_model(tmp_path, **SHAPE)
-    for module in (plan, placement, degrees, decode_layout):
+    for module in (plan, placement, degrees, decode_layout, trainer_service):
         monkeypatch.setattr(module, "device_type", lambda: "cuda", raising=False)
         monkeypatch.setattr(module, "gpus", lambda: 1, raising=False)
     monkeypatch.setattr(plan, "gpu_bytes", lambda: 80 << 30)
@@ -161,12 +166,17 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(tmp_path: Path, monkeyp
     weights = 2 * read_architecture(tmp_path).weights
     trainer = "trainer rank, in host memory: "
     moving = {
-        f"{trainer}copy of the state, while a checkpoint is written": rank.weights + rank.optimizer,
+        f"{trainer}copy of the state, while a checkpoint is written": rank.copy,
         f"{trainer}state that comes here while engines decode": rank.state,
         "worker of an engine, in host memory: weights, while it sleeps": weights,
         "store of weights: versions": 2 * weights,
     }
     assert host(config) == moving
+    inside = replace(config, trainer=replace(config.trainer, cpu_offload=True))
+    del moving[f"{trainer}state that comes here while engines decode"]
+    always = {"weights, float32": rank.weights, "gradients": rank.gradients, "optimizer state": rank.optimizer}
+    always |= {"frozen reference": rank.reference}
+    assert host(inside) == moving | {f"{trainer}{part}": size for part, size in always.items()}
     apart = replace(config, checkpoint_every=0, placement="separate")
     monkeypatch.setattr(placement, "gpus", lambda: 2)
     assert host(apart) == {"store of weights: versions": 2 * weights}

@@ -16,8 +16,10 @@ from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import attention
-from forge_rl.engines.titan import model as titan_model
-from forge_rl.engines.titan.model import FloatHead, TreeAttention, attention_mask
+from forge_rl.engines.titan import head as titan_head
+from forge_rl.engines.titan.head import FloatHead
+from forge_rl.engines.titan.masks import attention_mask
+from forge_rl.engines.titan.model import TreeAttention
 from forge_rl.engines.titan.shards import named_weights, names_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
@@ -283,11 +285,11 @@ def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monk
     hidden, targets = torch.randn(10, 8, dtype=torch.float64), torch.randint(0, 43, (10,))
     results = []
     for chunk in (10, 4):
-        monkeypatch.setattr(titan_model, "HEAD_CHUNK_BYTES", chunk * 43 * 4)
+        monkeypatch.setattr(titan_head, "HEAD_CHUNK_BYTES", chunk * 43 * 4)
         given = hidden.clone().requires_grad_()
         sizes: list[int] = []
         monkeypatch.setattr(
-            titan_model,
+            titan_head,
             "token_logprobs",
             lambda logits, *args, sizes=sizes, **how: sizes.append(len(logits)) or token_logprobs(logits, *args, **how),
         )
@@ -309,7 +311,7 @@ def test_chunks_of_a_bfloat16_head_add_up_as_exactly_as_one(monkeypatch: pytest.
     (exact,) = torch.autograd.grad((scores * torch.linspace(-1, 1, 2048)).sum(), weight)
     off = []
     for tokens in (2048, 16):
-        monkeypatch.setattr(titan_model, "HEAD_CHUNK_BYTES", tokens * 200 * 4)
+        monkeypatch.setattr(titan_head, "HEAD_CHUNK_BYTES", tokens * 200 * 4)
         logprobs, _ = head(hidden, targets)
         (found,) = torch.autograd.grad((logprobs * torch.linspace(-1, 1, 2048)).sum(), head.weight)
         assert found.dtype == torch.bfloat16

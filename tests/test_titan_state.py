@@ -21,7 +21,7 @@ from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.families.qwen3_moe import QWEN3_MOE
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.blocks import Block, SavePlanner, training_state
+from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state
 from forge_rl.engines.titan.export import Export
 from forge_rl.engines.titan.shards import block, freeze, local_shards, named_weights, specs
 from forge_rl.engines.titan.train import TitanEngine
@@ -348,7 +348,7 @@ def test_a_stack_of_experts_is_exported_a_few_at_a_time(tmp_path: Path):
     model = Stacked()
     counts: dict[str, int] = {}
     dcp.save(
-        training_state(model, torch.optim.AdamW(model.parameters()), counts),
+        copied(training_state(model, torch.optim.AdamW(model.parameters()), counts)),
         checkpoint_id=tmp_path / "training",
         planner=SavePlanner(),
     )
@@ -377,7 +377,8 @@ def test_blocks_tile_a_weight_that_expert_and_data_parallelism_cut_unevenly():
     for place in itertools.product(*map(range, mesh)):
         here = block((7, 4), mesh, place, placements)
         planner = SavePlanner()
-        planner.set_up_planner({"w": Block(shape=(7, 4), tensor_slice=here, values=torch.empty(here.size))})
+        part = Block(shape=(7, 4), tensor_slice=here, values=torch.empty(here.size))
+        planner.set_up_planner(copied({"w": part}))
         plans.append(planner.create_local_plan())
     _, index = SavePlanner().create_global_plan(plans)
     assert index.state_dict_metadata["w"].size == (7, 4)

@@ -528,6 +528,26 @@ def test_the_learning_rate_ends_at_0_although_minibatches_gave_no_update(tmp_pat
     assert (engine.updates, engine.planned) == (2, 4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_a_reference_in_the_format_of_the_forward_pass_scores_as_the_weights_that_it_was_made_from(
+    family: str, tmp_path: Path
+):
+    make_model(tmp_path, family)
+    rows = packed(random_batch(0, vocab=43), row_tokens=64).rows
+    for name in ("bfloat16", "float32"):
+        engine = engine_of(tmp_path, dtype=name, reference=True)
+        assert engine._reference is not None
+        assert {each.dtype for each in engine._reference.parameters()} == {getattr(torch, name)}
+        assert {each.dtype for each in engine.model.parameters()} == {torch.float32}
+        buffers = [{key: each.dtype for key, each in m.named_buffers()} for m in (engine.model, engine._reference)]
+        assert buffers[0] == buffers[1]
+        expected = engine.logprobs(rows, temperature=1.0)
+        assert all(
+            torch.equal(*pair) for pair in zip(engine._logprobs(engine._reference, rows, 1.0), expected, strict=True)
+        )
+        assert any(bool(each.any()) for each in expected)
+
+
 def test_two_ranks_train_as_one(tmp_path: Path):
     folders = {}
     for family in ("llama", "qwen3"):

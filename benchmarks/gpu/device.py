@@ -71,8 +71,9 @@ def attention() -> dict[str, float]:
 
     from benchmarks.long_row import row_of
     from forge_rl.data.packing import Row
-    from forge_rl.engines.titan.model import attention_mask
+    from forge_rl.engines.titan.masks import attention_mask, compile_once
 
+    compile_once()
     flex, counts, seconds = FlexAttention(FlexAttention.Config()), [], []
     for blocks in (3, 8, 5, 12, 20, 30, 40, 11, 25, 60, 4, 33):
         row = row_of(128 * blocks, 43)

@@ -34,6 +34,8 @@ class Layout:
     """Number of devices that split a row, whose maximum length is so many times row_tokens."""
     pad_multiple: int = 1
     """A device's part of a row is rounded up to a multiple of this: 128 where FlexAttention's blocks need it."""
+    least_tokens: int = 1
+    """Fewest tokens of a device's part of a row, padding included: 256 where fewer would need graphs of their own."""
     tensor_parallel: int = 1
     """Number of devices that split the activations of one part of a row: its length is rounded up to a multiple of this
     too, by padding that row_tokens does not count."""
@@ -290,8 +292,9 @@ def _minibatch(groups: list[_Group], layout: Layout) -> Minibatch:
     trees = [tree for group in groups for tree in group.trees]
     rows = assign_rows(trees, row_tokens=layout.longest, shares=layout.shares)
     multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel) * layout.context_parallel
+    least = layout.least_tokens * layout.context_parallel
     return Minibatch(
-        rows=tuple(_row(row, multiple, lengths) for row in rows),
+        rows=tuple(_row(row, multiple, least, lengths) for row in rows),
         tokens=sum(lengths.values()),
         sequences=len(lengths),
     )
@@ -306,8 +309,8 @@ _PADDING = (
 """Padding value and dtype of each field of a row."""
 
 
-def _row(trees: list[Tree], pad_multiple: int, lengths: Mapping[int, int]) -> Row:
-    length = round_up(max(1, row_size(trees)), pad_multiple)
+def _row(trees: list[Tree], pad_multiple: int, least: int, lengths: Mapping[int, int]) -> Row:
+    length = round_up(max(least, row_size(trees)), pad_multiple)
     row = {name: np.full(length, padding) for name, padding in _PADDING.items()}
     routings = [branch.routed for tree in trees for branch in tree.branches if branch.routed is not None]
     if routings:

@@ -22,7 +22,7 @@ class TrainMemory:
     optimizer: int
     """Both moments of AdamW."""
     reference: int
-    """Frozen copy for a KL penalty."""
+    """Frozen copy for a KL penalty, in the format of forward and backward."""
     gathered: int
     """Weights that FSDP gathers or casts for the layers at work."""
     activations: int
@@ -34,14 +34,24 @@ class TrainMemory:
     heap: int
     """Freed bytes between larger pieces that a CPU's heap cannot use again; see `factory.train_environment`."""
 
+    largest: int
+    """This rank's shard of the largest weight, which is in memory twice while a checkpoint is written."""
+
     @property
     def state(self) -> int:
         """Bytes that last from step to step."""
         return self.weights + self.optimizer + self.reference
 
     @property
+    def copy(self) -> int:
+        """Bytes of host memory while a checkpoint is written: the copy of what is saved, and the tensor that is being
+        written once more."""
+        return self.weights + self.optimizer + self.largest
+
+    @property
     def total(self) -> int:
-        return sum(vars(self).values())
+        """Bytes of all that is there at the peak of a step."""
+        return sum(vars(self).values()) - self.largest
 
 
 def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:

@@ -51,18 +51,6 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def limit_graphs(most: int = 64) -> None:
-    """Make torch.compile fail where a function needs more graphs than that in this process.
-
-    By default it would run it uncompiled after 8, without a word: FlexAttention then holds all scores of a row. Rows of
-    different lengths share graphs; whether there is a window, a gradient, or a row of one block takes one each.
-    """
-    from torch._dynamo import config
-
-    config.recompile_limit = most
-    config.fail_on_recompile_limit_hit = True
-
-
 def resolve_dtype(name: Dtype | TrainDtype) -> torch.dtype:
     """Resolve the number format to compute in; auto is bfloat16 on CUDA, float32 on CPU.
 

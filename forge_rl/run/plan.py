@@ -111,14 +111,13 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
     on_gpu = device_type() == "cuda"
     host = {}
     if config.checkpoint_every:
-        host["copy of the state, while a checkpoint is written"] = found.weights + found.optimizer
+        host["copy of the state, while a checkpoint is written"] = found.copy
     if on_gpu:
         moved = found.state
         if trainer.cpu_offload:
-            moved = found.reference
-            for name in ("weights, float32", "gradients", "optimizer state"):
+            for name in ("weights, float32", "gradients", "optimizer state", "frozen reference"):
                 host[name] = parts.pop(name)
-        if _colocated(config):
+        elif _colocated(config):
             host["state that comes here while engines decode"] = moved
         host["process"] = _CUDA_PROCESS_BYTES
     else:
@@ -139,7 +138,7 @@ def check_state_fits(config: RunConfig, architecture: Architecture, *, reference
     """
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
     split = max(1, ranks // int(getattr(config.trainer, "replicate", 1)))
-    state = (20 if reference else 16) * count // split
+    state = (16 + reference * resolve_dtype(config.trainer.dtype).itemsize) * count // split
     kept = on_gpu and config.trainer.cpu_offload
     needs = [
         Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)

@@ -273,6 +273,7 @@ class Trainer:
             row_tokens=self.config.row_tokens,
             context_parallel=self.config.context_parallel,
             pad_multiple=_pad_multiple(),
+            least_tokens=2 * _pad_multiple() if device_type() == "cuda" else 1,
             tensor_parallel=self.config.tensor_parallel,
             minibatches=self.config.minibatches,
             epochs=self.config.epochs,

@@ -9,7 +9,7 @@ from tests.fakes import random_batch
 
 
 def head(dtype: torch.dtype) -> torch.nn.Module:
-    from forge_rl.engines.titan.model import FloatHead
+    from forge_rl.engines.titan.head import FloatHead
 
     torch.manual_seed(0)
     return FloatHead(FloatHead.Config(in_features=256, out_features=5000)).cuda().to(dtype)
@@ -60,7 +60,7 @@ def test_many_targets_never_hold_all_logits():
 def test_flex_attention_sees_what_the_dense_mask_says():
     from torchtitan.models.common.attention import FlexAttention
 
-    from forge_rl.engines.titan.model import attention_mask
+    from forge_rl.engines.titan.masks import attention_mask
 
     row = packed_row()
     generator = torch.Generator().manual_seed(0)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
+from forge_rl.engines.titan.host_memory import HostCopies, joined
 from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
 from forge_rl.errors import CheckpointError
 from forge_rl.weights.slices import TensorSlice
@@ -48,38 +49,57 @@ class Block:
         shape = tuple(values.shape)
         return Block(shape=shape, tensor_slice=TensorSlice.whole(shape), values=values)
 
-    def copied(self) -> Block:
-        """The same in host memory of its own; the bytes are there once the device's queue has run."""
-        held = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
-        held.copy_(self.values, non_blocking=True)
-        return Block(shape=self.shape, tensor_slice=self.tensor_slice, values=held)
-
     def size(self) -> torch.Size:
         """Shape of the whole tensor, as torch asks for it."""
         return torch.Size(self.shape)
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(
-            offsets=torch.Size(self.tensor_slice.start), sizes=torch.Size(self.tensor_slice.size)
-        )
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(self.tensor_slice)] if self.tensor_slice.numel else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedBlock:
+    """A block whose values were copied to host memory, to be written from there."""
+
+    shape: tuple[int, ...]
+    tensor_slice: TensorSlice
+    dtype: torch.dtype
+    pieces: list[torch.Tensor]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         if not self.tensor_slice.numel:
             return []
-        properties = TensorProperties.create_from_tensor(self.values)
-        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=self.size())
+        data = TensorWriteData(
+            chunk=_chunk(self.tensor_slice), properties=TensorProperties(dtype=self.dtype), size=torch.Size(self.shape)
+        )
         at = MetadataIndex(name, torch.Size(self.tensor_slice.start))
         return [WriteItem(index=at, type=WriteItemType.SHARD, tensor_data=data)]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()] if self.tensor_slice.numel else []
+
+def copied(state: Mapping[str, Block]) -> dict[str, CopiedBlock]:
+    """Copy all blocks; the bytes are there once the device's queue has run."""
+    copies = HostCopies()
+    return {
+        name: CopiedBlock(
+            shape=block.shape,
+            tensor_slice=block.tensor_slice,
+            dtype=block.values.dtype,
+            pieces=copies.of(block.values),
+        )
+        for name, block in state.items()
+    }
+
+
+def _chunk(tensor_slice: TensorSlice) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(tensor_slice.start), sizes=torch.Size(tensor_slice.size))
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes blocks."""
+    """Writes copied blocks, each put together in memory of its own just before."""
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return cast(Block, self.state_dict[index.fqn]).values
+        block = cast(CopiedBlock, self.state_dict[index.fqn])
+        return joined(block.pieces, block.dtype, tuple(block.tensor_slice.size))
 
 
 class LoadPlanner(DefaultLoadPlanner):

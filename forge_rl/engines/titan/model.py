@@ -1,4 +1,4 @@
-"""Builds torchtitan models from architectures, with layers of ours: attention over packed rows, output head, RoPE."""
+"""Builds torchtitan models from architectures, with layers of ours: attention over packed rows, RoPE."""
 
 from __future__ import annotations
 
@@ -10,31 +10,25 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import BlockMask
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.attention import FlexAttention, create_attention_mask
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 
-from forge_rl.algorithms import token_logprobs, widened
-from forge_rl.data.packing import Row, attends
+from forge_rl.algorithms import widened
 from forge_rl.engines.families.config import Architecture
 from forge_rl.engines.platform import device_type
-from forge_rl.engines.titan.attention import TreeMask, attend_trees, tree_masks
+from forge_rl.engines.titan.attention import TreeMask, attend_trees
+from forge_rl.engines.titan.head import FloatHead
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.pointwise import LeanRMSNorm, rotate
 from forge_rl.engines.titan.routing import routers
-from forge_rl.engines.titan.vocabulary import split_token_logprobs
 
 LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
-
-
-HEAD_CHUNK_BYTES = 256 << 20
-"""Most bytes of the logits that are held at a time; their gradient is written over them."""
 
 
 def build_model(
@@ -167,37 +161,6 @@ def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any
     return fields
 
 
-Mask = tuple[TreeMask, ...] | BlockMask
-"""Mask by which an attention layer sees a row: the mask of each tree on CPU, else blocks."""
-
-
-def attention_mask(row: Row, queries: slice | None = None, *, window: int | None = None) -> Mask | dict[str, Mask]:
-    """Return a packed row's mask as the model takes it; with a window two, from which each layer takes its own.
-
-    Args:
-        queries: mask these tokens only, whose keys are those of the whole row.
-        window: tokens that a sliding window shows, see `Architecture.window`.
-    """
-    queries = queries or slice(0, len(row))
-    if window is None:
-        return _mask(row, queries)
-    # The keys are torchtitan's.
-    return {"basic_mask": _mask(row, queries), "sliding_window_mask": _mask(row, queries, window)}
-
-
-def _mask(row: Row, queries: slice, window: int | None = None) -> Mask:
-    if row.trees.device.type == "cpu":
-        return tree_masks(row, queries, window)
-
-    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        q = q + queries.start
-        seen = attends(row.trees, row.branches, q, k)
-        return seen if window is None else seen & (row.positions[q] - row.positions[k] < window)
-
-    size = queries.stop - queries.start
-    return create_attention_mask(mask_mod, 1, None, size, len(row), device=str(row.trees.device))
-
-
 class TreeAttention(FlexAttention):
     """Attention by the CPU's fused kernel, tree by tree: FlexAttention has no backward there.
 
@@ -243,130 +206,6 @@ class RowwiseLinear(ScaledBiasRowwiseLinear):
         """Project [..., inputs], of which a rank has its part, to [..., outputs], to be added up over the ranks."""
         weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (self.weight, self.bias))
         return nn.functional.linear(input, weight, ScaleBiasForward.apply(bias, self.tp_degree, input.dtype))
-
-
-class FloatHead(Linear):
-    """Output projection in float32, as in the engine, or float64 where the model is: logits of 20 rounded to bfloat16
-    would be off by up to 0.06."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
-
-    def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, temperature: float = 1.0
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Project [..., dim] to [..., V], float32 or float64; or score `targets` from [N, dim], see `token_logprobs`.
-
-        Scores of many targets go chunk by chunk, whose logits are computed again for the backward pass, so that [N, V]
-        is never held.
-        """
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        if targets is None:
-            return self._logits(hidden, weight)
-
-        def score(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if isinstance(self.weight, DTensor):
-                return split_token_logprobs(logits, targets, temperature, self.weight.device_mesh, self.out_features)
-            return token_logprobs(logits, targets, temperature, overwrite_logits=True)
-
-        tokens = max(1, HEAD_CHUNK_BYTES // (4 * self.weight.shape[0]))
-        if len(targets) <= tokens:
-            return score(self._logits(hidden, weight), targets)
-        logprobs, entropy = _ChunkedScores.apply(hidden, weight, targets, score, tokens)
-        return logprobs, entropy
-
-    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if hidden.is_cuda and hidden.dtype.itemsize < 4:
-            flat = hidden.reshape(-1, hidden.shape[-1])
-            logits: torch.Tensor = _FloatProduct.apply(flat, weight)
-            return logits.view(*hidden.shape[:-1], -1)
-        return nn.functional.linear(widened(hidden), widened(weight))
-
-
-class _ChunkedScores(torch.autograd.Function):
-    """Scores of targets by chunks of their logits, which the backward pass computes again.
-
-    The weight's gradient is added up over the chunks in float32, and rounded to the weight's format once.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, score: Score, tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score [N] targets from [N, dim] and [V, dim], so many tokens at a time."""
-        factor = _factor(weight)
-        chunks = zip(hidden.split(tokens), targets.split(tokens), strict=True)
-        scored = [score(_product(rows, factor), wanted) for rows, wanted in chunks]
-        logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.score, ctx.tokens = score, tokens
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs: torch.Tensor, _: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
-        hidden, weight, targets = ctx.saved_tensors
-        factor, grad_hidden = _factor(weight), torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros(weight.shape, dtype=widened(hidden[:0]).dtype, device=weight.device)
-        for start in range(0, len(targets), ctx.tokens):
-            chunk = slice(start, start + ctx.tokens)
-            rows = hidden[chunk]
-            logits = _product(rows, factor).requires_grad_()
-            with torch.enable_grad():
-                logprobs, _ = ctx.score(logits, targets[chunk])
-            (grad,) = torch.autograd.grad(logprobs, logits, grad_logprobs[chunk])
-            del logprobs, logits
-            if factor.dtype == hidden.dtype:
-                grad = grad.to(hidden.dtype)
-            grad_hidden[chunk] = grad.mm(factor)
-            if grad_weight is not None:
-                if grad.dtype == grad_weight.dtype:
-                    grad_weight.addmm_(grad.t(), rows.to(grad.dtype))
-                else:
-                    grad_weight += torch.mm(grad.t(), rows, out_dtype=torch.float32)
-        return grad_hidden, grad_weight, None, None, None
-
-
-Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Returns logprobs and entropy of targets from their logits."""
-
-
-def _factor(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight as `_product` takes it: on CUDA as it is, as a product there has float32 sums."""
-    return weight if weight.is_cuda else widened(weight)
-
-
-def _product(hidden: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return the logits, [N, V] float32, or float64 of such."""
-    if factor.dtype in (torch.float32, torch.float64):
-        return hidden.to(factor.dtype).mm(factor.t())
-    return torch.mm(hidden, factor.t(), out_dtype=torch.float32)
-
-
-class _FloatProduct(torch.autograd.Function):
-    """Product of two bfloat16 matrices on CUDA whose float32 sums are kept as they are, as vLLM's head does there.
-
-    The gradient of the logits is rounded to bfloat16, as in any layer of the model.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, dim] and [V, dim] to float32 [N, V]."""
-        ctx.save_for_backward(hidden, weight)
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(hidden.dtype)
-        return grad.mm(weight), grad.t().mm(hidden) if ctx.needs_input_grad[1] else None
 
 
 class PairRoPE(ComplexRoPE):

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from forge_rl.engines.titan.host_memory import HostCopies
 from forge_rl.errors import ForgeError
-
-_PIECE = 64 << 20
-"""Bytes of a host buffer; torch rounds pinned ones up to powers of two, and keeps them for the next time."""
 
 
 class OffloadedState:
@@ -28,7 +26,8 @@ class OffloadedState:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        self._left = [(storage, _copies(storage)) for storage in storages.values()]
+        copies = HostCopies()
+        self._left = [(storage, copies.of(_bytes_of(storage))) for storage in storages.values()]
         self.bytes = sum(storage.nbytes() for storage, _ in self._left)
         _finish_copies()
         for storage, _ in self._left:  # only now: if host memory runs out before, nothing has changed
@@ -51,19 +50,10 @@ class OffloadedState:
                     f"the trainer's state finds no room when it comes back to {storage.device}: {error}",
                     hint="lower --generator.memory-share, if engines live on the same device",
                 ) from error
-            for piece, copy in zip(_bytes_of(storage).split(_PIECE), copies, strict=True):
+            for piece, copy in zip(_bytes_of(storage).split(list(map(len, copies))), copies, strict=True):
                 piece.copy_(copy, non_blocking=True)
             self._left.pop()
         _finish_copies()
-
-
-def _copies(storage: torch.UntypedStorage) -> list[torch.Tensor]:
-    """Copy a storage to host memory, in pieces; the bytes are there once _finish_copies has run."""
-    on_gpu = storage.device.type == "cuda"
-    return [
-        torch.empty(len(piece), dtype=torch.uint8, device="cpu", pin_memory=on_gpu).copy_(piece, non_blocking=True)
-        for piece in _bytes_of(storage).split(_PIECE)
-    ]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

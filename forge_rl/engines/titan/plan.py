@@ -18,7 +18,8 @@ from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.attention import MASK_BYTES, TreeMask
 from forge_rl.engines.titan.checkpointing import checkpointing_of
-from forge_rl.engines.titan.model import HEAD_CHUNK_BYTES, TreeAttention, build_model
+from forge_rl.engines.titan.head import HEAD_CHUNK_BYTES
+from forge_rl.engines.titan.model import TreeAttention, build_model
 from forge_rl.engines.titan.shards import freeze
 
 
@@ -48,19 +49,20 @@ def plan_training(
     windowed = architecture.window is not None
     row, head = (found // tensor_parallel for found in _row_bytes(model, settings, dtype, tokens, windowed))
     if context_parallel > 1:  # each rank keeps the keys and values of the whole row
-        kept = architecture.layers if settings.activation_checkpointing == "none" else 1
+        layers = architecture.layers if settings.activation_checkpointing == "none" else 1
         others = tokens * (context_parallel - 1) * architecture.kv_heads * architecture.head_dim
-        row += 2 * kept * others * dtype.itemsize // tensor_parallel
+        row += 2 * layers * others * dtype.itemsize // tensor_parallel
     return TrainMemory(
         weights=kept * count // split,
         gradients=kept * trained // (tensor_parallel if adds_up_once(count, settings, ranks=ranks) else split),
         optimizer=2 * kept * trained // split,
-        reference=kept * count // split if reference else 0,
+        reference=dtype.itemsize * count // split if reference else 0,
         gathered=gathered // tensor_parallel,
         activations=row,
         head=head,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         # Measured: about two of the largest temporaries, the logits of a chunk, between what lasts longer.
+        largest=kept * max(each.numel() for each in model.parameters()) // split,
         heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * architecture.vocab) if device_type() == "cpu" else 0,
     )
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.platform import device_threads
-from forge_rl.engines.titan.blocks import Block, SavePlanner, training_state
+from forge_rl.engines.titan.blocks import CopiedBlock, SavePlanner, copied, training_state
 from forge_rl.engines.titan.export import Export, Parts
 from forge_rl.engines.titan.shards import names_of
 from forge_rl.engines.titan.state import cause_of
@@ -30,7 +30,8 @@ class StateSaver:
         ...  # the model may change
         saved.result()
 
-    Host memory holds a copy of this rank's shards until they are written: 12 bytes a parameter.
+    Host memory holds a copy of this rank's shards until they are written, 12 bytes a parameter, and the tensor that is
+    being written once more.
     """
 
     def __init__(self) -> None:
@@ -65,13 +66,15 @@ class StateSaver:
             wait_for([self._last])
         if self._group is None:
             self._group = dist.new_group(backend="gloo")  # of its own: training uses the other one meanwhile
-        state = {name: block.copied() for name, block in training_state(model, optimizer, counts).items()}
+        state = copied(training_state(model, optimizer, counts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model).parts)
         return self._last
 
-    def _write(self, state: dict[str, Block], folder: Path, source: Path, dtype: torch.dtype, parts: Parts) -> None:
+    def _write(
+        self, state: dict[str, CopiedBlock], folder: Path, source: Path, dtype: torch.dtype, parts: Parts
+    ) -> None:
         training = folder / "training"
 
         def write_state() -> None:

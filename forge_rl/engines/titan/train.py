@@ -23,11 +23,12 @@ from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
-from forge_rl.engines.platform import limit_graphs, local_device, release_memory, resolve_dtype
+from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.checkpointing import checkpointing_of
+from forge_rl.engines.titan.masks import attention_mask, compile_once
 from forge_rl.engines.titan.measures import Measures
-from forge_rl.engines.titan.model import attention_mask, build_model
+from forge_rl.engines.titan.model import build_model
 from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients, whole_hidden
 from forge_rl.engines.titan.routing import routing_counts, routing_metrics, set_routing
@@ -50,13 +51,13 @@ class TitanEngine:
         self.architecture = read_architecture(folder)
         self.device = local_device(self.rank)
         if self.device.type == "cuda":
-            limit_graphs()
+            compile_once()
         self._folder = folder
         self._settings = settings
         self._parallelism = Parallelism(settings)
         self.model = self._build()
         freeze(self.model, settings.frozen)
-        self._reference = self._build().requires_grad_(False) if reference else None
+        self._reference = self._build(frozen=True).requires_grad_(False) if reference else None
         optimizer = settings.optimizer
         self.optimizer = torch.optim.AdamW(
             [{"params": parameters} for parameters in _by_mesh(self.model)],
@@ -325,7 +326,8 @@ class TitanEngine:
         """Number of the policy's parameters, over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def _build(self) -> Decoder:
+    def _build(self, *, frozen: bool = False) -> Decoder:
+        """Build and load a model; one that is frozen has its weights in the format of the forward pass."""
         world = dist.get_world_size()
         dtype = resolve_dtype(self._settings.dtype)
         kept = torch.promote_types(dtype, torch.float32)
@@ -338,6 +340,9 @@ class TitanEngine:
                 sequence_parallel=self._settings.tensor_parallel > 1,
                 expert_parallel=self._settings.expert_parallel > 1,
             )
+        if frozen:
+            for parameter in model.parameters():
+                parameter.data = parameter.to(dtype)  # buffers, such as RoPE's, stay as they are
         if shard:
             self._parallelism.apply(model, dtype=dtype)
             model.to_empty(device=home)
