@@ -17,7 +17,7 @@ ifeq ($(EXTRA),cpu)
   endif
 endif
 
-.PHONY: help setup lock audit licences demo check fast test test-long lint check-cuda format clean
+.PHONY: help setup lock audit licences docs demo check fast test test-long lint check-cuda format clean
 help:     ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  WORKERS=2  ARGS="flags for demo, or for pytest"'
@@ -62,6 +62,10 @@ audit: $(STAMP)  ## list known advisories of what is pinned, as far as the regis
 licences: $(STAMP)  ## write LICENSES.md, or name the package whose licence needs a look
 	$(BIN)/python -m tools.licences
 
+docs: $(STAMP)  ## build the site into .site, which needs no network; a broken link or name is an error
+	$(BIN)/python -m tools.figures --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
 	$(BIN)/python -m recipes.grpo --steps 10 --evaluation.every 10 --evaluation.tasks 64 --trainer.minibatches 2 $(ARGS)
 
@@ -101,4 +105,4 @@ format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 clean:    ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .cuda .bench .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) .cuda .bench .site .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import statistics
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,7 +66,11 @@ class Report:
         self.commit = str(self.versions.pop("git"))
         self.machine = machine()
         self.settings = as_json(config)
-        self._shown: dict[str, tuple[str, int]] = {}
+        self.date = datetime.now(UTC).date().isoformat()
+        self.command = f"python -m benchmarks.{benchmark}"
+        """How to measure it again; `run_benchmark` adds the flags."""
+        self.spreads: dict[str, tuple[float, float, int]] = {}
+        """Lowest and highest value of a result that is a median, and the number of repeats."""
 
     def measure(self, name: str, values: Sequence[float]) -> float:
         """Make the median of repeats a result, shown with its spread.
@@ -72,21 +78,23 @@ class Report:
         Returns:
             The median.
         """
-        low, high = spread(values)
+        self.spreads[name] = (*spread(values), len(values))
         self.results[name] = median(values)
-        self._shown[name] = (f"{low:.4g} to {high:.4g}", len(values))
         return self.results[name]
 
     def as_json(self) -> dict[str, object]:
         """The content of the report's file."""
         return {
             "benchmark": self.benchmark,
+            "command": self.command,
+            "date": self.date,
             "commit": self.commit,
             "versions": self.versions,
             "machine": self.machine,
             "settings": self.settings,
             "rows": self.rows,
             "results": self.results,
+            "spreads": self.spreads,
         }
 
     def table(self) -> Table:
@@ -97,8 +105,8 @@ class Report:
         table.add_column("lowest to highest", justify="right")
         table.add_column("repeats", justify="right")
         for name, value in self.results.items():
-            between, repeats = self._shown.get(name, ("", 0))
-            table.add_row(name, f"{value:.4g}", between, str(repeats or ""))
+            low, high, repeats = self.spreads.get(name, (0.0, 0.0, 0))
+            table.add_row(name, f"{value:.4g}", *((f"{low:.4g} to {high:.4g}", str(repeats)) if repeats else ("", "")))
         return table
 
     def write(self, path: Path) -> None:
@@ -174,6 +182,16 @@ def check_writable(path: Path) -> None:
         raise _cannot_write(path, error.strerror or str(error)) from error
 
 
+def _without_json(args: Sequence[str]) -> list[str]:
+    """Leave out where the report is written to, which may name a place of this machine."""
+    kept, skip = [], False
+    for arg in args:
+        if not (skip or arg.startswith("--json=") or arg == "--json"):
+            kept.append(arg)
+        skip = arg == "--json"
+    return kept
+
+
 def run_benchmark(
     name: str, config_class: type[C], measure: Callable[[C, Report], None], args: Sequence[str] | None = None
 ) -> None:
@@ -187,12 +205,14 @@ def run_benchmark(
         measure: fills the report, or raises a ForgeError.
         args: flags, those of the command line by default.
     """
+    args = sys.argv[1:] if args is None else args
     try:
         config = tyro.cli(config_class, prog=f"python -m benchmarks.{name}", args=args)
         with _exit_on_sigterm():
             if config.json is not None:
                 check_writable(config.json)
             report = Report(name, config)
+            report.command = shlex.join([*report.command.split(), *_without_json(args)])
             measure(config, report)
             Console(highlight=False).print(report.table())
             if config.json is not None:

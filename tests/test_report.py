@@ -64,6 +64,8 @@ def test_the_file_has_every_field_that_a_reader_needs(tmp_path: Path) -> None:
     assert content["rows"] == [{"seconds": 3.0}, {"seconds": 1.0}, {"seconds": 2.5}]
     assert content["results"] == {"seconds": 2.5, "speedup": 1.5}
     assert content["settings"] == {"json": None, "steps": 3}
+    assert content["spreads"] == {"seconds": [1.0, 3.0, 3]}
+    assert content["command"] == "python -m benchmarks.shuffle"
     versions = content["versions"]
     assert isinstance(versions, dict)
     assert versions["python"] == platform.python_version()

@@ -57,7 +57,8 @@ def kl_penalty(
     its context; what the token does to later contexts is left out, as in every token-level penalty.
 
     Args:
-        logprobs, reference: as for kl_estimate; logprobs with gradient.
+        logprobs: as for kl_estimate, with gradient.
+        reference: as for kl_estimate.
         log_ratio: logprobs - behaviour, with gradient, same shape, float32.
 
     Raises:

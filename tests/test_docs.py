@@ -1,0 +1,91 @@
+"""README and docs: tutorials run as they stand, on a tiny model; quotes, links and figures are what they name."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command
+from tools.figures import filled, table
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOORS = "\n".join(
+    (ROOT / "docs" / "doors" / f"{name}.md").read_text() for name in ["data", "reward", "tools", "world", "agent"]
+)
+FENCES = re.findall(r"```(\w+)\n(.*?)```", DOORS, flags=re.DOTALL)
+FILES = {found[1]: text for kind, text in FENCES if kind == "python" and (found := re.match(r"# (\S+)\n", text))}
+COMMANDS = [line for kind, text in FENCES if kind == "sh" for line in text.splitlines()]
+ROWS = [{"problem": f"What is {n} + {m}?", "solution": str(n + m)} for n in range(1, 7) for m in range(1, 7)]
+
+SMALL = (
+    *("--steps", "1", "--groups-per-batch", "2", "--group-size", "2", "--evaluation.tasks", "0", "--display", "plain"),
+    *("--generator.max-model-tokens", "512", "--generator.max-new-tokens", "8", "--generator.kv-cache-gib", "0.25"),
+    *("--checkpoint-every", "0"),
+)
+
+
+def test_the_tutorials_have_a_command_for_each_way_in() -> None:
+    assert set(FILES) == {"mine.py", "shop.py", "world.py", "agent.py"}
+    assert len(COMMANDS) == 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("line", COMMANDS, ids=[line.split("-m ")[1][:60] for line in COMMANDS])
+def test_each_command_runs(
+    line: str, commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None, monkeypatch
+):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = shlex.split(line.replace('"python ', f'"{sys.executable} '))
+    assert words[:2] == ["python", "-m"]
+    small = (*SMALL, "--out", str(tmp_path / "run")) if "recipes." in line else ()
+    command = Command(*words[2:], "--model", str(tiny_model), *small, cwd=tmp_path)
+    commands.append(command)
+    assert command.end(400) == 0, command.output
+    if small:
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert summary["steps"] == 1
+
+
+def test_the_readme_fits_its_page_and_quotes_the_recipe() -> None:
+    assert len(README.splitlines()) <= 160
+    quoted = next(
+        text for text in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "async def step" in text
+    )
+    assert quoted.strip() in (ROOT / "recipes" / "grpo.py").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "figures").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_of_figures_is_what_its_file_says(page: Path) -> None:
+    assert filled(page.read_text(), page.parent) == page.read_text()
+
+
+def test_a_table_is_written_from_a_report() -> None:
+    report = {
+        "command": "python -m benchmarks.shuffle --steps 3",
+        "date": "2026-11-23",
+        "commit": "abc",
+        "machine": {"cpu": "a processor", "cores": 2, "memory_gib": 24.0},
+        "versions": {"torch": "2.13.0", "peer": {"trl": "1.2"}},
+        "results": {"seconds": 2.5, "speedup": 1.5},
+        "spreads": {"seconds": [1.0, 3.0, 3]},
+    }
+    text = table(report)
+    assert "| seconds | 2.5 | 1 to 3 | 3 |" in text
+    assert "| speedup | 1.5 |  |  |" in text
+    assert "2026-11-23, commit `abc`, 2 cores of a processor, 24.0 GiB." in text
