@@ -76,7 +76,7 @@ def processes(axes: Axes) -> None:
     box(27, 17, 20, 12, "Generator", "vLLM engines", "#dbe7f5")
     box(53, 17, 20, 12, "Reward", "functions, verifiers,\njudges, models", "#e2f0d9")
     box(79, 17, 20, 12, "Environment", "tools, worlds,\nadapters", "#e2f0d9")
-    box(5, 1, 38, 10, "Weight store", "immutable versions in shared memory, RDMA between hosts", "#eee3f3")
+    box(5, 1, 38, 10, "Weight store", "versions in shared memory, RDMA between hosts", "#eee3f3")
     box(53, 1, 46, 10, "Gateway", "OpenAI and Anthropic API for agents; records exact tokens", "#f7dede")
     for x in (11, 37, 63, 89):
         arrow((50 + (x - 50) * 0.35, 36.5), (x, 29.6), "", (0, 0))
