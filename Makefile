@@ -17,6 +17,9 @@ ifeq ($(EXTRA),cpu)
   endif
 endif
 
+# Bytecode is kept: each of the hundreds of processes that tests start would compile what it imports, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup lock audit licences docs demo check fast test test-long lint check-cuda format clean
 help:     ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -29,8 +32,8 @@ UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --require-hashes
 OVERRIDES  := --overrides requirements/overrides-$(EXTRA).txt
 $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt) $(BIN)/uv
 	$(if $(filter cuda,$(EXTRA)),$(BIN)/python tools/cuda_machine.py $(MACHINE))
-	$(if $(filter cpu,$(EXTRA)),$(UV_INSTALL) --no-deps $(BACKEND) --constraints requirements/constraints-cpu.txt \
-	  --requirements requirements/overrides-cpu.txt)
+	$(if $(filter cpu,$(EXTRA)),$(UV_INSTALL) --compile-bytecode --no-deps $(BACKEND) \
+	  --constraints requirements/constraints-cpu.txt --requirements requirements/overrides-cpu.txt)
 	$(UV_INSTALL) --compile-bytecode --preview-features build-dependency-hashes --require-build-hashes $(OVERRIDES) \
 	  --constraints requirements/constraints-$(EXTRA).txt --build-constraints requirements/constraints-$(EXTRA).txt \
 	  --requirements pyproject.toml --extra $(EXTRA) --extra torchstore --extra dev

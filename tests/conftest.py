@@ -12,7 +12,7 @@ import sys
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis  # noqa: F401  its pytest plugin would import it at the end, while Monarch's threads still run
@@ -88,18 +88,23 @@ STARTS = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Marks tests that start processes; puts first the files that start most, since a worker takes a whole file."""
-    seconds: Counter[Path] = Counter()
+    seconds: dict[str, int] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
         names = {*item.fixturenames, *vars(item.module)}
         starts = sum(some for name, some in STARTS.items() if name in names)
-        if starts or item.get_closest_marker("long"):
+        is_long = item.get_closest_marker("long") is not None
+        if starts or is_long:
             item.add_marker("processes")
-        seconds[item.path] += starts
-    items.sort(key=lambda item: -seconds[item.path])
+        seconds[item.nodeid] = starts + 30 * is_long
+    yield
+    chosen: Counter[Path] = Counter()  # what -m and -k left out is nobody's work
+    for item in items:
+        chosen[item.path] += seconds[item.nodeid]
+    items.sort(key=lambda item: -chosen[item.path])
 
 
 def pytest_collection_finish() -> None:
