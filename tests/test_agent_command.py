@@ -20,7 +20,6 @@ from forge_rl.gateway.agent_command import AgentError, AgentStartError
 from forge_rl.runtime.commands import CommandLimits
 from forge_rl.types import Outcome, Task
 from recipes.agent_command import EXAMPLE
-from tests.commands import Command, metrics
 from tests.fake_backend import FakeBackend, until
 from tests.test_agent_openai import PolicyClient, attempts_of
 
@@ -270,18 +269,3 @@ def test_a_program_that_is_not_there_is_named():
             AgentCommand(command)
     with pytest.raises(ConfigError, match="memory-gib"):
         CommandLimits(memory_gib=0)
-
-
-@pytest.mark.long
-def test_the_recipe_trains_a_command(commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None):
-    command = Command(
-        "recipes.agent_command",
-        *("--model", str(tiny_model), "--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1"),
-        *("--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--evaluation.tasks", "0"),
-        *("--checkpoint-every", "0", "--display", "plain", "--out", str(tmp_path)),
-        *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
-    )
-    commands.append(command)
-    assert command.end(500) == 0, command.output
-    (row,) = metrics(tmp_path)
-    assert row["outcomes/completed"] + row["outcomes/truncated"] >= 8

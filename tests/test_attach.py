@@ -14,7 +14,6 @@ import pytest
 import forge_rl
 from forge_rl.errors import ForgeError
 from tests.commands import ROOT, Command, metrics, tiny_run
-from tests.fake_engine import FOLDER
 
 REWARD = """
 def score(task, text):
@@ -41,16 +40,14 @@ print(sorted({"torch", "monarch", "numpy", "transformers", "rich", "tyro"} & set
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["tests.tiny_fake", "tests.tiny"])
 def test_a_run_is_changed_from_another_process_and_killed_and_the_changes_hold_when_it_is_continued(
-    recipe: str, commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(FOLDER, str(tmp_path))
     out = tmp_path / "run"
     tasks = ("--tasks", "chain_sum:min_terms=2,max_terms=2", "leg_counting")
     flags = (*tasks, "--steps", "100000", "--evaluation.every", "5000", "--checkpoint-every", "100000")
     flags += ("--mixture.adapt", "success", "--mixture.most", "0.8")
-    first = tiny_run(commands, tiny_model, out, *flags, recipe=recipe)
+    first = tiny_run(commands, tiny_model, out, *flags)
     first.wait_for("step +2/")
     assert (out / "control.sock").stat().st_mode & 0o777 == 0o600
     (tmp_path / "mine.py").write_text(REWARD)
@@ -94,7 +91,7 @@ def test_a_run_is_changed_from_another_process_and_killed_and_the_changes_hold_w
         forge_rl.attach(out)
 
     step = int(saved.name.removeprefix("step-"))
-    second = tiny_run(commands, tiny_model, out, *flags, recipe=recipe)
+    second = tiny_run(commands, tiny_model, out, *flags)
     second.wait_for(f"step +{step + 4}/")
     for said in ("schedule max_lag 1 -> 2, schedule max_episodes 16384 -> 512", r"reward \S+ -> .*mine\.py"):
         second.wait_for(rf"{said}.*\(as it was changed live\)")

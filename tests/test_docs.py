@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Command
+from tests.commands import Command, metrics
 from tools.figures import filled, table
 
 ROOT = Path(__file__).parent.parent
@@ -53,6 +53,8 @@ def test_each_command_runs(
     if small:
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         assert summary["steps"] == 1
+        (row,) = metrics(tmp_path / "run")
+        assert row["outcomes/completed"] + row["outcomes/truncated"] >= 4
 
 
 def test_the_readme_fits_its_page_and_quotes_the_recipe() -> None:

@@ -56,7 +56,6 @@ def check_routing(model: torch.nn.Module, turn: Turn) -> None:
 @pytest.mark.parametrize(
     "devices",
     [
-        {"tensor_parallel": 1},
         {"tensor_parallel": 2},
         {"tensor_parallel": 2, "expert_parallel": True},
         {"data_parallel": 2, "expert_parallel": True},

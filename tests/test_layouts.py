@@ -226,6 +226,7 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     assert all(0 < row["tokens/trained"] <= limit for row, limit in zip(rows, most, strict=True)), "peers count once"
     if "--trainer.router-replay" in flags:
         assert {row["experts/replayed"] for row in rows} == {1.0}
+        assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "the engine said the experts that it used"
     assert command.strays() == []
 
 

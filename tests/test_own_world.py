@@ -47,13 +47,3 @@ def test_a_run_in_a_users_world_trains_its_turns_and_an_edited_world_is_another_
     again = tiny_run(commands, tiny_model, out, *flags, "--steps", "3")
     assert again.end(400) == 1
     assert "mine.py was edited" in again.output
-
-
-@pytest.mark.long
-def test_a_run_of_a_game_needs_no_tasks(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    flags = ("--tasks", "--env", "game:highest=9,max_turns=2", "--steps", "1", "--checkpoint-every", "0")
-    command = tiny_run(commands, tiny_model, out, *flags, "--evaluation.every", "1")
-    assert command.end(400) == 0, command.output
-    episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
-    assert {episode["source"] for episode in episodes} == {"game"}

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.commands import SHM, Command, tiny_run
+from tests.commands import SHM, Command, metrics, tiny_run
 from tests.conftest import started_processes
 from tests.security.other_user import NOBODY, as_user, connects, needs_root, opens
 
@@ -57,7 +58,7 @@ def test_another_user_gets_in_nowhere_and_the_run_goes_on(
     out = public_folder / "run"
     others = started_processes()
     command = tiny_run(
-        commands, tiny_model, out, "--steps", "60", "--private-network", "--strict-isolation", "--trainer.ranks", "2"
+        commands, tiny_model, out, "--steps", "1000", "--private-network", "--strict-isolation", "--trainer.ranks", "2"
     )
     command.wait_for("step +2/")
     pids = {pid for pid in started_processes() - others if "--outside" not in psutil.Process(pid).cmdline()}
@@ -86,5 +87,7 @@ def test_another_user_gets_in_nowhere_and_the_run_goes_on(
     allowed = as_user(NOBODY, lambda: {str(path): does for path in mine if (does := list(opens(path)))})
     assert {path: does for path, does in allowed.items() if not Path(path).is_relative_to(tiny_model)} == {}
 
-    assert command.end() == 0, command.output
+    command.wait_for(f"step +{metrics(out)[-1]['step'] + 2}/")
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == 130, command.output
     assert command.strays() == []
