@@ -395,7 +395,7 @@ async def _show_lm_eval(python: Path, settings: Mapping[str, Any], key: str, con
 
 @contextlib.asynccontextmanager
 async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[Endpoint]:
-    """Serve a model until the body ends, or have a live run do so, which goes on."""
+    """Serve a model until the body ends; or have a live run serve its own until the run ends."""
     if config.lm_eval.live:
         run = await asyncio.to_thread(attach, folder)
         found = await asyncio.to_thread(run.open_gateway)

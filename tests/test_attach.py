@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import OpenAI
 
 import forge_rl
 from forge_rl.errors import ForgeError
@@ -56,6 +58,10 @@ def test_a_run_is_changed_from_another_process_and_killed_and_the_changes_hold_w
     assert repr(run).startswith("Run  step ")
     assert "chain_sum" in repr(run)
     assert run.chat("What is 2 + 3?", max_tokens=4)
+    served = run.open_gateway()
+    with OpenAI(base_url=served["url"], api_key=served["key"]) as client:
+        asked: Any = {"model": served["model"], "prompt": [29114, 29115], "echo": True, "logprobs": 1, "max_tokens": 1}
+        assert client.completions.create(**asked).usage.prompt_tokens == 2
     assert run.last_batch.groups[0]["source"] in run.mixture
     assert {"prompt", "answer", "reward"} <= run.last_batch.samples[0].keys()
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from forge_rl.gateway import sampling_bounds
+from forge_rl.run.policy_gateway import PolicyGateway
 from tests.fake_backend import FakeBackend, agent_of, client_of, ids_of, letters_of, logprob_of, tokenizer
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -240,6 +243,43 @@ def test_logprobs_of_a_prompt_follow_those_of_its_tokens_and_are_bounded(monkeyp
             monkeypatch.setattr(sampling_bounds, "PROMPT_LOGITS_BYTES", 4 * tokenizer().vocab_size)
             with pytest.raises(openai.BadRequestError, match="a prompt of 2 tokens; at most 1"):
                 await client.completions.create(**asked)
+
+    asyncio.run(check())
+
+
+def test_a_token_is_not_likeliest_because_the_likeliest_has_the_same_text():
+    halves = [token for token in range(tokenizer().vocab_size) if tokenizer().decode([token]) == "\ufffd"][:2]
+    backend = FakeBackend([[8]], of_prompt=((), ((halves[1], -1.5, 2), (halves[0], -0.5, 1))))
+
+    async def check() -> None:
+        async with client_of(backend) as (client, _):
+            asked: Any = {"model": "fake", "prompt": [29114, halves[1]], "echo": True, "logprobs": 1, "max_tokens": 0}
+            found = (await client.completions.create(**asked)).choices[0].logprobs
+            assert found is not None
+            assert found.token_logprobs == [None, -1.5]
+            assert found.top_logprobs is not None
+            assert found.top_logprobs[1] == {"\ufffd": -0.5}
+
+    asyncio.run(check())
+
+
+def test_a_run_serves_whoever_has_attached_by_one_key_until_it_ends():
+    async def check() -> None:
+        policy = PolicyGateway(FakeBackend(["Four."]), tokenizer(), warn=print)
+        await policy.close()  # a run that nobody asked
+        found, again = await asyncio.gather(policy.open(), policy.open())
+        assert found == again
+        assert (found["model"], found["max_model_tokens"]) == ("fake", 4096)
+        assert (Path(str(found["folder"])) / "tokenizer.json").is_file()
+        url, key = str(found["url"]), str(found["key"])
+        assert url.startswith("http://127.0.0.1:")
+        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            assert (await client.completions.create(model="fake", prompt="2 + 2")).choices[0].text == "Four."
+            with pytest.raises(openai.AuthenticationError):
+                await client.with_options(api_key="other").completions.create(model="fake", prompt="2 + 2")
+            await policy.close()
+            with pytest.raises(openai.APIConnectionError):
+                await client.completions.create(model="fake", prompt="2 + 2")
 
     asyncio.run(check())
 

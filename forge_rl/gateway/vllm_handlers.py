@@ -56,8 +56,12 @@ class _Logprobs:
                 if entry is None:
                     yield None
                 else:
-                    pairs = (*entry.top, (entry.token, entry.logprob))
-                    yield {self._token(token): logprob for token, logprob in pairs}
+                    # Tokens of one text share an entry, which is the likeliest's: by it clients know a greedy token.
+                    found: dict[str, float] = {}
+                    for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+                        text = self._token(token)
+                        found[text] = max(logprob, found.get(text, logprob))
+                    yield found
 
         texts = [self._token(token) for token in token_ids]
         offsets = [initial_text_offset]

@@ -34,7 +34,7 @@ _MOST_CONCURRENT = 64
 _REQUEST_S = 3600
 """Longest time for one request: behind others, or while the engines of a live run are paused."""
 _BAR = re.compile(r"(?:([^:|%\r]{1,60}): +)?\d+%\|[^|]*\| *(\d+)/(\d+) \[")
-"""A line of tqdm's: what it counts, how many are done, and of how many."""
+"""A progress line of tqdm: its title, the number that are done, and the total."""
 _TELLS = re.compile(r"\S+ +(?:ERROR|CRITICAL|WARNING +\[models\.)")
 """Log lines to show: errors, and warnings of what the model was asked. Others are about the files of tasks."""
 _LONGEST_LINE = 2000
@@ -115,7 +115,7 @@ def find_python(named: str = "") -> tuple[Path, str]:
 
 
 def with_longest_context(settings: Generator.Config, folder: Path) -> Generator.Config:
-    """Return an engine's settings with as long a context as there is room for, unless they name a length.
+    """Return an engine's settings with as long a context as the model and memory allow, unless they name a length.
 
     lm-eval cuts longer prompts from the left, which changes scores.
     """
@@ -123,7 +123,7 @@ def with_longest_context(settings: Generator.Config, folder: Path) -> Generator.
         return settings
     architecture = read_architecture(folder)
     tokens = min(_MOST_TOKENS, architecture.max_positions)
-    while tokens > settings.max_model_tokens:
+    while tokens > settings.max_new_tokens:
         longer = replace(settings, max_model_tokens=tokens)
         try:
             check_context(architecture, longer)
@@ -178,17 +178,17 @@ async def run_lm_eval(
     progress: Callable[[str, int, int], None],
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run lm-eval to its end; cancelling ends it. What it prints is in lm-eval.log, beside its results.
+    """Run lm-eval to its end; cancelling ends it. Its results and lm-eval.log are in the settings' output folder.
 
     Args:
         python: an interpreter that has lm-eval.
         settings: of `lm_eval_settings`.
         key: of the gateway; it goes by the process's environment, as all users of a machine see command lines.
-        progress: called with what is counted, how many are done, and of how many.
-        tell: called with a line of its log that says of something wrong.
+        progress: called with the title of a progress bar, the number that are done, and the total.
+        tell: called with each error of its log, and each warning about requests.
 
     Returns:
-        The results that it has written; with each document's prompts and answers, they stay in the settings' folder.
+        Its results, which also stay in that folder, with each document's prompts and answers.
 
     Raises:
         ForgeError: it failed; quotes the last line that it printed.

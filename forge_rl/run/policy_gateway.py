@@ -1,4 +1,4 @@
-"""A gateway before a run's engines for whoever has attached, such as lm-eval."""
+"""A gateway to a run's engines, for programs of whoever has attached to the run, such as lm-eval."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from forge_rl.gateway import Backend, Gateway, GatewayConfig
 class PolicyGateway:
     """Serves the current policy over OpenAI's API, from when it is first asked for until it is closed.
 
-    Its port is on loopback, and its key is told only through the run's socket. Requests have the engines between those
-    of episodes, and wait while the engines are paused.
+    It listens on loopback; only the run's socket gives out the key. Its requests share the engines with those of
+    episodes, and wait while the engines are paused.
 
     Args:
         backend: decodes completions.
@@ -31,7 +31,7 @@ class PolicyGateway:
         self._opening = asyncio.Lock()
 
     async def open(self) -> dict[str, object]:
-        """Start the gateway, unless it is open; returns where it is, its key, and what it serves."""
+        """Start the gateway, unless it is open; returns its URL and key, and the model's name, folder and context."""
         async with self._opening:
             if self._gateway is None:
                 gateway = Gateway(GatewayConfig(), self._backend, self._tokenizer, api_key=self._key, warn=self._warn)

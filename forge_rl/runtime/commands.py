@@ -86,10 +86,10 @@ async def run_command(
 
     Args:
         command: program and arguments.
-        limits: what it may use; None for no bounds.
+        limits: bounds on its resources; None for no bounds.
         variables: added to its environment, which else has what `forge_rl.variables` hands on.
         given: its stdin.
-        observe: called with each part of what it writes to stderr.
+        observe: called with each part of its stderr as it comes.
     """
     process = await asyncio.create_subprocess_exec(
         *supervised(command, limits.as_rlimits() if limits else None),
