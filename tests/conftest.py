@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import hypothesis  # noqa: F401  its pytest plugin would import it at the end, while Monarch's threads still run
+import hypothesis  # its pytest plugin would import it at the end, while Monarch's threads still run
 import pytest
 
 from tests.commands import Command
@@ -67,6 +67,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 # What a test starts, by the fixtures that it asks for and the helpers that its module has: about how many seconds.
+hypothesis.settings.register_profile("forge_rl", deadline=None)  # a busy machine is no fault of the code
+hypothesis.settings.load_profile("forge_rl")
+
 STARTS = {
     "commands": 30,
     "served_engine": 20,

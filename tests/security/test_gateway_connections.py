@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 
 import pytest
@@ -129,7 +130,8 @@ def test_a_head_that_comes_a_byte_at_a_time_is_not_waited_for(monkeypatch: pytes
                     sent += 1
                     await asyncio.sleep(0.01)
                     assert sent < 3000
-                assert statuses(await reader.read(-1)) == [200] * bool(before)
+                with contextlib.suppress(ConnectionResetError):  # by bytes that came after the close
+                    assert statuses(await reader.read(-1)) == [200] * bool(before)
                 writer.close()
 
     asyncio.run(check())
