@@ -2,7 +2,7 @@
 
 python -m tools.check_cuda.masks
 
-Past that number torch.compile would run attention uncompiled, with all scores of a row in memory; `limit_graphs` makes
+Past that number torch.compile would run attention uncompiled, with all scores of a row in memory; `compile_once` makes
 it an error. Engines on fake tensors score rows of one block to sixty, with and without gradients, in layouts that cut
 rows and in those that do not. Dynamo traces them as on a GPU; nothing is compiled.
 """
