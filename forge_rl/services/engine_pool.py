@@ -157,8 +157,7 @@ class EnginePool:
     ) -> list[Any]:
         """Call all engines; returns their results in order, without those of engines that died or failed.
 
-        An engine that fails where another does not is replaced. So are all engines that fail to load a version after
-        they served one: new ones may read it, and load it as they start.
+        An engine that fails where another does not is replaced.
 
         Raises:
             ForgeError: as raised by an engine, if all raised one.
@@ -180,9 +179,8 @@ class EnginePool:
         async with task_group() as group:
             calls = [group.create_task(one(replica)) for replica in living]
         results = [result for call in calls for result in call.result()]
-        replaceable = bool(results) or (method == "load" and self.version is not None)
         for replica, error in errors:
-            if not replaceable:
+            if not results:
                 raise error
             self.mark_failed(replica, f"{method} failed: {error.message}")
         return results

@@ -318,17 +318,15 @@ class Generator:
         """Load a version, the latest by default, into every engine.
 
         Requests in flight continue under the new version; paused ones stay paused. Each engine attests the weights that
-        it read before it serves them. An engine that dies or fails meanwhile is replaced by one that loads the version
-        too; engines that fail their first load are not. If the version cannot be loaded, all engines refuse requests
-        until a later load succeeds.
+        it read before it serves them. An engine that dies meanwhile is replaced by one that loads the version too. If
+        the version cannot be loaded, all engines refuse requests until a later load succeeds.
 
         Returns:
             The version that the engines say they read.
 
         Raises:
-            AttestationError: the first load brought all engines other weights than the trainer published; names the
-                tensors.
-            WeightsError: the first version cannot be read, or the engines read different ones.
+            AttestationError: an engine holds other weights than the trainer published; names the tensors.
+            WeightsError: the version cannot be read, or the engines read different ones.
             ServiceError: no engine is left.
         """
         async with self._loading, store.lease(version) as manifest, self._pool.serving_next(manifest.version, store):
