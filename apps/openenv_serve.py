@@ -7,7 +7,8 @@ An action is {"message": TEXT}, what the model writes; or a tool call, {"type": 
 "arguments": {...}}, and {"type": "list_tools"}. `reset(seed=N)` begins the task of that seed.
 
 Clients need a key: --api-key-file names its file; by default one is made and kept in the folder --out. OpenEnv's own
-clients take it in their URL, ws://forge:KEY@HOST:PORT; others may send it as `Authorization: Bearer KEY`.
+clients take it in their URL, ws://forge:KEY@HOST:PORT; others may send it as `Authorization: Bearer KEY`, as recipes do
+with --env openenv:ws://HOST:PORT,api_key_env=OPENENV_API_KEY.
 """
 
 from __future__ import annotations
@@ -308,7 +309,9 @@ async def main(config: Config) -> None:
     port, shell_key = listening.getsockname()[1], f"$(cat {shlex.quote(str(file.resolve()))})"
     print(
         f"serving {config.env} to OpenEnv's clients at ws://{config.host}:{port}\n"
-        f'their URL, with the key, is "ws://forge:{shell_key}@{config.host}:{port}"\nCtrl-C ends it',
+        f'their URL, with the key, is "ws://forge:{shell_key}@{config.host}:{port}"\n'
+        f"a recipe: OPENENV_API_KEY={shell_key} python -m recipes.grpo "
+        f"--env openenv:ws://{config.host}:{port},api_key_env=OPENENV_API_KEY\nCtrl-C ends it",
         flush=True,
     )
     await server.serve(sockets=[listening])

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from forge_rl.errors import ContextError, ReplicaError, ServiceError
+from forge_rl.errors import ContextError, PoisonError, ReplicaError, ServiceError
 from forge_rl.gateway import Agent, GatewayConfig, Session, serving_agents
 from forge_rl.gateway.agents import AgentEpisodeRunner
 from forge_rl.services.completion import Observer
@@ -307,6 +307,24 @@ def test_an_agent_whose_first_prompt_is_too_long_is_no_failure_of_the_agent():
             with pytest.raises(ContextError, match="maximum context length") as caught:
                 await attempts(TASK, PolicyClient(FakeBackend()))
             assert "--generator.max-model-tokens" in caught.value.hint
+
+    asyncio.run(check())
+
+
+def test_an_agent_whose_request_ends_engines_sees_an_error_and_costs_its_own_episode_alone():
+    async def agent(task: Task, session: Session) -> str:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(session)
+        assert caught.value.code == "ends_engines"
+        raise caught.value
+
+    async def check() -> None:
+        poison = PoisonError("a completion of 9 prompt tokens ended 5 engines", service="generator")
+        async with attempts_of(agent) as attempts:
+            with pytest.raises(PoisonError, match="this request cannot be answered: a completion of 9 prompt tokens"):
+                await attempts(TASK, PolicyClient(FakeBackend(fail=poison)))
+            other = await replace(attempts, agent=lambda _, session: ask(session))(TASK, PolicyClient(FakeBackend()))
+        assert other.outcome is Outcome.COMPLETED
 
     asyncio.run(check())
 

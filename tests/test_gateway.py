@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from forge_rl.errors import ConfigError, ServiceError
+from forge_rl.errors import ConfigError, PoisonError, ServiceError
 from tests.fake_backend import (
     VERSION,
     FakeBackend,
@@ -338,6 +338,11 @@ def test_what_changes_nothing_may_be_asked_for():
     [
         (ServiceError("it died", service="generator", hint="see /secret/log"), openai.InternalServerError, "it died"),
         (ConfigError("too long"), openai.BadRequestError, "too long"),
+        (
+            PoisonError("it ended 5 engines", service="generator", hint="see /secret/log"),
+            openai.BadRequestError,  # which no client tries again
+            "this request cannot be answered: it ended 5 engines",
+        ),
         (RuntimeError("/secret: a bug"), openai.InternalServerError, "the gateway failed"),
     ],
 )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import signal
+import time
 from typing import Any
 
 import pytest
 
 from forge_rl.errors import ConfigError
+from forge_rl.gateway.time_limit import LateError, time_limit
+from forge_rl.gateway.tools import _forgiving
 from tests.fake_backend import (
     FakeBackend,
     client_of,
@@ -105,3 +110,48 @@ def test_an_unknown_parser_is_refused_with_the_known_ones():
                     pass
 
     asyncio.run(check())
+
+
+def test_text_at_which_a_parsers_pattern_never_ends_is_text():
+    class Slow:
+        pieces = 0
+
+        def parse(self, model_output: str, *_: object, **__: object) -> object:
+            try:
+                return None, "", re.findall(r"(?:a+)+$", model_output)
+            except Exception:  # as some of them do
+                return None, "", ["a call"]
+
+        def parse_delta(self, delta_text: str, *_: object, **__: object) -> object:
+            self.pieces += 1
+            return re.findall(r"(?:a+)+$", delta_text)
+
+    hostile = "a" * 64 + "b"
+    parser = _forgiving(Slow)()
+    before: object = signal.getsignal(signal.SIGALRM)
+    ran = bool(signal.getitimer(signal.ITIMER_REAL)[0])
+    assert parser.parse(hostile) == (None, hostile, [])
+    assert parser.parse("aa")[2] == ["aa"]
+    assert parser.parse_delta("aa") == ["aa"]
+    assert parser.parse_delta(hostile).content == hostile
+    assert parser.parse_delta("aa").content == "aa", "the rest of such a stream is text"
+    assert parser.pieces == 2
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert bool(signal.getitimer(signal.ITIMER_REAL)[0]) == ran, "as pytest's own"
+
+
+def test_time_for_which_others_had_the_processor_does_not_count_and_a_timer_that_ran_goes_on():
+    late: list[float] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: late.append(0))
+    others = signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with time_limit(0.02):
+            time.sleep(0.2)
+        assert not late
+        signal.pause()
+        assert late == [0]
+        with pytest.raises(LateError), time_limit(0.02):
+            re.match(r"(?:a+)+$", "a" * 64 + "b")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *others)

@@ -213,7 +213,7 @@ def test_a_world_of_ours_is_played_over_the_protocol_many_sessions_at_a_time():
     asyncio.run(check())
 
 
-def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path):
+def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made, file = key_of(Config(env="tools", out=tmp_path / "out"))
     assert (made, file.stat().st_mode & 0o777) == (file.read_text().strip(), 0o600)
     assert len(made) > 30
@@ -238,6 +238,18 @@ def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path):
             with pytest.raises(ForgeError) as caught:
                 await OpenEnvFactory(url.replace("the-key", "another-key"), connect_s=0.1)(TASK).reset()
             assert "another-key" not in str(caught.value)
+
+            monkeypatch.setenv("A_WORLDS_KEY", "the-key")  # no flag, and so no list of processes, shows it
+            named = OpenEnvFactory(bare, api_key_env="A_WORLDS_KEY", connect_s=0.1)
+            assert "the-key" not in repr(named)
+            session = named(TASK)
+            assert (await session.reset()).messages
+            await session.close()
+            monkeypatch.delenv("A_WORLDS_KEY")
+            for wrong in ("A_WORLDS_KEY", "the-key"):
+                with pytest.raises(ConfigError, match="api_key_env is no name|A_WORLDS_KEY is not set") as caught:
+                    OpenEnvFactory(bare, api_key_env=wrong)
+                assert "the-key" not in str(caught.value)
 
     asyncio.run(check())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ class OpenEnvFactory:
 
         OpenEnvFactory("ws://127.0.0.1:8000")  # --env openenv:ws://127.0.0.1:8000
         OpenEnvFactory("https://me-my-env.hf.space", action="code", max_turns=4)
+        OpenEnvFactory("ws://host:8000", api_key_env="OPENENV_API_KEY")  # a server that wants a key
 
     How the model acts follows from the server's schema of actions. Where an action calls a tool, the server's tools are
     the model's, and a completion without a call ends the episode. Where an action has one text that must be given, that
@@ -57,6 +59,9 @@ class OpenEnvFactory:
     """Longest time to wait for a connection and a free session."""
     deadline_s: float = 300.0
     """Longest time for one answer of the server."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that the server wants, if it wants one. All users of a machine see
+    a key that is within the URL of a flag."""
 
     def __post_init__(self) -> None:
         scheme, _, rest = self.url.partition("://")
@@ -65,6 +70,16 @@ class OpenEnvFactory:
         for name, least in {"tasks": 1, "held_out": 0, "max_turns": 1}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)} in --env openenv", hint=f"choose {least} or more")
+        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be a key: never shown
+            raise ConfigError(
+                "--env openenv: api_key_env is no name of an environment variable",
+                hint="put the key into a variable, and name that: api_key_env=OPENENV_API_KEY",
+            )
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            raise ConfigError(
+                f"--env openenv: the environment variable {self.api_key_env} is not set",
+                hint="set it to the server's key, or name another one",
+            )
 
     def __call__(self, task: Task) -> OpenEnvSession:
         """Make the environment of one episode; the task's `seed` in its truth goes to the server."""
@@ -86,6 +101,11 @@ class OpenEnvFactory:
     def shown_url(self) -> str:
         """URL without the key that it may hold, for messages."""
         return without_credentials(self.url)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of requests: the key, if one is named."""
+        return {"Authorization": f"Bearer {os.environ.get(self.api_key_env, '')}"} if self.api_key_env else {}
 
     @property
     def schema_url(self) -> str:
@@ -211,7 +231,7 @@ class OpenEnvSession:
 
         async def ask() -> Any:
             async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
-                answer = await client.get(self._factory.schema_url)
+                answer = await client.get(self._factory.schema_url, headers=self._factory.headers)
                 return answer.raise_for_status().json()
 
         try:
@@ -229,7 +249,12 @@ class OpenEnvSession:
         import websockets
 
         async def begin() -> dict[str, Any]:
-            self._socket = await websockets.connect(self._factory.address, max_size=_MAX_BYTES, proxy=None)
+            self._socket = await websockets.connect(
+                self._factory.address,
+                max_size=_MAX_BYTES,
+                proxy=None,
+                additional_headers=self._factory.headers,
+            )
             try:
                 return await self._ask("reset", data)
             except BaseException:

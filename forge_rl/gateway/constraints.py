@@ -20,8 +20,8 @@ _MOST_BYTES = 128 << 10
 """Longest text of a constraint."""
 _MOST_DEPTH = 200
 """Brackets that may be open at a time in it."""
-_MOST_WAITING = 64
-"""Constraints that may wait to be tried."""
+_MOST_WAITING, _MOST_OF_ONE = 64, 16
+"""Constraints that may wait to be tried, of all callers and of one."""
 _MOST_VERDICTS = 4096
 _START_S = 120.0
 """Time that the process may take to start: it imports torch."""
@@ -50,7 +50,8 @@ class ConstraintChecker:
     await checker.check("regex", "[a-z]{1,9}")
     await checker.close()
 
-    Its process starts with the first constraint. Verdicts are kept, so that one that is sent again is not tried again.
+    Its process starts with the first constraint. Constraints are tried one at a time, those of one caller after the
+    other's: a caller waits for one of each other caller, however many these send, and however slow. Verdicts are kept, so that one that is sent again is not tried again.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -64,18 +65,22 @@ class ConstraintChecker:
         """One thread, which the process ends with."""
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._waiting: dict[bytes, asyncio.Future[str]] = {}
+        self._callers: dict[str, tuple[asyncio.Lock, set[bytes]]] = {}
+        """Whose turn of a caller's constraints it is, and which of them wait."""
+        self._turn = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    async def check(self, kind: str, text: str) -> None:
+    async def check(self, kind: str, text: str, caller: str = "") -> None:
         """Check that an engine can decode under a constraint.
 
         Args:
             kind: "json", "regex", "ebnf", "lark" or "tag".
             text: the constraint.
+            caller: name of who sent it.
 
         Raises:
-            ApiError: it cannot, or too many wait.
+            ApiError: it cannot, or too many wait, of this caller or at all.
         """
         self.check_size(len(text.encode(errors="replace")))
         if (depth := _depth(text)) > _MOST_DEPTH:
@@ -83,7 +88,7 @@ class ConstraintChecker:
         key = hashlib.sha256(f"{kind}\n{text}".encode(errors="replace")).digest()
         problem = self._verdicts.get(key)
         if problem is None:
-            problem = await self._verdict(key, kind, text)
+            problem = await self._verdict(key, kind, text, caller)
         else:
             self._verdicts.move_to_end(key)
         if problem:
@@ -102,15 +107,29 @@ class ConstraintChecker:
         self._executor.submit(self._kill)
         await asyncio.to_thread(self._executor.shutdown)
 
-    async def _verdict(self, key: bytes, kind: str, text: str) -> str:
+    async def _verdict(self, key: bytes, kind: str, text: str, caller: str) -> str:
         """Try a constraint, or wait until another request has tried the same."""
         if (same := self._waiting.get(key)) is None:
-            if len(self._waiting) >= _MOST_WAITING:
+            _, waiting = self._callers.get(caller, (None, set()))
+            if len(self._waiting) >= _MOST_WAITING or len(waiting) >= _MOST_OF_ONE:
                 raise ApiError(503, "too many constraints wait to be tried; try again", code="busy")
-            same = asyncio.get_running_loop().run_in_executor(self._executor, self._try, kind, text)
-            self._waiting[key] = same
+            self._callers.setdefault(caller, (asyncio.Lock(), waiting))[1].add(key)
+            self._waiting[key] = same = asyncio.ensure_future(self._in_turn(key, kind, text, caller))
             same.add_done_callback(lambda done: self._keep(key, done))
         return await asyncio.shield(same)
+
+    async def _in_turn(self, key: bytes, kind: str, text: str, caller: str) -> str:
+        """Try a constraint when it is its caller's turn."""
+        own, waiting = self._callers[caller]
+        try:
+            async with own, self._turn:  # both are first come, first served; of each caller, one waits for the second
+                if self._closed:
+                    raise ApiError(503, "the server was closed", code="closed")
+                return await asyncio.get_running_loop().run_in_executor(self._executor, self._try, kind, text)
+        finally:
+            waiting.remove(key)
+            if not waiting:
+                del self._callers[caller]
 
     def _keep(self, key: bytes, done: asyncio.Future[str]) -> None:
         del self._waiting[key]

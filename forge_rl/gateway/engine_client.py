@@ -97,7 +97,7 @@ class EngineClient:
         call.completions += completions
         forced = completions[0].sampling.extra.get("structured_outputs")
         if isinstance(forced, Mapping):
-            await self._check_constraint(forced)
+            await self._check_constraint(forced, "" if call.session is None else call.session.key)
         came: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
 
         def show(added: CompletionOutput) -> None:
@@ -148,23 +148,23 @@ class EngineClient:
         if not completion.finish:
             raise ServiceError("a completion has no end", service="generator", call="decode")
 
-    async def _check_constraint(self, constraint: Mapping[str, Any]) -> None:
-        """Raise ApiError if an engine cannot decode under a constraint."""
+    async def _check_constraint(self, constraint: Mapping[str, Any], caller: str) -> None:
+        """Raise ApiError if an engine cannot decode under a constraint of the caller with this key; "" is the owner."""
         if "whitespace_pattern" in constraint:
             raise ApiError(400, "whitespace_pattern is not supported", param="structured_outputs")
         for name, given in constraint.items():
             match name, given:
                 case "regex", str():
-                    await self._constraints.check("regex", given)
+                    await self._constraints.check("regex", given, caller)
                 case "choice", list():
                     self._constraints.check_size(sum(map(len, given)))  # to write them as a grammar is slow
-                    await self._constraints.check("ebnf", choice_as_grammar(given))
+                    await self._constraints.check("ebnf", choice_as_grammar(given), caller)
                 case "grammar", str():
-                    await self._constraints.check("lark" if grammar_is_likely_lark(given) else "ebnf", given)
+                    await self._constraints.check("lark" if grammar_is_likely_lark(given) else "ebnf", given, caller)
                 case "json", _:
-                    await self._constraints.check("json", given if isinstance(given, str) else json.dumps(given))
+                    await self._constraints.check("json", given if isinstance(given, str) else json.dumps(given), caller)
                 case "structural_tag", str():
-                    await self._constraints.check("tag", given)
+                    await self._constraints.check("tag", given, caller)
 
     def _completion(self, prompt: Prompt, params: SamplingParams, place: int, call: Call) -> Completion:
         return Completion(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import resource
@@ -60,11 +61,30 @@ def end_with_parent() -> None:
     _libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
+def missing_confinement() -> str:
+    """Return what `confine` must do without on this machine, as a line to warn of; "" for nothing.
+
+    No process is confined by asking.
+    """
+    libc = _libc()
+    # A filter that is no address is looked at only where there are filters.
+    filters = libc.prctl(_SECCOMP, _FILTER, None, 0, 0) == -1 and ctypes.get_errno() == errno.EFAULT
+    lacking = []
+    if not filters or platform.machine() not in _ARCHITECTURES:
+        lacking.append("seccomp, which keeps them from the network, from other processes and from writing files")
+    if libc.syscall(_CREATE_RULESET, None, 0, 1) < 1:
+        lacking.append("Landlock, which keeps them from reading files")
+    if not lacking:
+        return ""
+    return f"processes that score what a model wrote run without {' and without '.join(lacking)}: this kernel lacks it"
+
+
 def confine(packages: Iterable[Path]) -> None:
     """Leave this process no more than computing, and reading the files of Python and of some packages.
 
     Network, other processes, signals, programs and writing files are refused by seccomp, on x86-64 and 64-bit ARM;
-    reading other files by Landlock. A kernel without one of them does without it. There is no way back.
+    reading other files by Landlock. A kernel without one of them does without it: see `missing_confinement`. There is
+    no way back.
 
     Args:
         packages: folders that hold packages which may be imported later.

@@ -51,7 +51,7 @@ class Need:
 
 
 def show_plan(config: object) -> None:
-    """Print what `plan_run` finds for a recipe's settings; try its loss.
+    """Print what `plan_run` finds for a recipe's settings; try the loss in their field `loss`, if there is one.
 
     Raises:
         ConfigError: it cannot fit.
@@ -76,7 +76,12 @@ def show_plan(config: object) -> None:
     if gpu := gpu_bytes():
         table.add_row("each of the GPUs has", f"{gpu / 2**30:.2f}")
     table.add_row("this machine has", f"{host_bytes() / 2**30:.2f}")
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    if loss is None:
+        console.print(
+            f"the loss was not tried, and no frozen reference is counted: {type(config).__name__} has no field `loss`"
+        )
     refuse(needs, host=host_bytes(), gpu=gpu)
 
 

@@ -42,6 +42,7 @@ from forge_rl.metrics import (
     WandbSink,
 )
 from forge_rl.rewards.config import build_reward
+from forge_rl.rewards.confinement import missing_confinement
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.placement import shares_devices
@@ -174,7 +175,7 @@ class Starting(Generic[C]):
                 log.event(note)
             for note in damaged:
                 log.event(note, "warning")
-            for warning in filter(None, (open_to, slow_format(config.trainer.dtype))):
+            for warning in filter(None, (open_to, missing_confinement(), slow_format(config.trainer.dtype))):
                 log.event(warning, "warning")
             faults.install()
             warn = partial(log.event, level="warning")

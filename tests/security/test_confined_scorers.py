@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import errno
 import os
 import socket
 import subprocess
@@ -17,6 +19,7 @@ from forge_rl.data.config import DataConfig
 from forge_rl.data.sources import ReasoningGymSource
 from forge_rl.errors import TaskError
 from forge_rl.rewards.auto import Auto
+from forge_rl.rewards.confinement import missing_confinement
 from forge_rl.rewards.procedural import OWN
 from forge_rl.rewards.verifiers import ReasoningGymReward, verify
 from forge_rl.rewards.workers import Workers
@@ -97,6 +100,35 @@ def test_a_process_that_scores_can_do_nothing_but_compute(tmp_path: Path, monkey
         workers = Workers(__name__, "attempts", processes=1, deadline_s=60.0)
         assert asyncio.run(workers(os.getpid(), str(tmp_path), port)) == {}
     assert [each.name for each in tmp_path.iterdir()] == ["secret"]
+
+
+@pytest.mark.parametrize(
+    ("landlock", "error", "said"),
+    [
+        (4, errno.EFAULT, ""),
+        (-1, errno.EFAULT, "without Landlock, which keeps them from reading files: this kernel"),
+        (4, errno.EINVAL, "without seccomp, which keeps them from the network"),
+        (-1, errno.ENOSYS, "writing files and without Landlock"),
+    ],
+)
+def test_a_kernel_that_confines_less_is_told_of(
+    landlock: int, error: int, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    class Kernel:
+        def prctl(self, *asked: object) -> int:
+            ctypes.set_errno(error)
+            return -1
+
+        def syscall(self, *asked: object) -> int:
+            return landlock
+
+    before = missing_confinement()
+    assert Path("/proc/self/status").read_text().count("Seccomp:\t0"), "asking confines nobody"
+    monkeypatch.setattr("forge_rl.rewards.confinement._libc", Kernel)
+    assert said in missing_confinement()
+    assert bool(missing_confinement()) == bool(said)
+    monkeypatch.undo()
+    assert missing_confinement() == before
 
 
 def babbles(what: str) -> object:

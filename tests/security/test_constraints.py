@@ -58,3 +58,28 @@ def test_one_that_hangs_is_refused_and_its_process_can_be_killed(monkeypatch: py
             await checker.close()
 
     asyncio.run(check())
+
+
+def test_a_caller_with_many_constraints_holds_up_another_by_one_and_fills_no_queue(monkeypatch: pytest.MonkeyPatch):
+    tried: list[str] = []
+
+    def note(kind: str, text: str) -> str:
+        tried.append(text)
+        return ""
+
+    async def check() -> None:
+        checker = ConstraintChecker(tokenizer())
+        monkeypatch.setattr(checker, "_try", note)
+        many = [asyncio.ensure_future(checker.check("regex", f"many{each}", "many")) for each in range(17)]
+        await asyncio.gather(checker.check("regex", "other", "other"), return_exceptions=True)
+        found = await asyncio.gather(*many, return_exceptions=True)
+        assert tried == ["many0", "other", *(f"many{each}" for each in range(1, 16))]
+        assert [str(each) for each in found if each is not None] == [str(found[16])]
+        assert isinstance(found[16], ApiError)
+        assert found[16].status == 503
+        assert not checker._callers, "nothing is kept of a caller that has gone"
+        await checker.close()
+        with pytest.raises(ApiError, match="was closed"):
+            await checker.check("regex", "later", "other")
+
+    asyncio.run(check())
