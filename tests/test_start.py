@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forge_rl.errors import ModelError, ServiceError, TaskError
+from forge_rl.algorithms.user_loss import call_loss
+from forge_rl.errors import LossError, ModelError, ServiceError, TaskError
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run import services as services_module
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.types import Sampling
+from forge_rl.user_code import load
 from recipes.grpo import Config, start
 
 NAMES = {"trainer": "Trainer", "generator": "Generator", "weights": "WeightStore", "reward": "Reward"}
@@ -226,6 +229,27 @@ def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     asyncio.run(check())
     assert "a second signal stops at once" in events(tmp_path)
     assert sorted(stopped) == sorted({*NAMES} - {*instead})
+
+
+def test_a_loss_that_fails_in_a_run_is_in_its_events_with_the_users_line_and_the_trace(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "badloss.py").write_text("def loss(inputs):\n    return inputs.no_such_field\n")
+    loss: Any = load(f"{tmp_path}/badloss.py:loss", "--loss")
+
+    async def check() -> None:
+        async with start(config_of(tmp_path / "run")):
+            try:
+                call_loss(loss, None)  # type: ignore[arg-type]  # as a rank of the trainer does
+            except LossError as error:
+                raise pickle.loads(pickle.dumps(error)) from None
+
+    with pytest.raises(LossError):
+        asyncio.run(check())
+    (ended,) = [json.loads(line) for line in events(tmp_path / "run").splitlines() if "ended by" in line]
+    assert "the loss raised AttributeError" in ended["text"]
+    assert f"({tmp_path}/badloss.py:2)" in ended["text"]
+    assert 'badloss.py", line 2, in loss' in ended["text"], "the trace, which other processes' errors lose"
 
 
 def test_a_fatal_fault_ends_the_body_with_its_name(

@@ -51,7 +51,8 @@ class ConstraintChecker:
     await checker.close()
 
     Its process starts with the first constraint. Constraints are tried one at a time, those of one caller after the
-    other's: a caller waits for one of each other caller, however many these send, and however slow. Verdicts are kept, so that one that is sent again is not tried again.
+    other's: a caller waits for one of each other caller, however many these send, and however slow. Verdicts are kept,
+    so that one that is sent again is not tried again.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -149,7 +149,10 @@ class EngineClient:
             raise ServiceError("a completion has no end", service="generator", call="decode")
 
     async def _check_constraint(self, constraint: Mapping[str, Any], caller: str) -> None:
-        """Raise ApiError if an engine cannot decode under a constraint of the caller with this key; "" is the owner."""
+        """Raise ApiError if an engine cannot decode under a constraint.
+
+        `caller` is the key of the session that asks; "" outside of sessions.
+        """
         if "whitespace_pattern" in constraint:
             raise ApiError(400, "whitespace_pattern is not supported", param="structured_outputs")
         for name, given in constraint.items():
@@ -162,7 +165,9 @@ class EngineClient:
                 case "grammar", str():
                     await self._constraints.check("lark" if grammar_is_likely_lark(given) else "ebnf", given, caller)
                 case "json", _:
-                    await self._constraints.check("json", given if isinstance(given, str) else json.dumps(given), caller)
+                    await self._constraints.check(
+                        "json", given if isinstance(given, str) else json.dumps(given), caller
+                    )
                 case "structural_tag", str():
                     await self._constraints.check("tag", given, caller)
 

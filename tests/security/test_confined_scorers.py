@@ -111,9 +111,7 @@ def test_a_process_that_scores_can_do_nothing_but_compute(tmp_path: Path, monkey
         (-1, errno.ENOSYS, "writing files and without Landlock"),
     ],
 )
-def test_a_kernel_that_confines_less_is_told_of(
-    landlock: int, error: int, said: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_kernel_that_confines_less_is_told_of(landlock: int, error: int, said: str, monkeypatch: pytest.MonkeyPatch):
     class Kernel:
         def prctl(self, *asked: object) -> int:
             ctypes.set_errno(error)
