@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
-import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.time_limit import LateError, time_limit
-from forge_rl.gateway.tools import _forgiving
+from forge_rl.gateway.time_limit import LateError, call_within
+from forge_rl.gateway.tools import ToolParser, _forgiving
+from forge_rl.types import Turn
 from tests.fake_backend import (
     FakeBackend,
     client_of,
     letters_of,
     serving,
+    tokenizer,
 )
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -112,46 +115,41 @@ def test_an_unknown_parser_is_refused_with_the_known_ones():
     asyncio.run(check())
 
 
-def test_text_at_which_a_parsers_pattern_never_ends_is_text():
+def test_text_at_which_a_parsers_pattern_never_ends_is_text(monkeypatch: pytest.MonkeyPatch):
     class Slow:
-        pieces = 0
-
         def parse(self, model_output: str, *_: object, **__: object) -> object:
             try:
                 return None, "", re.findall(r"(?:a+)+$", model_output)
             except Exception:  # as some of them do
                 return None, "", ["a call"]
 
-        def parse_delta(self, delta_text: str, *_: object, **__: object) -> object:
-            self.pieces += 1
-            return re.findall(r"(?:a+)+$", delta_text)
-
+    monkeypatch.setattr("forge_rl.gateway.tools._MOST_S", 0.02)
     hostile = "a" * 64 + "b"
     parser = _forgiving(Slow)()
-    before: object = signal.getsignal(signal.SIGALRM)
-    ran = bool(signal.getitimer(signal.ITIMER_REAL)[0])
+    before = signal.getsignal(signal.SIGVTALRM)
     assert parser.parse(hostile) == (None, hostile, [])
     assert parser.parse("aa")[2] == ["aa"]
-    assert parser.parse_delta("aa") == ["aa"]
-    assert parser.parse_delta(hostile).content == hostile
-    assert parser.parse_delta("aa").content == "aa", "the rest of such a stream is text"
-    assert parser.pieces == 2
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert bool(signal.getitimer(signal.ITIMER_REAL)[0]) == ran, "as pytest's own"
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
-def test_time_for_which_others_had_the_processor_does_not_count_and_a_timer_that_ran_goes_on():
-    late: list[float] = []
-    before = signal.signal(signal.SIGALRM, lambda *_: late.append(0))
-    others = signal.setitimer(signal.ITIMER_REAL, 0.1)
-    try:
-        with time_limit(0.02):
-            time.sleep(0.2)
-        assert not late
-        signal.pause()
-        assert late == [0]
-        with pytest.raises(LateError), time_limit(0.02):
+def test_only_this_threads_processor_time_counts_and_code_that_swallows_the_error_is_interrupted_again():
+    def swallows() -> None:
+        with contextlib.suppress(LateError):
             re.match(r"(?:a+)+$", "a" * 64 + "b")
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *others)
+        re.match(r"(?:a+)+$", "a" * 64 + "b")
+
+    with ThreadPoolExecutor(1) as other:
+        call_within(0.02, lambda: other.submit(re.match, r"(?:a+)+$", "a" * 22 + "b").result())
+    with pytest.raises(LateError):
+        call_within(0.02, swallows)
+
+
+def test_a_long_call_is_read_in_time():
+    code = "if (a < b && c[0] > '{x}') { print(f\"<b>{x}</b>\"); }\n" * 360  # 20,000 characters
+    text = f"<tool_call>\n<function=write>\n<parameter=text>\n{code}\n</parameter>\n</function>\n</tool_call>"
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "write", "parameters": parameters}}
+    turn = Turn(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text=text)
+    _, (call,) = asyncio.run(ToolParser("qwen3_coder", tokenizer()).parse(turn, [tool]))
+    assert json.loads(call.arguments) == {"text": code}

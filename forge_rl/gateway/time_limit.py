@@ -1,55 +1,48 @@
-"""Bounds the time that code on hostile text may take in the event loop, by interrupting it."""
+"""Bounds the processor time of code that reads hostile text in the event loop."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
-_LEAST_S = 1e-3
-"""Shortest time for which the system's timer is set."""
+T = TypeVar("T")
+
+_AGAIN_S = 0.05
+"""Time until code that swallowed the error is interrupted again."""
 
 
 class LateError(BaseException):
-    """Code that was interrupted. Not an Exception: the code itself might catch that and go on."""
+    """Raised in code that ran out of time. Not an Exception, which that code might catch."""
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt the body once it has taken so many seconds of this thread's processor time.
+def call_within(seconds: float, function: Callable[[], T]) -> T:
+    """Call a function, and interrupt it once it has taken this much of the thread's processor time.
 
-        with time_limit(0.25):
-            pattern.findall(text)
+        call_within(1.0, lambda: pattern.findall(text))
 
-    Python's regular expressions look for signals as they match, and are interrupted too; other code in C ends first.
-    Only the main thread gets signals: in another one, nothing is bounded.
+    Python's bytecode and both packages of regular expressions can be interrupted; other C code runs to its end first.
+    Python runs signal handlers in the main thread only: in another thread the time is not bounded.
 
     Raises:
-        LateError: the body was interrupted.
+        LateError: the function was interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+        return function()
     until = time.thread_time() + seconds
     runs = True
 
-    def on_alarm(*_: object) -> None:
-        if not runs:  # it came just after the end
-            return
-        if (left := until - time.thread_time()) > 0:  # others had the processor
-            signal.setitimer(signal.ITIMER_REAL, max(left, _LEAST_S))
-        else:
+    def on_time(*_: object) -> None:
+        if runs and time.thread_time() > until:  # the timer counts what other threads take, too
             raise LateError
 
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    began, (left, interval) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, max(seconds, _LEAST_S))
+    before = signal.signal(signal.SIGVTALRM, on_time)
     try:
-        yield
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
+        return function()
     finally:
         runs = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), _LEAST_S), interval)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
