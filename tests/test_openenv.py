@@ -247,7 +247,7 @@ def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path, monkeypat
             await session.close()
             monkeypatch.delenv("A_WORLDS_KEY")
             for wrong in ("A_WORLDS_KEY", "the-key"):
-                with pytest.raises(ConfigError, match=r"api_key_env is no name|A_WORLDS_KEY is not set") as caught:
+                with pytest.raises(ConfigError, match=r"api_key_env is not the name|A_WORLDS_KEY is not set") as caught:
                     OpenEnvFactory(bare, api_key_env=wrong)
                 assert "the-key" not in str(caught.value)
 

@@ -72,7 +72,7 @@ class OpenEnvFactory:
                 raise ConfigError(f"{name} is {getattr(self, name)} in --env openenv", hint=f"choose {least} or more")
         if self.api_key_env and not self.api_key_env.isidentifier():  # it may be a key: never shown
             raise ConfigError(
-                "--env openenv: api_key_env is no name of an environment variable",
+                "--env openenv: api_key_env is not the name of an environment variable",
                 hint="put the key into a variable, and name that: api_key_env=OPENENV_API_KEY",
             )
         if self.api_key_env and not os.environ.get(self.api_key_env):

@@ -50,8 +50,8 @@ class ConstraintChecker:
     await checker.check("regex", "[a-z]{1,9}")
     await checker.close()
 
-    Its process starts with the first constraint. Constraints are tried one at a time, those of one caller after the
-    other's: a caller waits for one of each other caller, however many these send, and however slow. Verdicts are kept,
+    Its process starts with the first constraint. Constraints are tried one at a time and callers take turns:
+    each waits for one trial of every other caller, however many constraints these send. Verdicts are kept,
     so that one that is sent again is not tried again.
 
     Args:

@@ -128,7 +128,7 @@ def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -
 
 
 def _forgiving(parser: type[Any]) -> type[Any]:
-    """Return the parser's class, which takes what it cannot read, or not in time, for text.
+    """Return a subclass of the parser that returns unreadable completions, and those that take too long, as text.
 
     It may raise on anything that a model writes, and take hours for it in the event loop.
     """
