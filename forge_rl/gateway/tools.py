@@ -137,7 +137,8 @@ def _forgiving(parser: type[Any]) -> type[Any]:
     class Forgiving(parser):
         def parse(self, model_output: str, *given: Any, **named: Any) -> Any:
             # Pieces of arguments are for streams, and cost time quadratic in the length: 9 s for 20,000 characters.
-            for part in (self, getattr(getattr(self, "_tool_parser", None), "_parser_engine", None)):
+            parts: list[Any] = [self, getattr(getattr(self, "_tool_parser", None), "_parser_engine", None)]
+            for part in parts:
                 if hasattr(part, "_stream_arg_deltas"):
                     part._stream_arg_deltas = False
             reads = partial(super().parse, model_output, *given, **named)
