@@ -18,17 +18,10 @@ would publish, each element of which must come from one rank.
 from __future__ import annotations
 
 import itertools
-import logging
-import multiprocessing
-import pickle
-import socket
 import tempfile
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.queues import Queue
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -36,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.algorithms import ClippedSurrogate, Loss
 from forge_rl.data.packing import Layout, Packed, pack
@@ -45,8 +39,6 @@ from forge_rl.metrics import Value, merge_all, reduce
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 from forge_rl.weights.slices import TensorSlice, tiling_error
 
-_DEADLINE_S = 600.0
-"""Longest time for all layouts of so many ranks."""
 _ROW_TOKENS = 72
 """Most tokens of a row, over the devices that split it; the longest episodes have more than half as many."""
 _VOCAB = 96
@@ -288,7 +280,7 @@ def train(folder: Path, every: Sequence[Case], updates: int, loss: Loss = _LOSS)
         BenchmarkError: a rank failed, or an element of the weights is not published by one rank.
     """
     (ranks,) = {case.ranks for case in every}
-    by_rank = _on_ranks(ranks, _train, folder, every, updates, loss)
+    by_rank = run_ranks(_train, ranks, folder, every, updates, loss)
     found = []
     for index, case in enumerate(every):
         parts = [results[index] for results in by_rank]
@@ -390,62 +382,6 @@ def assemble(case: Case, by_rank: Sequence[Shards]) -> dict[str, torch.Tensor]:
         for (tensor_slice, values), ends in zip(shards, spans, strict=True):
             whole[name][tuple(map(slice, tensor_slice.start, ends))] = values
     return whole
-
-
-def _on_ranks(ranks: int, function: Callable[..., object], *args: object) -> list[Any]:
-    """Run `function(rank, *args)` in so many processes that share a process group; returns what each returns, by rank.
-
-    Raises:
-        BenchmarkError: one failed, or they took too long.
-    """
-    # The server imports once what takes ten seconds in each process, and no thread of torch has run there.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forge_rl.engines.titan.train", "benchmarks.layouts"])
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    results: Queue[tuple[int, bytes]] = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(function, rank, ranks, port, results, args)) for rank in range(ranks)
-    ]
-    found: dict[int, Any] = {}
-    try:
-        for process in processes:
-            process.start()
-        for _ in processes:
-            rank, result = results.get(timeout=_DEADLINE_S)
-            found[rank] = pickle.loads(result)
-            if isinstance(found[rank], str):
-                raise BenchmarkError(f"rank {rank} of {ranks} failed:\n{found[rank]}")
-        return [found[rank] for rank in range(ranks)]
-    except Empty as error:
-        raise BenchmarkError(
-            f"{ranks - len(found)} of {ranks} ranks had not ended after {_DEADLINE_S:.0f} s"
-        ) from error
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _rank(
-    function: Callable[..., object],
-    rank: int,
-    ranks: int,
-    port: int,
-    results: Queue[tuple[int, bytes]],
-    args: Sequence[object],
-) -> None:
-    from forge_rl.engines.platform import init_distributed
-
-    torch.set_num_threads(1)
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that two gathers could be one
-    try:
-        init_distributed(rank, ranks, "127.0.0.1", port)
-        # Tensors are pickled whole: a queue would share their memory, which ends with this process.
-        results.put((rank, pickle.dumps(function(rank, *args))))
-    except BaseException:
-        results.put((rank, pickle.dumps(traceback.format_exc())))
-        raise
 
 
 def measure(config: Config, report: Report) -> None:

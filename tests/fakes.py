@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import socket
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from forge_rl.algorithms import ClippedSurrogate, Loss
@@ -218,50 +213,6 @@ def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for whole in [p.full_tensor() if isinstance(p, DTensor) else p]
         for part in names_of(model).parts(name, whole.shape)
     }
-
-
-def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadline_s: float = 120) -> list[Any]:
-    """Run `function(rank, *args)` in so many processes that share a process group; what each returns, by rank."""
-    # The server imports once what takes ten seconds in each process, and no thread of torch has run there.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forge_rl.engines.titan.train", "tests.fakes"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results: multiprocessing.SimpleQueue[tuple[int, bytes]] = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(function, rank, ranks, port, results, args)) for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        found = dict(results.get(timeout=deadline_s) for _ in processes)
-        for rank in range(ranks):
-            if isinstance(found[rank], str):
-                raise AssertionError(f"rank {rank} failed:\n{found[rank]}")
-        for process in processes:
-            process.join(60)
-        return [pickle.loads(found[rank]) for rank in range(ranks)]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def _rank(
-    function: Callable[..., object], rank: int, ranks: int, port: int, results: Any, args: Sequence[object]
-) -> None:
-    from forge_rl.engines.platform import init_distributed
-    from forge_rl.runtime.isolation import public_ports
-
-    torch.set_num_threads(1)
-    try:
-        init_distributed(rank, ranks, "127.0.0.1", port)
-        assert not public_ports(psutil.Process()), "other machines reach where ranks meet"
-        results.put((rank, pickle.dumps(function(rank, *args))))
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        results.put((rank, traceback.format_exc()))
-        raise
 
 
 def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Layouts of the trainer: each trains as one process does; one that cannot work is refused before anything starts."""
 
 import itertools
+import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import layouts
+from benchmarks.ranks import run_ranks
+from benchmarks.report import BenchmarkError
 from forge_rl.algorithms import ClippedSurrogate, Loss, LossInputs, token_logprobs
 from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.data.packing import dense_mask
@@ -21,7 +25,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.run.config import RunConfig
 from forge_rl.services.trainer import Trainer
 from tests.commands import Command, actor_of, metrics, tiny_run
-from tests.fakes import make_model, packed, random_batch, run_ranks
+from tests.fakes import make_model, packed, random_batch
 from tests.tiny import make_tiny_model
 
 FAMILIES = tuple(layouts.FAMILIES)
@@ -287,3 +291,24 @@ def test_episodes_longer_than_what_the_trainers_devices_hold_are_refused_with_bo
     assert "--trainer.row-tokens" in error.value.hint
     assert "--trainer.context-parallel to 2 or more" in error.value.hint
     assert RunConfig(trainer=Trainer.Config(row_tokens=512, context_parallel=2)).trainer.ranks == 2
+
+
+def test_ranks_that_crash_run_again_once_and_one_that_is_killed_fails_at_once(tmp_path: Path):
+    with pytest.warns(RuntimeWarning, match="rank 1 of 2 ended with exit code -11"):
+        assert run_ranks(crash_once, 2, tmp_path / "crashed") == [0, 1]
+    with pytest.raises(BenchmarkError, match="rank 0 of 2 ended with exit code -9"):
+        run_ranks(die, 2)
+
+
+def crash_once(rank: int, crashed: Path) -> int:
+    if rank == 1 and not crashed.exists():
+        crashed.touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+    return rank
+
+
+def die(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.ranks import run_ranks
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
@@ -19,7 +20,7 @@ from forge_rl.engines.titan.shards import named_weights, values_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Value
-from tests.fakes import make_model, packed, random_batch, run_ranks, train_batch
+from tests.fakes import make_model, packed, random_batch, train_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from benchmarks.ranks import run_ranks
 from forge_rl.engines.families import FAMILIES
 from forge_rl.weights import reading
 from forge_rl.weights.fingerprints import Move, fingerprint, move
@@ -23,7 +24,6 @@ from forge_rl.weights.reading import combine_reports, read_slices
 from forge_rl.weights.slices import TensorSlice, tiling_error
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_host import HOST, forget, reserve, transport
-from tests.fakes import run_ranks
 
 RANKS = 4
 BUCKET_BYTES = 4 << 10

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from benchmarks.ranks import run_ranks
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.families.qwen3_moe import QWEN3_MOE
@@ -31,7 +32,7 @@ from forge_rl.weights.manifest import Manifest, complete, draft
 from forge_rl.weights.reading import read_slices
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
-from tests.fakes import hf_weights, make_model, packed, random_batch, run_ranks, train_batch
+from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes import make_model, packed, random_batch, run_ranks, train_batch
+from benchmarks.ranks import run_ranks
+from tests.fakes import make_model, packed, random_batch, train_batch
 
 
 def gpus_of(pid: int) -> set[str]:

@@ -1,0 +1,118 @@
+"""Runs a function on several ranks of one process group, each in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import pickle
+import signal
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.queues import Queue
+from queue import Empty
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from benchmarks.report import BenchmarkError
+
+
+class _Crash(BenchmarkError):
+    """A rank died of a segmentation fault."""
+
+
+def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadline_s: float = 600) -> list[Any]:
+    """Run `function(rank, *args)` on each rank and return the results by rank.
+
+    A segmentation fault is retried once, with a warning: in about one of 50 runs on CPU a thread of torch 2.13's gloo,
+    `pt_gloo_runloop`, finds malloc's lists broken.
+
+    Raises:
+        BenchmarkError: a rank failed or died, or they took longer than `deadline_s` seconds.
+    """
+    try:
+        return _run_once(function, ranks, args, deadline_s)
+    except _Crash as crash:
+        warnings.warn(f"{crash.message}; running them again", RuntimeWarning, stacklevel=2)
+        return _run_once(function, ranks, args, deadline_s)
+
+
+def _run_once(function: Callable[..., object], ranks: int, args: Sequence[object], deadline_s: float) -> list[Any]:
+    # The server imports once what takes ten seconds in each process, and no thread of torch has run there.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forge_rl.engines.titan.train", "benchmarks.layouts"])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    results: Queue[tuple[int, bytes]] = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(function, rank, ranks, port, results, args)) for rank in range(ranks)
+    ]
+    found: dict[int, Any] = {}
+    until = time.monotonic() + deadline_s
+    try:
+        for process in processes:
+            process.start()
+        while len(found) < ranks:
+            # Before the results are looked at: one that ends now has put its own there.
+            codes = [process.exitcode for process in processes]
+            try:
+                rank, result = results.get(timeout=1)
+            except Empty:
+                for rank, code in enumerate(codes):
+                    if code is not None and rank not in found:
+                        raise _death(rank, ranks, code) from None
+                if time.monotonic() > until:
+                    missing = ranks - len(found)
+                    raise BenchmarkError(f"{missing} of {ranks} ranks had not ended after {deadline_s:.0f} s") from None
+                continue
+            found[rank] = pickle.loads(result)
+            if isinstance(found[rank], _Failure):
+                # A peer's death shows as a closed connection first.
+                for other, process in enumerate(processes):
+                    process.join(5)
+                    if process.exitcode is not None and process.exitcode < 0:
+                        raise _death(other, ranks, process.exitcode)
+                raise BenchmarkError(f"rank {rank} of {ranks} failed:\n{found[rank]}")
+        return [found[rank] for rank in range(ranks)]
+    finally:
+        for process in processes:
+            process.join(0 if len(found) < ranks else 60)
+            process.kill()
+            process.join()
+
+
+def _death(rank: int, ranks: int, code: int) -> BenchmarkError:
+    kind = _Crash if code == -signal.SIGSEGV else BenchmarkError
+    return kind(f"rank {rank} of {ranks} ended with exit code {code}, without a result")
+
+
+class _Failure(str):
+    """The traceback of a rank that raised."""
+
+
+def _rank(
+    function: Callable[..., object],
+    rank: int,
+    ranks: int,
+    port: int,
+    results: Queue[tuple[int, bytes]],
+    args: Sequence[object],
+) -> None:
+    from forge_rl.engines.platform import init_distributed
+    from forge_rl.runtime.isolation import public_ports
+
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that two gathers could be one
+    try:
+        init_distributed(rank, ranks, "127.0.0.1", port)
+        assert not public_ports(psutil.Process()), "other machines reach where ranks meet"
+        # Tensors are pickled whole: a queue would share their memory, which ends with this process.
+        results.put((rank, pickle.dumps(function(rank, *args))))
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        results.put((rank, pickle.dumps(_Failure(traceback.format_exc()))))
+        raise
