@@ -8,12 +8,11 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.sigterm import exit_on_sigterm
 from forge_rl.errors import ForgeError
 from forge_rl.run.run_dir import as_json, versions
 
@@ -208,7 +208,7 @@ def run_benchmark(
     args = sys.argv[1:] if args is None else args
     try:
         config = tyro.cli(config_class, prog=f"python -m benchmarks.{name}", args=args)
-        with _exit_on_sigterm():
+        with exit_on_sigterm():
             if config.json is not None:
                 check_writable(config.json)
             report = Report(name, config)
@@ -225,16 +225,6 @@ def run_benchmark(
         Console(stderr=True, highlight=False, soft_wrap=True).print(message)
         sys.exit(1)
     sys.exit(0)
-
-
-@contextlib.contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that child processes are ended."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _listed(values: Mapping[str, object]) -> str:

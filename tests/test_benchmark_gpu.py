@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ CHILD = (
 )
 
 
+def assert_no_part_runs() -> None:
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            assert f"{runner._MARK}=".encode() not in path.read_bytes(), "what left a part's session ends with it"
+
+
 def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_GRACE_S", 0.5)
     parts = [
@@ -42,12 +49,26 @@ def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, monkeypatc
     assert found[1].said.splitlines() == ["and then", "no room"]
     assert found[2].said == "it hangs"
     assert found[3].said == "needs gpu"
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            assert f"{runner._MARK}=".encode() not in path.read_bytes(), "what left a part's session ends with it"
+    assert_no_part_runs()
     lines = table(found).splitlines()
     assert "    gb_s 12.5" in lines
     assert any(line.startswith("hung") and "timed out" in line for line in lines)
+
+
+def test_sigterm_ends_the_running_part_too(tmp_path: Path) -> None:
+    def not_replaced(*_: object) -> None:
+        raise AssertionError("SIGTERM would end this process at once")
+
+    before = signal.signal(signal.SIGTERM, not_replaced)
+    running = part("running", f"{CHILD}; import os, time; os.kill(os.getppid(), 15); time.sleep(600)")
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_parts([running, part("next", WRITES)], (), tmp_path, lambda _: None)
+        assert caught.value.code == 143
+        assert signal.getsignal(signal.SIGTERM) is not_replaced
+        assert_no_part_runs()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_counts_of_tests_are_figures(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.gpu.machine import ROOT
+from benchmarks.sigterm import exit_on_sigterm
 
 _MARK = "FORGE_RL_BENCHMARK_PART"
 """Name of a variable in the environment of a part's processes, by which those that stay behind are found."""
@@ -57,6 +58,8 @@ def run_parts(
 ) -> list[Outcome]:
     """Run all parts whose needs are there, in order; a failure ends none but its own.
 
+    On SIGTERM the running part's processes are killed and SystemExit(143) is raised.
+
     Args:
         there: what the machine has.
         folder: for their output and figures.
@@ -68,7 +71,8 @@ def run_parts(
         if lacking:
             outcome = Outcome(part=part.name, status="skipped", figures={}, said=f"needs {', '.join(lacking)}")
         else:
-            outcome = run_part(part, folder)
+            with exit_on_sigterm():
+                outcome = run_part(part, folder)
         found.append(outcome)
         tell(outcome)
     return found

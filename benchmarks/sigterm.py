@@ -1,0 +1,18 @@
+"""Ends a program that starts processes as Ctrl-C would when it gets SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit(143) on SIGTERM, so that the stack unwinds and child processes are ended."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
