@@ -56,3 +56,19 @@ def test_on_a_gpu_the_weights_come_first(architecture: Architecture, monkeypatch
     with pytest.raises(ConfigError, match="0 GiB for them") as caught:
         check_context(architecture, DecodeSettings(dtype="bfloat16", memory_share=0.5))
     assert "--generator.memory-share" in caught.value.hint
+
+
+def test_each_device_of_an_engine_holds_its_share(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = DecodeSettings(dtype="float32", max_model_tokens=4096, tensor_parallel=2)
+    whole = 4 * 4096 * 2 * 2 * 16 * 4
+    assert sequence_bytes(architecture, settings) == whole // 2
+    assert sequence_bytes(architecture, replace(settings, tensor_parallel=4)) == whole // 2, (
+        "no device has less than one head"
+    )
+    monkeypatch.setattr(context, "device_type", lambda: "cpu")
+    check_context(architecture, replace(settings, kv_cache_gib=whole / 2**30))
+    with pytest.raises(ConfigError, match="keys and values"):
+        check_context(architecture, replace(settings, kv_cache_gib=whole / 2**30 - 1e-6))
+    monkeypatch.setattr(context, "device_type", lambda: "cuda")
+    monkeypatch.setattr(context, "gpu_bytes", lambda: architecture.weights * 4 // 2 + whole // 2)
+    check_context(architecture, replace(settings, memory_share=1.0))

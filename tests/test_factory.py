@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from forge_rl.engines import factory
 from forge_rl.engines.factory import decode_environment, thread_environment, train_environment
+from forge_rl.engines.titan import train
 
 
 @pytest.mark.parametrize(("sharers", "threads"), [(1, "4"), (2, "2"), (3, "1"), (9, "1")])
@@ -51,6 +54,15 @@ def test_a_trainer_keeps_what_it_freed_until_memory_is_short() -> None:
     assert kept > 200, "256 MiB stay in the heap, where the next step takes them"
     assert roomy > 200
     assert short < 50
+
+
+def test_a_trainer_releases_what_a_step_needed_before_engines_read_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(train, "release_memory", lambda: seen.append("release"))
+    monkeypatch.setattr(train, "local_shards", lambda model: seen.append(model))
+    trainer: Any = SimpleNamespace(onload=lambda: seen.append("onload"), model="model")
+    train.TitanEngine.local_shards(trainer)
+    assert seen == ["onload", "release", "model"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM compiles")
