@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -100,6 +101,18 @@ def test_a_process_that_scores_can_do_nothing_but_compute(tmp_path: Path, monkey
         workers = Workers(__name__, "attempts", processes=1, deadline_s=60.0)
         assert asyncio.run(workers(os.getpid(), str(tmp_path), port)) == {}
     assert [each.name for each in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_process_that_scores_ends_with_the_one_that_started_it() -> None:
+    worker = [sys.executable, "-c", "from forge_rl.rewards.workers import main; main('json', 'dumps', '60')"]
+    starts = f"import subprocess; subprocess.run({worker!r})"
+    with subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None, "which stays open, and would keep the process"
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.kill()
+        assert select.select([parent.stdout], [], [], 10)[0], "it still runs"
+        assert parent.stdout.read() == b""
 
 
 ONE_LAYER = """
