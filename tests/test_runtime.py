@@ -105,6 +105,8 @@ def test_what_takes_too_long_is_named(tmp_path: Path):
             with pytest.raises(DeadlineError, match=r"no answer within 0.2 s") as call:
                 await replica.call("hang", deadline_s=0.2)
             assert (call.value.service, call.value.replica, call.value.call) == (service.name, 0, "hang")
+            await asyncio.sleep(0)
+            assert not [task for task in asyncio.all_tasks() if "_call_one" in repr(task)], "it is given up"
 
             late = r"phase train did not end within its 0.2 s"
             with pytest.raises(DeadlineError, match=late) as phase, faults.deadline("train", 0.2):
