@@ -1,4 +1,4 @@
-"""Reads the architecture of a model from its config.json, before anything starts: needs no torchtitan."""
+"""Reads a model's architecture from its config.json, before anything starts and without torchtitan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Architecture", "read_architecture", "stored_bytes"]
 
 
 def stored_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weights on disk, which for most models are in bfloat16."""
+    """Return the size of a model's weights on disk, which most models store in bfloat16."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
@@ -21,7 +21,7 @@ def read_architecture(folder: Path) -> Architecture:
     """Read config.json.
 
     Raises:
-        ModelError: the file is missing or broken, or asks for what is not supported here.
+        ModelError: the file is missing or broken, or describes an unsupported model.
     """
     path = folder / "config.json"
     try:
@@ -37,7 +37,7 @@ def read_architecture(folder: Path) -> Architecture:
         raise ModelError(f"{path} is of model_type {model_type!r:.80}", hint=f"use a model of one of these: {known}")
     architecture = family.read(ConfigFile(path=path, values=values, family=family))
     stored = stored_bytes(folder)
-    # The least that a file needs: 4 bits a weight where it is quantised, 8 where it is not.
+    # Lower bounds: 4 bits per weight if quantised, 8 if not.
     if architecture.weights > stored * (2 if values.get("quantization_config") else 1) > 0:
         raise ModelError(
             f"{path} describes a model of {architecture.weights} weights, and its files have {stored} bytes",

@@ -1,4 +1,4 @@
-"""Checks of how an engine is laid out over devices, before anything starts: needs no vLLM."""
+"""Checks a decode engine's layout over devices, before anything starts and without vLLM."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError, ModelError
 
 _WORD_ITEMS = 4
-"""Elements by which a worker's part of a row must be counted, for fingerprints of parts: 8 bytes of bfloat16."""
+"""A worker's part of a row must be a multiple of this many elements, 8 bytes of bfloat16, to be fingerprinted."""
 
 
 def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int = 1) -> None:
-    """Check that each of so many engines of these settings can hold a model, on GPUs of its own.
+    """Check that the model can be split as the settings say, and that each engine has GPUs of its own.
 
-    Engines do not share a GPU: vLLM counts all that is taken there while it starts as its own, and one engine that
+    Engines do not share a GPU: vLLM would count the other's memory as its own while it starts, and one engine that
     decodes more requests at a time is faster than two.
 
     Args:
         folder: Hugging Face model folder.
+        engines: number of engines.
 
     Raises:
-        ConfigError: the model's heads, widths or experts cannot be shared so, or there are too few GPUs.
-        ModelError: its config.json cannot be read.
+        ConfigError: the model's heads, widths or experts cannot be split this way, or there are too few GPUs.
+        ModelError: config.json cannot be read.
     """
     if device_type() == "cuda" and engines * settings.devices > gpus():
         raise ConfigError(
@@ -62,13 +63,13 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
 
 
 def _experts(config: Mapping[str, int]) -> int:
-    """Return the number of experts of a layer; 0 if there are none."""
+    """Return the number of experts per layer; 0 for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def _dimensions(config: Mapping[str, int], settings: DecodeSettings) -> tuple[int, int, list[int]]:
-    """Return heads, key heads, and widths that tensor parallelism divides."""
+    """Return heads, key heads, and the widths that tensor parallelism splits."""
     heads = int(config["num_attention_heads"])
     key_heads = int(config.get("num_key_value_heads") or heads)
     widths = [heads * int(config.get("head_dim") or config["hidden_size"] // heads)]

@@ -1,4 +1,4 @@
-"""Makes the engines: the one place that names their backends, which are imported when an engine is made."""
+"""Creates engines: the only module that names their backends, each imported when first used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from forge_rl.runtime.cluster import visible_gpu
 
 
 def thread_environment(sharers: int) -> dict[str, str]:
-    """Return the environment of a process that computes on its share of the machine's cores.
+    """Return environment variables for a process that computes on its share of the machine's cores.
 
-    Threads that wait for one another sleep at once. libgomp, which torch loads, else lets them spin for milliseconds,
-    and beside another busy program each barrier then costs that long. GOMP_SPINCOUNT is the few microseconds that a
-    barrier of an idle machine takes, so that nothing is lost there.
+    Waiting threads sleep almost at once. By default libgomp, which torch loads, has them spin for milliseconds, and
+    when other programs are busy each barrier then costs that long. GOMP_SPINCOUNT covers the few microseconds that a
+    barrier takes on an idle machine.
 
     Args:
-        sharers: processes that share the cores.
+        sharers: number of processes that share the cores.
     """
     return {
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // sharers)),
@@ -29,12 +29,15 @@ def thread_environment(sharers: int) -> dict[str, str]:
 
 
 def train_environment(ranks: int) -> dict[str, str]:
-    """Return the environment of one of so many trainer ranks on this machine.
+    """Return environment variables for a trainer rank on this machine.
 
-    A step frees and allocates the same sizes again and again. glibc would return large blocks to the kernel, and get
-    them back page by page, zeroed. Here they stay in the heap, until `release_memory` returns them after a step, where
-    memory is short. An update of SmolLM2-135M in float32 takes a sixth less time this way, and 0.5 GiB more at its
-    peak, which the plan counts (`TrainMemory.heap`).
+    Every step frees and allocates the same sizes. By default glibc returns large blocks to the kernel and gets them
+    back zeroed, page by page. These variables keep them in the heap until `release_memory` returns them after a step,
+    if memory is short. An update of SmolLM2-135M in float32 takes a sixth less time, and its peak is 0.5 GiB higher,
+    which the plan counts (`TrainMemory.heap`).
+
+    Args:
+        ranks: number of trainer ranks on this machine.
     """
     return thread_environment(ranks) | {
         "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
@@ -44,29 +47,29 @@ def train_environment(ranks: int) -> dict[str, str]:
 
 
 def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu: int = 0) -> dict[str, str]:
-    """Return the environment of a decode engine's process.
+    """Return environment variables for a decode engine's process.
 
     Args:
-        place: number of the engine; on CUDA it has the GPUs after those of the engines before it.
-        replicas: engines that share the machine's cores.
-        devices: number of devices of each engine.
-        first_gpu: number of the first engine's first GPU.
+        place: index of the engine; on CUDA, engines take consecutive blocks of GPUs.
+        replicas: number of engines that share the machine's cores.
+        devices: devices per engine.
+        first_gpu: index of the first engine's first GPU.
     """
     env = {
-        # In one process with its worker, where it has one alone, an engine starts sooner and needs no inner messages.
+        # An engine with a single worker runs in its process: it starts sooner and needs no messages between the two.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device_type() == "cuda":
-        # A forked worker inherits the threads' locks of this process, and no CUDA context survives a fork. vLLM would
-        # leave one thread, which then takes the fingerprints of all that it repacks.
+        # A forked worker would inherit locks held by this process's threads, and no CUDA context survives a fork. The
+        # thread count is set because vLLM would leave one thread to fingerprint all repacked weights.
         names = [visible_gpu(first_gpu + place * devices + number) for number in range(devices)]
         env |= thread_environment(replicas * devices)
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    # vLLM's sampler has two one-line functions compiled, even when nothing else is: half a minute of the first rollout,
-    # to save 3 ms a step.
+    # vLLM's sampler compiles two one-line functions even if nothing else is compiled: that delays the first rollout by
+    # half a minute to save 3 ms per step.
     return (
         env
         | thread_environment(replicas * devices)
@@ -75,15 +78,15 @@ def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu
 
 
 async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: int) -> DecodeEngine:
-    """Start a decode engine in a process whose environment is `decode_environment`'s.
+    """Start a decode engine in a process that has the variables of `decode_environment`.
 
     Args:
-        folder: Hugging Face model folder; its weights are the engine's until the first load.
-        settings: the engine's.
-        seed: of requests that bring none.
+        folder: Hugging Face model folder; the engine serves its weights until the first load.
+        settings: settings of the engine.
+        seed: seed for requests without one.
 
     Raises:
-        ModelError: it does not start with this model.
+        ModelError: the engine does not start with this model.
     """
     from forge_rl.engines.vllm.engine import VLLMEngine
 
@@ -93,14 +96,14 @@ async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: i
 def plan_training(
     folder: Path, settings: TrainSettings, *, ranks: int, reference: bool, tokens: int | None = None
 ) -> TrainMemory:
-    """Count the memory that each rank of a train engine takes for a full row, without loading anything.
+    """Estimate the memory that each trainer rank needs for a full row, without loading anything.
 
     Args:
         folder: Hugging Face model folder.
-        settings: the engine's.
-        ranks: processes that share the policy.
+        settings: settings of the engine.
+        ranks: number of ranks that share the policy.
         reference: as for `make_train_engine`.
-        tokens: of a row on one device; by default as many as the settings allow.
+        tokens: tokens of a row on one device; by default the most that the settings allow.
     """
     from forge_rl.engines.titan.plan import plan_training
 
@@ -108,15 +111,15 @@ def plan_training(
 
 
 def make_train_engine(folder: Path, settings: TrainSettings, *, reference: bool = False) -> TrainEngine:
-    """Make this rank's train engine; the process group must be initialised (`init_distributed`).
+    """Create this rank's train engine; the process group must be initialised (`init_distributed`).
 
     Args:
         folder: Hugging Face model folder that the policy starts from.
-        settings: the engine's.
+        settings: settings of the engine.
         reference: keep a frozen copy of the starting weights, for a KL penalty.
 
     Raises:
-        ModelError: the folder holds no model that can be trained.
+        ModelError: the folder holds no trainable model.
         ConfigError: `settings.frozen` matches nothing, or everything.
     """
     from forge_rl.engines.titan.train import TitanEngine

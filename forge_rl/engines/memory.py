@@ -1,4 +1,4 @@
-"""Memory that engines take, part by part; what counts it needs torchtitan, what reads it does not."""
+"""Breakdown of a trainer rank's memory. Computing it needs torchtitan, reading it does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forge_rl.engines.platform import gpu_bytes, host_bytes
 from forge_rl.engines.protocol import TrainSettings
 
 _GRADIENTS_SHARE = 4
-"""Whole gradients may take one part in so many of a device's memory, or those of all ranks where they share one."""
+"""Whole gradients may take 1/4 of a GPU's memory, or of each rank's share of the host's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,49 +18,50 @@ class TrainMemory:
     weights: int
     """This rank's shards, float32 or wider."""
     gradients: int
-    """As the weights; whole matrices' where ranks add them up once an update, see `adds_up_once`."""
+    """Same size as the weights, or whole matrices where ranks reduce them once per update, see `adds_up_once`."""
     optimizer: int
     """Both moments of AdamW."""
     reference: int
-    """Frozen copy for a KL penalty, in the format of forward and backward."""
+    """Frozen copy for a KL penalty, in the dtype of forward and backward."""
     gathered: int
-    """Weights that FSDP gathers or casts for the layers at work."""
+    """Weights that FSDP gathers or casts for the active layers."""
     activations: int
-    """Bytes that a row's forward pass keeps, and that one layer's two passes add to them."""
+    """Activations that a row's forward pass keeps, and the temporary memory of one layer's forward and backward."""
     head: int
-    """Bytes that the output projection and its chunk of logits add to those, if they are more."""
+    """Excess over the activations of the output projection with its chunk of logits, if any."""
     masks: int
-    """Masks of a block of queries, on a CPU."""
+    """Attention masks of a block of queries, on CPU."""
     heap: int
-    """Freed bytes between larger pieces that a CPU's heap cannot use again; see `factory.train_environment`."""
+    """Fragmentation of the heap on CPU: freed bytes that it cannot reuse; see `factory.train_environment`."""
 
     largest: int
-    """This rank's shard of the largest weight, which is in memory twice while a checkpoint is written."""
+    """This rank's shard of the largest weight, held twice while a checkpoint is written."""
 
     @property
     def state(self) -> int:
-        """Bytes that last from step to step."""
+        """Bytes held from step to step."""
         return self.weights + self.optimizer + self.reference
 
     @property
     def copy(self) -> int:
-        """Bytes of host memory while a checkpoint is written: the copy of what is saved, and the tensor that is being
-        written once more."""
+        """Bytes of host memory while a checkpoint is written: a copy of the state, and another of the tensor being
+        written."""
         return self.weights + self.optimizer + self.largest
 
     @property
     def total(self) -> int:
-        """Bytes of all that is there at the peak of a step."""
+        """Bytes at the peak of a step."""
         return sum(vars(self).values()) - self.largest
 
 
 def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:
-    """Tell whether ranks add up their gradients once an update, after its last row, and not after each row.
+    """Return whether ranks reduce gradients once per update, after its last row, rather than after each row.
 
-    Until then each holds the gradients of its whole matrices, in float32, for which there must be room.
+    Until then each rank holds float32 gradients of whole matrices, for which it needs the memory.
 
     Args:
-        weights: number of the model's weights.
+        weights: number of weights in the model.
+        ranks: number of ranks, which share the host's memory on CPU.
     """
     memory = gpu_bytes() or host_bytes() // ranks
     whole = 4 * weights // settings.tensor_parallel

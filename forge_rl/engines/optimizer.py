@@ -1,4 +1,4 @@
-"""Settings of AdamW and its learning rate; apart from the engine, so that flags need no torchtitan."""
+"""Settings of AdamW and its learning rate, kept apart from the engine so that flags need no torchtitan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_rl.errors import check_flags
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, the course of its learning rate, and gradient clipping."""
+    """AdamW, its learning rate schedule and gradient clipping."""
 
     lr: float = 3e-5
     """Peak learning rate."""
@@ -22,11 +22,11 @@ class OptimizerConfig:
     beta2: float = 0.95
     """AdamW's decay of the second moment."""
     warmup_updates: int = 0
-    """Updates over which the learning rate rises linearly to its peak; a step takes one or more."""
+    """Updates over which the learning rate rises linearly to its peak; a step takes one or more updates."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, down to 0 where the last update ends."""
+    """Learning rate schedule after the warm-up; linear and cosine reach 0 at the end of the run."""
     max_grad_norm: float = 1.0
-    """Largest global norm of the gradient; a larger one is scaled down to it."""
+    """Maximum global norm of the gradient; larger gradients are scaled down to it."""
 
     def __post_init__(self) -> None:
         check_flags(
