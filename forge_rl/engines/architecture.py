@@ -29,12 +29,12 @@ def read_architecture(folder: Path) -> Architecture:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}", hint="give a Hugging Face model folder") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path} holds no JSON object", hint="give a Hugging Face model folder")
+        raise ModelError(f"{path} is not a JSON object", hint="give a Hugging Face model folder")
     model_type = values.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         known = ", ".join(map(repr, sorted(FAMILIES)))
-        raise ModelError(f"{path} is of model_type {model_type!r:.80}", hint=f"use a model of one of these: {known}")
+        raise ModelError(f"{path} has model_type {model_type!r:.80}", hint=f"use one of the supported types: {known}")
     architecture = family.read(ConfigFile(path=path, values=values, family=family))
     stored = stored_bytes(folder)
     # Lower bounds: 4 bits per weight if quantised, 8 if not.

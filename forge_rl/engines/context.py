@@ -9,9 +9,9 @@ from forge_rl.errors import ConfigError
 
 
 def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
-    """Refuse a context that is longer than the model's positions, or whose keys and values find no room.
+    """Refuse a context that exceeds the model's positions, or whose keys and values do not fit in memory.
 
-    vLLM refuses the same when it starts, half a minute later. What it needs besides is not counted here.
+    vLLM would refuse it too, half a minute into its start. Its other memory is not counted here.
 
     Raises:
         ConfigError: the context is too long.
@@ -33,7 +33,7 @@ def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
 
 
 def sequence_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
-    """Return the least bytes of the keys and values of one sequence of the longest context, on one device."""
+    """Return the minimum KV cache, in bytes per device, of one sequence of max_model_tokens."""
     a, tokens = architecture, settings.max_model_tokens
     windowed = len(a.window_layers) if a.window else 0
     seen = (a.layers - windowed) * tokens + windowed * min(tokens, a.window or tokens)
@@ -45,7 +45,7 @@ def sequence_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
 
 
 def _positions(architecture: Architecture) -> int:
-    """Return the most positions that vLLM lets a sequence have."""
+    """Return the maximum number of positions that vLLM accepts for a sequence."""
     rope = architecture.rope
     if rope["rope_type"] != "yarn":
         return architecture.max_positions
@@ -53,7 +53,7 @@ def _positions(architecture: Architecture) -> int:
 
 
 def _cache_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
-    """Return the most bytes that a device of an engine has for keys and values."""
+    """Return the maximum KV cache of one device of an engine, in bytes."""
     if device_type() == "cpu":
         return int(settings.kv_cache_gib * 2**30 / settings.devices)
     weights = architecture.weights * resolve_dtype(settings.dtype).itemsize // settings.tensor_parallel

@@ -57,7 +57,7 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if works(size))
         raise ConfigError(
             f"{settings.tensor_parallel} devices cannot share the model's {heads} heads, {key_heads} key heads and "
-            f"layers of width {' and '.join(map(str, widths))} alike",
+            f"layers of width {' and '.join(map(str, widths))} evenly",
             hint=f"set --generator.tensor-parallel to one of {sizes}",
         )
 
@@ -85,7 +85,7 @@ def _check_experts(experts: int, settings: DecodeSettings) -> None:
         raise ConfigError("the model has no experts to be shared", hint="leave out --generator.expert-parallel")
     if settings.devices == 1:
         raise ConfigError(
-            "an engine of one device has nobody to share experts with",
+            "an engine on a single device cannot be expert-parallel",
             hint="raise --generator.tensor-parallel or --generator.data-parallel, or leave out "
             "--generator.expert-parallel",
         )

@@ -11,28 +11,28 @@ from forge_rl.errors import ConfigError
 
 
 def least_ranks(settings: TrainSettings) -> int:
-    """Return the least number of ranks that the parallel flags need; its multiples work too."""
+    """Return the smallest number of ranks that the parallel flags allow; its multiples work too."""
     return settings.replicate * math.lcm(settings.peers, settings.expert_parallel)
 
 
 def check_ranks(settings: TrainSettings, ranks: int) -> None:
-    """Check that so many ranks can be laid out as the parallel flags say.
+    """Check that the parallel flags fit the number of ranks.
 
     Raises:
-        ConfigError: they cannot; names the flags and the numbers that work.
+        ConfigError: they do not; names the flags and the numbers that work.
     """
     least = least_ranks(settings)
     if ranks % least:
         names = "tensor_parallel", "context_parallel", "expert_parallel", "replicate"
         flags = [f"{_flag(name)} {getattr(settings, name)}" for name in names if getattr(settings, name) > 1]
         raise ConfigError(
-            f"{ranks} ranks cannot be laid out by {' '.join(flags)}",
+            f"{ranks} ranks do not fit {' '.join(flags)}",
             hint=f"set --trainer.ranks to {least} or a multiple of it, or leave it out",
         )
 
 
 def check_model(settings: TrainSettings, ranks: int, architecture: Architecture) -> None:
-    """Check that the parallel flags fit the model, and that this machine has enough GPUs, where it has some.
+    """Check that the parallel flags fit the model, and that a machine with GPUs has enough of them.
 
     Raises:
         ConfigError: they do not; names the flags and the numbers that work.
@@ -53,7 +53,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
     if 0 < gpus() < ranks:
         raise ConfigError(
             f"{ranks} ranks need a GPU each, and this machine has {gpus()}",
-            hint=f"set --trainer.ranks to {gpus()} or less, with parallel flags that need no more",
+            hint=f"set --trainer.ranks to {gpus()} or less, and lower the parallel flags to match",
         )
 
 

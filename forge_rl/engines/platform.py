@@ -1,4 +1,4 @@
-"""This machine's device, number format and process group."""
+"""This machine's devices, dtypes, memory and process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
 
 _SHORT = 0.25
-"""Share of a machine's memory; while less than it is available, memory is short."""
+"""Memory is short while less than this share of it is available."""
 
 
 def device_type() -> Literal["cuda", "cpu"]:
@@ -37,11 +37,12 @@ def local_device(rank: int) -> torch.device:
 
 
 def device_threads(rank: int, name: str, most: int | None = None) -> ThreadPoolExecutor:
-    """Make threads that work on a rank's device: by itself a new one makes its context on the first GPU.
+    """Create a thread pool on a rank's device; by default a new thread creates its CUDA context on the first GPU.
 
     Args:
-        name: prefix of their names.
-        most: number of threads; as many as Python's own by default.
+        rank: rank on this machine.
+        name: prefix of the threads' names.
+        most: maximum number of threads; Python's default if None.
     """
     return ThreadPoolExecutor(most, name, _use_device, (local_device(rank),))
 
@@ -52,10 +53,10 @@ def _use_device(device: torch.device) -> None:
 
 
 def resolve_dtype(name: Dtype | TrainDtype) -> torch.dtype:
-    """Resolve the number format to compute in; auto is bfloat16 on CUDA, float32 on CPU.
+    """Resolve the dtype to compute in; auto is bfloat16 on CUDA, float32 on CPU.
 
-    The small models that a CPU trains lose most by rounding: SmolLM2-135M's logprobs differ by 0.03 on average between
-    trainer and engine in bfloat16, by 1e-5 in float32. And a CPU without AVX-512 BF16 or AMX only emulates bfloat16.
+    Small models, the ones trained on CPUs, suffer most from rounding: logprobs of SmolLM2-135M differ between trainer
+    and engine by 0.03 on average in bfloat16, by 1e-5 in float32. CPUs without AVX-512 BF16 or AMX emulate bfloat16.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
@@ -64,11 +65,11 @@ def resolve_dtype(name: Dtype | TrainDtype) -> torch.dtype:
 
 
 def slow_format(name: TrainDtype) -> str:
-    """Return a warning if this CPU has no instructions for the trainer's format, else ""."""
+    """Return a warning if this CPU has no instructions for the trainer's dtype, else ""."""
     if device_type() == "cuda" or resolve_dtype(name) != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return ""
     return (
-        "this CPU has no instructions for bfloat16 (AVX-512 or AMX): training in it takes many times longer than in "
+        "this CPU has no instructions for bfloat16 (AVX-512 or AMX): training in it is many times slower than in "
         "float32; drop --trainer.dtype bfloat16"
     )
 
@@ -79,23 +80,23 @@ def cpu_cores() -> int:
 
 
 def gpu_bytes() -> int:
-    """Return the memory of a GPU; 0 where there is none."""
+    """Return the memory of the first GPU in bytes; 0 without a GPU."""
     return int(torch.cuda.get_device_properties(0).total_memory) if device_type() == "cuda" else 0
 
 
 def host_bytes() -> int:
-    """Return the memory of this machine: its container's limit, if that is less."""
+    """Return this machine's memory in bytes, or its container's limit if lower."""
     limits = [limit for limit, _ in _container_memory()]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
 def available_bytes() -> int:
-    """Return the memory that processes of this machine, or its container, can still take."""
+    """Return the bytes of memory still available on this machine or in its container."""
     return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _container_memory())])
 
 
 def _container_memory() -> list[tuple[int, int]]:
-    """Return limit and use of the container's memory, in bytes, by each version of control groups that sets one."""
+    """Return limit and use of the container's memory, in bytes, for each cgroup version that sets a limit."""
     found = []
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -108,8 +109,8 @@ def _container_memory() -> list[tuple[int, int]]:
 
 
 def release_memory() -> None:
-    """Return memory that this process has freed but keeps, for other processes: on a CPU only where memory is short,
-    since the next step has to ask for it again (0.3 s of SmolLM2-135M's 8)."""
+    """Return freed memory to the device or, on CPU, to the system: there only if memory is short, as the next step must
+    allocate it again (0.3 of 8 s for SmolLM2-135M)."""
     if device_type() == "cuda":
         torch.cuda.empty_cache()
     elif available_bytes() < host_bytes() * _SHORT:
@@ -120,13 +121,12 @@ def release_memory() -> None:
 def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:
     """Join the trainer's process group: NCCL for CUDA, gloo for CPUs. A single rank needs no network.
 
-    Rank 0 listens at the address alone, where torch by itself would on all of the machine's: who connects there is not
-    asked for a name.
+    Rank 0 listens on this address only: torch would listen on all interfaces, without authentication.
 
     Raises:
         ConfigError: the port cannot be bound or reached.
     """
-    # gloo for what is in host memory: offloaded weights and gradients.
+    # gloo for offloaded weights and gradients, which are in host memory.
     backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
     if device_type() == "cuda":
         torch.cuda.set_device(local_device(rank))

@@ -1,8 +1,8 @@
-"""Families of models that the trainer knows, one file each.
+"""Model families that the trainer supports, one file each.
 
-A file has three things: what config.json says of the architecture and what of it is refused, the names of the weights,
-and how torchtitan builds and shards the model, whose imports stand inside functions, so that config.json can be read
-where no torchtitan is wanted. The next family is one more file, and a line here.
+A file reads the architecture from config.json and refuses unsupported options, names the weights, and has torchtitan
+build and shard the model. It imports torchtitan inside functions, so that config.json can be read without it. To add a
+family, add a file and a line here.
 """
 
 from forge_rl.engines.families.config import Family
@@ -16,4 +16,4 @@ from forge_rl.engines.families.qwen3_moe import QWEN3_MOE
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3)
 }
-"""By model_type of config.json."""
+"""Families by the model_type of config.json."""

@@ -1,4 +1,4 @@
-"""Defines a family, and reads a model's architecture from its config.json: needs no torchtitan."""
+"""Defines model families and reads architectures from config.json, without torchtitan."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _SCALING = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Kinds of RoPE, with the numbers that each needs."""
+"""RoPE types, with the parameters that each needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of models: how its config.json is read, its weights are named, and torchtitan builds it.
+    """A model family: reads config.json, names the weights and has torchtitan build the model.
 
-    A family is one file of this package, and a line in its `FAMILIES`.
+    Each family is a file of this package and a line in its `FAMILIES`.
     """
 
     model_type: str
-    """Name of the family in config.json."""
+    """model_type in config.json."""
     read: Callable[[ConfigFile], Architecture]
-    """Reads config.json, and raises ModelError for what the trainer does not support."""
+    """Reads config.json; raises ModelError for options that the trainer does not support."""
     names: Names
     """Names of the weights."""
     titan: Callable[[], TitanFamily]
-    """Imports what builds the family on torchtitan; in a process that trains."""
+    """Imports torchtitan and returns the family's builders; called in trainer processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,38 +44,38 @@ class TitanFamily:
     """How torchtitan builds and shards the models of a family."""
 
     model_config: Callable[[Architecture, int], Any]
-    """Makes torchtitan's `Decoder.Config` from the architecture and the longest sequence, in tokens."""
+    """Makes torchtitan's `Decoder.Config` from the architecture and the maximum sequence length in tokens."""
     set_sharding: Callable[..., None]
     """torchtitan's `set_*_sharding_config(config, *, enable_sp, enable_ep)`, called before the model is built."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture of experts in an architecture."""
+    """Mixture-of-experts dimensions and routing."""
 
     layers: tuple[int, ...]
-    """Numbers of the layers that have experts; the others are dense."""
+    """Indices of the layers with experts; the others are dense."""
     count: int
-    """Experts of a layer."""
+    """Experts per layer."""
     top_k: int
-    """Experts that a token goes to."""
+    """Experts per token."""
     hidden_dim: int
     normalized: bool
-    """True if the weights of a token's experts are scaled to add up to 1."""
+    """True if a token's gate weights are normalised to add up to 1."""
     limit: float | None = None
-    """Most that a clamped SwiGLU lets through; None where nothing is clamped."""
+    """Clamp limit of SwiGLU; None for no clamping."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that makes the scores of a token's experts."""
+    """Function that turns router logits into scores."""
     scale: float = 1.0
-    """Factor of the weights of a token's experts."""
+    """Factor on a token's gate weights."""
     groups: int = 1
-    """Equal groups that the experts are in."""
+    """Number of equal groups that the experts form."""
     top_groups: int = 1
-    """Groups that a token's experts come from."""
+    """Groups from which a token's experts are chosen."""
     steered: bool = False
-    """True if a bias, which is not trained, is added to the scores that experts are chosen by."""
+    """True if an untrained bias is added to the scores when experts are chosen."""
     shared_dim: int = 0
-    """Hidden dimension of a network that every token goes through beside its experts; 0 if there is none."""
+    """Hidden dimension of the shared expert, which processes every token; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +83,16 @@ class LatentAttention:
     """Dimensions of multi-head latent attention."""
 
     q_rank: int
-    """Rank of the projection of q; 0 if it is a single matrix."""
+    """Rank of the q projection; 0 if it is a single matrix."""
     kv_rank: int
     nope_dim: int
-    """Elements of a head's q and k without a position."""
+    """Dimension per head of q and k without RoPE."""
     rope_dim: int
-    """Elements of a head's q, and of the k that all heads share, with one."""
+    """Dimension with RoPE, of q per head and of the k that all heads share."""
     value_dim: int
-    """Elements of a head's v."""
+    """Dimension of v per head."""
     interleaved: bool
-    """True if RoPE turns neighbours together, False if it turns the halves."""
+    """True if RoPE rotates adjacent pairs, False if it pairs the two halves."""
 
     def weights(self, dim: int, heads: int) -> int:
         """Number of weights in a layer's matrices."""
@@ -113,7 +113,7 @@ class Architecture:
     kv_heads: int
     head_dim: int
     hidden_dim: int
-    """Of the feed-forward network of a dense layer."""
+    """Hidden dimension of the feed-forward network in a dense layer."""
     vocab: int
     norm_eps: float
     max_positions: int
@@ -121,17 +121,17 @@ class Architecture:
     tied: bool
     """True if the input embedding is also the output projection."""
     dtype: torch.dtype
-    """Format of the folder's weights, and of checkpoints."""
+    """Dtype of the folder's weights and of checkpoints."""
     experts: Experts | None = None
     """None if every layer is dense."""
     latent: LatentAttention | None = None
-    """None where q, k and v are projected as they are."""
+    """None without latent attention."""
     window: int | None = None
-    """Tokens that a sliding window shows, a token's own included; None if no layer has one."""
+    """Sliding window in tokens, including the query's own; None if no layer has one."""
     window_layers: tuple[int, ...] = ()
-    """Numbers of the layers whose attention is in the window."""
+    """Indices of the layers with sliding-window attention."""
     quantized: bool = False
-    """True if the folder's files hold quantised weights, which are read into `dtype`."""
+    """True if the folder holds quantised weights, which are dequantised to `dtype`."""
 
     @property
     def weights(self) -> int:
@@ -150,14 +150,14 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """A config.json whose values are checked as they are read."""
+    """A config.json whose values are validated when read."""
 
     path: Path
     values: Mapping[str, Any]
     family: Family
 
     def whole(self, name: str, default: int = 0, *, most: int = 2**31 - 1) -> int:
-        """Read a whole number above 0; a default of 0 is none.
+        """Read a positive integer; a default of 0 makes it required.
 
         Raises:
             ModelError: it is something else.
@@ -169,7 +169,7 @@ class ConfigFile:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Read a number above 0.
+        """Read a positive number.
 
         Raises:
             ModelError: it is something else, or missing without a default.
@@ -182,7 +182,7 @@ class ConfigFile:
         return self.whole("num_hidden_layers", most=10_000)
 
     def layer_set(self, name: str) -> frozenset[int]:
-        """Read a list of layers' numbers; an absent one is empty.
+        """Read a list of layer indices; empty if absent.
 
         Raises:
             ModelError: it is something else.
@@ -204,16 +204,16 @@ class ConfigFile:
         rope_types: Collection[Literal["default", "llama3", "yarn"]] = ("default", "llama3"),
         **own: Any,
     ) -> Architecture:
-        """Read what all families have.
+        """Read the values that all families share.
 
         Args:
-            refused: what the family does not support, and whether config.json asks for it; beside or in place of what
-                no family supports.
-            rope_types: kinds of RoPE that the family supports.
+            refused: unsupported options by name, True if config.json sets them; extends or overrides the list of
+                options that no family supports.
+            rope_types: RoPE types that the family supports.
             own: fields of Architecture that the family reads itself.
 
         Raises:
-            ModelError: a value is missing or broken, or asks for what is not supported here.
+            ModelError: a value is missing, invalid or unsupported.
         """
         values = self.values
         for name in ("rope_scaling", "rope_parameters"):

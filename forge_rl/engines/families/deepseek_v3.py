@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, experts in groups chosen by steered scores, and an expert that all tokens share."""
+"""DeepSeek-V3: latent attention, grouped experts chosen by biased scores, and a shared expert."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER = {
 
 
 def read(config: ConfigFile) -> Architecture:
-    """Read the latent attention, and the experts, which the first layers lack."""
+    """Read the latent attention, and the experts of all but the first, dense layers."""
     values = config.values
     config.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts")
     config.need("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
@@ -37,7 +37,7 @@ def read(config: ConfigFile) -> Architecture:
         if values.get(name) != needed:
             raise ModelError(
                 f"{config.path}: {name} is {values.get(name)!r:.80}, and the trainer supports {needed!r}",
-                hint=f"use a model of DeepSeek-V3's routing; if it is one, set {name}, which engines go by",
+                hint=f"use a model with DeepSeek-V3's routing; if this one has it, set {name}, which engines need",
             )
     rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     scaled = rope.get("rope_type", rope.get("type")) == "yarn"
@@ -114,7 +114,7 @@ def titan() -> TitanFamily:
         a, latent = architecture, architecture.latent
         assert latent is not None, "read() gives it"
         rope = PairRoPE if latent.interleaved else HalfRoPE
-        # transformers and engines scale q and k by it; torchtitan computes the same from this and the factor.
+        # transformers and vLLM scale q and k by mscale; torchtitan computes the same from this and the RoPE factor.
         mscale = float(a.rope.get("mscale_all_dim") or 1.0)
 
         def linear(inputs: int, outputs: int) -> Any:

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, sliding windows in some layers, biases, experts with a clamped SwiGLU, MXFP4 files."""
+"""gpt-oss: attention sinks, sliding windows in some layers, biases, experts with clamped SwiGLU, MXFP4 files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TRANSPOSED = frozenset({f"{_EXPERTS}.mlp1_weight_EGD", f"{_EXPERTS}.mlp2_weight
 
 
 def read(config: ConfigFile) -> Architecture:
-    """Read the experts, which every layer has, and the layers that see a window only."""
+    """Read the experts of every layer, and which layers have a sliding window."""
     values = config.values
     config.need("num_local_experts", "num_experts_per_tok", "intermediate_size", "sliding_window")
     if not values.get("rope_scaling"):

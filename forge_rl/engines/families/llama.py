@@ -1,4 +1,4 @@
-"""Llama: grouped-query attention, and a SwiGLU network in each layer."""
+"""Llama: grouped-query attention and a SwiGLU network in each layer."""
 
 from __future__ import annotations
 

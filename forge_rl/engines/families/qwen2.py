@@ -1,4 +1,4 @@
-"""Qwen2: a Llama whose q, k and v have a bias."""
+"""Qwen2: Llama with biases on q, k and v."""
 
 from functools import partial
 

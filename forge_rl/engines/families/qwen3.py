@@ -1,4 +1,4 @@
-"""Qwen3: a Llama that normalises q and k of each head."""
+"""Qwen3: Llama with per-head normalisation of q and k."""
 
 from __future__ import annotations
 

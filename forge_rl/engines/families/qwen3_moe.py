@@ -1,4 +1,4 @@
-"""Qwen3-MoE: a Qwen3 with a mixture of experts in some or all layers."""
+"""Qwen3-MoE: Qwen3 with a mixture of experts in some or all layers."""
 
 from forge_rl.engines.families import qwen3
 from forge_rl.engines.families.config import Architecture, ConfigFile, Experts, Family
@@ -13,10 +13,10 @@ LAYER = qwen3.LAYER | STACKS | {"moe.router.gate.weight": "mlp.gate.weight"}
 
 
 def read(config: ConfigFile) -> Architecture:
-    """Read the experts, which may leave out some layers."""
+    """Read the experts, and which layers have them."""
     config.need("num_experts_per_tok", "moe_intermediate_size")
     step, dense = config.whole("decoder_sparse_step", 1), config.layer_set("mlp_only_layers")
-    # transformers writes the attribute's new name into the file, and reads both.
+    # transformers writes the new name of this attribute and reads both.
     count = config.whole("num_experts" if "num_experts" in config.values else "num_local_experts")
     experts = Experts(
         layers=tuple(layer for layer in range(config.layers) if layer not in dense and (layer + 1) % step == 0),
