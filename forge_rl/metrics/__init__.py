@@ -1,4 +1,4 @@
-"""Metrics: values that merge, the clock of the phases, the trace, and the sinks that they go to."""
+"""Metrics: mergeable values, the phase clock, the trace, and sinks."""
 
 from forge_rl.metrics.batch import batch_metrics, rewards_by_source
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink

@@ -10,7 +10,7 @@ from forge_rl.types import Batch, Episode
 
 
 def batch_metrics(batch: Batch) -> dict[str, Metric]:
-    """Computes what is logged of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ..."""
+    """Computes the metrics of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ..."""
     episodes = batch.episodes
     rewards = [episode.reward for episode in episodes]
     lengths = [episode.response_tokens for episode in episodes]
@@ -40,7 +40,7 @@ def reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def rewards_by_source(name: str, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Mean reward of each source, as `NAME/SOURCE`; nothing where all episodes are of one source."""
+    """Mean reward of each source, as `NAME/SOURCE`; empty if all episodes come from one source."""
     rewards: dict[str, list[float]] = {}
     for episode in episodes:
         rewards.setdefault(episode.task.source, []).append(episode.reward)

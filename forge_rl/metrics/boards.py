@@ -1,4 +1,4 @@
-"""Sinks that draw curves: TensorBoard and W&B, each imported only when it is used."""
+"""Sinks that draw curves: TensorBoard and W&B, each imported on first use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink(Sink):
-    """A curve for each metric; a resumed run hides what was logged beyond the step that it resumed from.
+    """Draws a curve for each metric; a resumed run hides entries after the step it resumed from.
 
     Raises:
-        CheckpointError: there is no space, or the folder cannot be written.
+        CheckpointError: the disk is full, or the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +35,7 @@ class TensorBoardSink(Sink):
         self.close()
         self._step = step
         with self._writing():
-            pass  # opened, so that an error is raised now
+            pass  # open now to fail early
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         with self._writing() as writer:
@@ -52,7 +52,7 @@ class TensorBoardSink(Sink):
                         num=value.total,
                         sum=sum(number * count for number, count in value.counts.items()),
                         sum_squares=sum(number**2 * count for number, count in value.counts.items()),
-                        # A bucket begins where the one before it ends: an empty one gives the first its lower edge.
+                        # Each bucket begins where the previous one ends; an empty one sets the first lower edge.
                         bucket_limits=edges,
                         bucket_counts=[0, *counts],
                         global_step=step,
@@ -70,7 +70,7 @@ class TensorBoardSink(Sink):
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[SummaryWriter]:
-        """Give the writer; where it fails, as on a full disk, the next call opens another, as it works no more."""
+        """Yield the writer. After an error such as a full disk it is unusable, so the next call opens another."""
         from torch.utils.tensorboard import SummaryWriter
 
         with writing(self._folder):
@@ -84,18 +84,18 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """Logs to Weights & Biases, where a resumed run goes on as the same run.
+    """Logs to Weights & Biases; a resumed run continues the same W&B run.
 
-    It is named after its folder. Of the steps that a resumed run repeats, W&B, which cannot go back, keeps the values
-    that it got first; values of an evaluation that come late are drawn at the step of then, beside their own
-    `eval/step`. It keeps the console's output itself, so events are not sent.
+    The W&B run is named after the run folder. W&B cannot rewind, so steps repeated after a resume keep their first
+    values, and late evaluation results are drawn at the current step together with their own `eval/step`. Events are
+    not sent, as W&B captures the console output itself.
 
     Raises:
         ConfigError: wandb is not installed.
     """
 
     def __init__(self, project: str) -> None:
-        # Imported here and not in start, so that a missing package is reported before any service starts.
+        # Imported here rather than in `start`, to report a missing package before any service starts.
         try:
             import wandb
         except ImportError as error:
@@ -137,10 +137,10 @@ class WandbSink(Sink):
 
 
 def _run_id(info: RunInfo) -> str:
-    """Return the id of this folder's W&B run: a new one for a run that starts, the same one when it resumes."""
+    """Return the id of this folder's W&B run: new for a fresh run, unchanged for a resumed one."""
     path = info.folder / "wandb_run_id"
     with writing(path):
         found = path.read_text(errors="replace").strip() if info.step and path.is_file() else ""
-        if not re.fullmatch(r"[0-9a-f]{8}", found):  # W&B makes a folder of that name
+        if not re.fullmatch(r"[0-9a-f]{8}", found):  # W&B creates a folder with this name
             path.write_text(found := secrets.token_hex(4))
         return found

@@ -1,4 +1,4 @@
-"""The one place that a run logs to: it fans out to the display and to every sink."""
+"""The log of a run, which fans out to the display and every sink."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from forge_rl.types import Batch, Episode
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
 """Quotations, numbers and digests."""
 _KIND_LETTERS = 100
-"""Number of leading letters that distinguish kinds of warnings; a model's own words may follow."""
+"""Number of leading characters that distinguish kinds of warnings; model output may follow."""
 _MOST_KINDS = 200
-"""Kinds of warnings that are kept; all others are one."""
+"""Most kinds of warnings to tell apart; the rest share one."""
 
 
 class RunLog:
-    """Fans out to the display and to the sinks.
+    """Fans out to the display and the sinks.
 
-    Every call reaches all of them, also when one fails. Only `start` raises an error of a sink: later, as on a full
-    disk, the run continues without the entries that were lost. The others are warned when a sink begins to fail.
+    Every call reaches all of them, even if one fails. Only `start` raises a sink's error: later, for example on a full
+    disk, the run continues without the lost entries, and the others log a warning when a sink begins to fail.
 
     Example:
         log = RunLog(display, JSONLSink(folder / "metrics.jsonl"), EpisodeSink(folder / "episodes.jsonl"))
@@ -32,46 +32,46 @@ class RunLog:
         log.log(1, {"loss": 0.1}, batch)
         log.event("generator/1 failed: killed", "fault")
 
-    A JSONLSink among the sinks also gives a resumed run's display its past.
+    A JSONLSink among the sinks also restores the history of a resumed run's display.
     """
 
     def __init__(self, display: Display, *sinks: Sink) -> None:
         self.display = display
         self._sinks = sinks
         self._lost: dict[tuple[int, str], int] = {}
-        """Failures in a row, by the sink's id and the method that failed when it was called last."""
+        """Consecutive failures, by the sink's id and the method."""
         self._warnings: dict[str, int] = {}
-        """Number of warnings so far, by their kind: the beginning of the text, without what varies."""
+        """Number of warnings so far by kind: the start of the text without its variable parts."""
         self._folded: dict[str, str] = {}
-        """The last one of those that are not told yet."""
+        """Latest unreported warning by kind."""
 
     def start(self, info: RunInfo) -> None:
-        """Open all; on a resumed run, drop what they hold beyond `info.step`."""
+        """Open all; on a resumed run, drop entries after `info.step`."""
         for sink in self._sinks:
             sink.start(info)
         self.display.start(info, self._history)
 
     def rollback(self, step: int) -> None:
-        """Go on from an earlier step: drop what was logged beyond it."""
+        """Return to an earlier step, dropping the entries after it."""
         self._each(self._sinks, "rollback", step)
         self.display.rollback(step, self._history)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
-        """Log the values of a step, and the batch that it trained on, if samples of it shall be kept.
+        """Log the values of a step, and its training batch to keep samples of.
 
-        What is shown has been written.
+        Files are written before the display shows the values.
         """
         self._each((*self._sinks, self.display), "log", step, values, batch)
 
     def episode(self, episode: Episode) -> None:
-        """Keep an episode that has ended, if it may be a sample worth reading."""
+        """Offer an ended episode to the sinks, which may keep it as a sample."""
         self._each(self._sinks, "episode", episode)
 
     def event(self, text: str, level: Level = "info") -> None:
-        """Tell of something that happened between steps; `without_credentials`, as it is kept in files.
+        """Log an event between steps, with credentials removed.
 
-        Warnings that begin alike but for numbers and quotations are one: after the first, the 10th, 100th, ... are
-        told, and at the end how many there were.
+        Warnings that differ only in numbers and quotations are counted as one kind: the first, 10th, 100th, ... are
+        logged, and the total on `close`.
         """
         if level == "warning":
             kind = _VARIABLE.sub("#", text)[:_KIND_LETTERS]
@@ -87,11 +87,11 @@ class RunLog:
         self._tell(text, level)
 
     def keep(self, text: str, level: Level) -> None:
-        """Write an event into the files, such as a long trace, and leave the display alone."""
+        """Write an event, such as a long stack trace, to the sinks only."""
         self._each(self._sinks, "event", without_credentials(text), level)
 
     def close(self) -> None:
-        """Write what is held back and stop the display."""
+        """Flush pending entries and stop the display."""
         folded, self._folded = self._folded, {}
         for kind, text in folded.items():
             self._tell(f"{text} ({self._warnings[kind]} like it in all)", "warning")
@@ -106,7 +106,7 @@ class RunLog:
         return next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
 
     def _each(self, sinks: Iterable[Sink], method: str, *args: object) -> None:
-        """Call a method of all, and tell when one of them begins to fail and when it works again."""
+        """Call a method of each sink; warn when one begins to fail and when it recovers."""
         told: list[str] = []
         for sink in sinks:
             name, key = f"{type(sink).__name__}.{method}", (id(sink), method)

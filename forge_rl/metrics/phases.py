@@ -23,12 +23,12 @@ class PhaseClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # One attribute for both, so that another thread (the live display) never reads a name with another's time.
+        # One attribute for both, so that the live display's thread never pairs a name with another phase's time.
         self._current: tuple[str, float] = ("", clock())
         self.used = False
         """True once a phase has begun."""
         self.on_phase: Callable[[str, float, float], None] | None = None
-        """Called with each phase that has ended or failed: its name, begin and end in the clock's seconds."""
+        """Called after each phase, even a failed one, with its name and its start and end in clock seconds."""
         self._begun = clock()
         self._seconds: dict[str, float] = defaultdict(float)
         self._tokens: dict[str, int] = defaultdict(int)
@@ -36,12 +36,12 @@ class PhaseClock:
 
     @property
     def current(self) -> str:
-        """Name of the phase that the controller is in, or "" between phases."""
+        """Name of the current phase, or "" between phases."""
         return self._current[0]
 
     @property
     def since(self) -> float:
-        """Time at which the current phase began, or the last one ended, by the clock."""
+        """Clock time at which the current phase began or, between phases, the last one ended."""
         return self._current[1]
 
     def now(self) -> tuple[str, float, float]:
@@ -53,7 +53,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as a phase; several blocks of one name in a step add up.
 
-        A ServiceError that passes through learns the phase that it broke.
+        Sets `phase` on a ServiceError that passes through.
 
         Raises:
             ForgeError: another phase has not ended.
@@ -80,13 +80,13 @@ class PhaseClock:
                 self.on_phase(name, begun, ended)
 
     def tokens(self, phase: str, count: int) -> None:
-        """Count tokens that a phase of this step worked on."""
+        """Add tokens processed in a phase of this step."""
         self._tokens[phase] += count
 
     def busy(self, device: str, seconds: float, *, phase: str = "") -> None:
-        """Count seconds that a device, such as "trainer" or "generator/0", computed in this step.
+        """Add seconds of compute on a device, such as "trainer" or "generator/0", in this step.
 
-        With a phase they count for the device's share of that phase, and not for its share of the step.
+        With a phase, they count towards the device's share of that phase instead of the step.
         """
         self._busy[device, phase] += seconds
 

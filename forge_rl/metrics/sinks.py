@@ -1,4 +1,4 @@
-"""Sinks for metrics: their base class, and the files of a run folder, which go back to a step on resume."""
+"""Sinks for metrics: the base class, and a run folder's files, which can be truncated to a step on resume."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class RunInfo:
     steps: int
     """Optimizer steps when the run is complete."""
     step: int = 0
-    """Steps done already: a resumed run goes on after this one, and what was logged beyond it is dropped."""
+    """Steps already done: a resumed run continues after this one, and later entries are dropped."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The flags of the run, flat."""
 
 
 class Sink:
-    """A place that metrics go to. A subclass overrides what it keeps; the rest does nothing.
+    """A destination for metrics. Every method but `start` does nothing unless a subclass overrides it.
 
     Example:
         class Printer(Sink):
@@ -49,43 +49,43 @@ class Sink:
     """
 
     def start(self, info: RunInfo) -> None:
-        """Open, and drop what was logged beyond `info.step`."""
+        """Open, and drop entries after `info.step`."""
         self.rollback(info.step)
 
     def rollback(self, step: int) -> None:
-        """Go on from an earlier step: drop what was logged beyond it, where that can be."""
+        """Return to an earlier step, dropping the entries after it where possible."""
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
-        """Keep the values of a step, and samples of the batch that it trained on.
+        """Keep the values of a step, and samples of its training batch.
 
-        A step that is logged again gains values, also an earlier one: those of an evaluation come late. Batches' steps
-        never go back, except by `rollback`.
+        Logging a step again, even an earlier one, adds values to it: evaluation results come late. Steps of batches
+        only go back after `rollback`.
         """
 
     def episode(self, episode: Episode) -> None:
-        """Keep an episode that has ended, also one that no step will train on."""
+        """Keep an ended episode, even one that no step will train on."""
 
     def event(self, text: str, level: Level) -> None:
-        """Keep what happened between steps."""
+        """Keep an event between steps."""
 
     def close(self) -> None:
-        """Write what is held back. Does nothing when never started or closed already."""
+        """Flush pending entries. Does nothing if never started or already closed."""
 
 
 class JSONLSink(Sink):
-    """`{"step": 3, "reward": 0.4, ...}`: exactly one line for each step, flushed at once.
+    """Writes exactly one JSON line for each step, flushed at once: `{"step": 3, "reward": 0.4, ...}`.
 
-    NaN and infinity are null; a histogram is an object, `{"0": 512, "1": 40}`.
+    NaN and infinity become null; a histogram becomes an object, `{"0": 512, "1": 40}`.
 
     Raises:
-        CheckpointError: there is no space, or the file cannot be read or written.
+        CheckpointError: the disk is full, or the file cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self._lines = _StepLines(path)
         self._last: tuple[int, dict[str, object]] = (-1, {})
         self.history: Steps = []
-        """Steps in the file up to the one that the run resumed from, without their histograms."""
+        """Steps in the file up to the one the run resumed from, without histograms."""
 
     def rollback(self, step: int) -> None:
         rows = self._lines.rollback(step)
@@ -103,7 +103,7 @@ class JSONLSink(Sink):
 
 
 class EventSink(Sink):
-    """`{"time": ..., "level": "fault", "text": ...}`: what happened in this folder's runs, also in those cut short."""
+    """Appends events as JSON lines, `{"time": ..., "level": "fault", "text": ...}`, after any from earlier runs."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -114,8 +114,8 @@ class EventSink(Sink):
 
 
 class EpisodeSink(Sink):
-    """Samples for a person to read: a few episodes of each batch, spread evenly over its groups; those that failed,
-    up to as many a step; and, where a run ends before its first batch, the last ones that ended."""
+    """Writes episodes for a person to read: a sample of each batch, spread evenly over its groups; up to as many failed
+    episodes per step; and, if a run ends before its first batch, the last episodes that ended."""
 
     def __init__(self, path: Path, episodes_per_step: int = 8) -> None:
         self._lines = _StepLines(path)
@@ -148,7 +148,7 @@ class EpisodeSink(Sink):
         self._waiting.clear()
 
     def _next(self, step: int) -> None:
-        """Begin what belongs to the step after this one."""
+        """Start collecting for the step after this one."""
         self._step, self._failed = step, 0
         self._waiting: deque[Episode] = deque(maxlen=self._episodes_per_step)
 
@@ -170,7 +170,7 @@ def episode_sample(episode: Episode) -> dict[str, object]:
 
 
 class _StepLines:
-    """A file of JSON lines whose steps never go back, so that going back to a step is one truncation."""
+    """A file of JSON lines in step order, so that a rollback is one truncation."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -179,7 +179,7 @@ class _StepLines:
         self._end = 0
 
     def rollback(self, step: int) -> list[tuple[int, dict[str, object]]]:
-        """Drop what lies beyond the step, and return what stays. Only the last line can have been torn by a crash."""
+        """Drop rows after the step and return the rest. A crash can only have torn the last line."""
         rows: list[tuple[int, dict[str, object]]] = []
         self._last = self._end = 0
         with writing(self._path):
@@ -208,7 +208,7 @@ class _StepLines:
         self._step, self._last, self._end = step, at, at + len(data)
 
     def amend(self, step: int, values: Mapping[str, object]) -> None:
-        """Add values to an earlier step, or the step itself, in its place; the file is replaced as a whole."""
+        """Add values to an earlier step, inserting it if absent; the whole file is replaced."""
         partial = self._path.with_name(f".{self._path.name}.partial")
         with writing(self._path):
             lines = self._path.read_bytes()[: self._end].splitlines(keepends=True)
@@ -226,7 +226,7 @@ class _StepLines:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise a CheckpointError that names the file and what to do, where the body meets an OSError."""
+    """Convert an OSError in the body to a CheckpointError that names the file and the fix."""
     try:
         yield
     except OSError as error:
@@ -237,7 +237,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _append(path: Path, data: bytes, *, at: int | None = None) -> None:
-    """Append to a file, first cut to `at` bytes where it is longer, as a write that met a full disk leaves it."""
+    """Append to a file, first truncating it to `at` bytes: a write that hit a full disk leaves it longer."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -247,12 +247,12 @@ def _append(path: Path, data: bytes, *, at: int | None = None) -> None:
 
 
 def _encode(row: Mapping[str, object]) -> bytes:
-    # A lone surrogate, which a model can spell, becomes the escape that JSON has for it.
+    # A lone surrogate, which a model can produce, becomes a JSON escape.
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _decode(line: bytes) -> tuple[int, dict[str, object]] | None:
-    """Return the step of a line, and the rest of it; None if it is no whole line of a step."""
+    """Return a line's step and values; None if it is incomplete or malformed."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Status of a run while it goes: progress of its rollouts, and its faults."""
+"""Status of a live run: progress of its rollouts, and its faults."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from forge_rl.metrics.sinks import Level
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
-    """Progress of a batch's rollouts, as of now."""
+    """Current progress of a batch's rollouts."""
 
     batch: int
-    """Number of the batch that is waited for."""
+    """Number of the pending batch."""
     groups_done: int
     groups: int
     """P: groups that the batch needs."""
     episodes_running: int = 0
-    """Episodes of any batch that decode now."""
+    """Episodes of any batch that are decoding."""
     episodes_waiting: int = 0
-    """Episodes of any batch that wait for a tool, an environment or a score."""
+    """Episodes of any batch waiting for a tool, an environment or a score."""
     queue: int = 0
-    """Episodes that wait for an engine."""
+    """Episodes waiting for an engine."""
     engines_serving: int = 0
     engines: int = 0
     lag_max: int = 0
     """Largest lag of a token so far."""
     evaluated: int = 0
-    """Episodes of the evaluation under way that have ended."""
+    """Completed episodes of the current evaluation."""
     to_evaluate: int = 0
-    """Episodes of the evaluation under way, or of the last one."""
+    """Episodes of the current evaluation, or of the last one."""
 
     @property
     def share(self) -> float:
@@ -38,7 +38,7 @@ class RolloutStatus:
         return self.groups_done / self.groups if self.groups else 0.0
 
     def parts(self) -> dict[str, str]:
-        """Return what there is to say beside the batch's number: names, and numbers as text."""
+        """Return the figures other than the batch's number, formatted, by label."""
         return {
             "groups": f"{self.groups_done}/{self.groups}",
             "decoding": str(self.episodes_running),
@@ -55,20 +55,20 @@ class RolloutStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """A fault and what became of it."""
+    """A fault and its outcome."""
 
     service: str
     replica: int | None
-    """None where the whole service failed."""
+    """None if the whole service failed."""
     cause: str
     phase: str
-    """Phase that the controller was in; "" between phases."""
+    """The controller's phase at the time; "" between phases."""
     at_s: float
     """Seconds since the run began."""
     fatal: bool = False
     """True if it ended the run."""
     recovered_s: float | None = None
-    """Seconds from the fault to full strength; None while the replica does not serve."""
+    """Seconds from the fault to full strength; None until then."""
 
     @property
     def name(self) -> str:
@@ -77,14 +77,14 @@ class Recovery:
 
     @property
     def outcome(self) -> str:
-        """Seconds that the recovery took, "fatal", or "no"."""
+        """Formatted duration of the recovery, "fatal", or "no"."""
         if self.recovered_s is not None:
             return duration(self.recovered_s)
         return "fatal" if self.fatal else "no"
 
     @property
     def event(self) -> tuple[str, Level]:
-        """A line for the events: the recovery if there was one, the fault otherwise."""
+        """Text and level for the event log: the recovery if there was one, otherwise the fault."""
         if self.recovered_s is not None:
             return f"{self.name} has recovered after {self.outcome}", "info"
         return f"{self.name} failed{f' in phase {self.phase}' if self.phase else ''}: {self.cause}", "fault"

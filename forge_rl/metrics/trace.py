@@ -1,7 +1,6 @@
 """The trace of a run, a timeline of lanes: open the file in ui.perfetto.dev or chrome://tracing.
 
-It is in the JSON array format of the Trace Event Format, one event a line. Both viewers read a file without its
-closing bracket.
+It uses the JSON array form of the Trace Event Format, one event a line. Both viewers accept a missing closing bracket.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from forge_rl.metrics.sinks import writing
 _BEGIN = b"[\n"
 _FLUSH_S = 1.0
 _RESERVE_BYTES = 2048
-"""Kept free for the notice that the file is full, with its lane, and for the closing bracket."""
+"""Reserved for the notice that the file is full, its lane, and the closing bracket."""
 _SERVICES = ("controller", "trainer", "generator", "environment", "reward", "weights")
-"""Services in the order of their lanes from top to bottom; others come below."""
+"""Services in the order of their lanes from top to bottom; others follow."""
 _FIRST_TID = 1000
-"""Viewers take a thread whose tid is a pid for that process's main thread, so these are numbers apart."""
+"""Kept apart from pids, as viewers take a thread whose tid equals a pid for that process's main thread."""
 
 
 class Trace:
-    """Writes spans, instants and counters of a run into a file that is readable at any moment.
+    """Writes spans, instants and counters of a run to a file that is readable at any time.
 
-    A lane is a service or a replica of one: "controller", "generator/0". What is there already is kept: times go on
-    after it. Events are flushed by the first one that comes a second after the last flush, by `flush` and by `close`.
+    A lane is a service or replica: "controller", "generator/0". Existing events are kept, and times continue after
+    them. Events are flushed by the first one at least a second after the last flush, by `flush` and by `close`.
 
     Example:
         trace = Trace(folder / "trace.json")
@@ -38,11 +37,11 @@ class Trace:
         trace.close()
 
     Args:
-        clock: monotonic seconds, the same that spans are measured with.
-        most_bytes: bound on the file; when it is reached, an event says so and nothing more is written.
+        clock: monotonic seconds, as used for the times of spans.
+        most_bytes: file size limit; a last event marks that it was reached.
 
     Raises:
-        CheckpointError: there is no space, the file cannot be read or written, or is no trace.
+        CheckpointError: the disk is full, the file cannot be read or written, or it is not a trace.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic, most_bytes: int = 256 << 20) -> None:
@@ -56,7 +55,7 @@ class Trace:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._bytes = self._resume() if path.exists() else 0
-            # The buffer holds more than comes between two flushes, so that no line is written in part.
+            # The buffer holds more than arrives between two flushes, so that no partial line is written.
             self._file = open(path, "ab", buffering=1 << 22)  # noqa: SIM115 (closed by close)
             self._file.truncate(self._bytes)
         self._full = self._bytes > most_bytes - _RESERVE_BYTES
@@ -66,37 +65,37 @@ class Trace:
             self.flush()
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, *, overlapping: bool = False) -> None:
-        """Draw something that lasted, when it has ended; times are seconds of the clock.
+        """Draw a completed span; times are clock seconds.
 
-        Spans of a lane may only follow one another or lie one within the other, but for those that are `overlapping`,
-        as the requests of an engine are: they are drawn in rows of their own, labelled with lane and name.
+        Spans of a lane must be disjoint or nested unless they are `overlapping`, such as an engine's requests, which
+        get rows of their own, labelled with lane and name.
         """
         begin = self._micros(begin_s)
         end = max(begin, self._micros(end_s))
         if not overlapping:
             self._add(lane, {"ph": "X", "ts": begin, "dur": end - begin, "name": name})
             return
-        # Viewers draw asynchronous spans by process and name, whatever their thread: hence the lane in the name.
+        # Viewers group asynchronous spans by process and name, not by thread: hence the lane in the name.
         common: dict[str, object] = {"id": str(self._next_id), "cat": lane, "name": f"{lane} {name}"}
         self._next_id += 1
         self._add(lane, {"ph": "b", "ts": begin} | common, {"ph": "e", "ts": end} | common)
 
     def instant(self, lane: str, name: str, cause: str) -> None:
-        """Draw something that happens now, such as a fault, with its cause."""
+        """Mark an event now, such as a fault, with its cause."""
         self._add(lane, {"ph": "i", "ts": self._now(), "s": "t", "name": name, "args": {"cause": cause}})
 
     def counter(self, name: str, value: float) -> None:
-        """Draw a curve that goes on at this height from now."""
+        """Set a curve's value from now on."""
         self._add("counters", {"ph": "C", "ts": self._now(), "name": name, "args": {"value": value}})
 
     def flush(self) -> None:
-        """Write what is held back."""
+        """Write buffered events."""
         self._flushed_s = self._clock()
         with writing(self._path):
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is held back and end the array. Does nothing when closed already."""
+        """Write buffered events and end the array. Does nothing if already closed."""
         if not self._file.closed:
             with writing(self._path), self._file:
                 self._file.write(b"\n]\n")
@@ -105,11 +104,11 @@ class Trace:
         return self._micros(self._clock())
 
     def _micros(self, seconds: float) -> int:
-        """Convert to time in the trace: whole microseconds, so that a span can begin exactly where another ends."""
+        """Convert to trace time in whole microseconds, so that a span can begin exactly where another ends."""
         return max(self._start_us, self._start_us + round((seconds - self._origin_s) * 1e6))
 
     def _add(self, lane: str, *events: dict[str, object]) -> None:
-        """Add events that belong together: all are written or none."""
+        """Add all of the events, or none if they do not fit."""
         if self._full:
             return
         lines = self._encode(lane, *events)
@@ -127,7 +126,7 @@ class Trace:
             self._bytes += self._file.write(data)
 
     def _encode(self, lane: str, *events: dict[str, object]) -> bytes:
-        """Write the lines of the events, after those that name a new lane."""
+        """Encode events as lines, after those that name a new lane."""
         named = self._name(lane) if lane not in self._lanes else []
         pid, tid = self._lanes[lane]
         rows = [event | {"pid": pid, "tid": tid} for event in [*named, *events]]
@@ -135,14 +134,14 @@ class Trace:
         return (b",\n" if self._bytes > len(_BEGIN) else b"") + text.encode("utf-8", "replace")
 
     def _name(self, lane: str) -> list[dict[str, object]]:
-        """Number a lane; returns the events that name and order it."""
+        """Number a lane; return the events that name and order it."""
         service, _, replica = lane.partition("/")
         named: dict[str, object] = {}
         if service not in self._pids:
             self._pids[service] = max(self._pids.values(), default=0) + 1
             order = _SERVICES.index(service) if service in _SERVICES else len(_SERVICES) + self._pids[service]
             named |= {"process_name": {"name": service}, "process_sort_index": {"sort_index": order}}
-        # No two of the file are equal, also not in two processes: Perfetto finds the thread to name by its tid alone.
+        # Unique across processes, as Perfetto finds the thread to name by its tid alone.
         tid = max((tid for _, tid in self._lanes.values()), default=_FIRST_TID - 1) + 1
         self._lanes[lane] = self._pids[service], tid
         row = int(replica) + 1 if replica.isdecimal() else 0
@@ -150,9 +149,9 @@ class Trace:
         return [{"ph": "M", "name": name, "args": args} for name, args in named.items()]
 
     def _resume(self) -> int:
-        """Learn the lanes, ids and last time of the file; return how many bytes of it to keep.
+        """Load the file's lanes, ids and last time; return how many bytes of it to keep.
 
-        A killed run can leave its last line torn; it is cut, as is the closing bracket.
+        Drops the closing bracket, and a last line torn by a kill.
         """
         with self._path.open("rb") as file:
             line = file.readline()
@@ -175,7 +174,7 @@ class Trace:
         return keep
 
     def _learn(self, event: dict[str, Any]) -> bool:
-        """Note the lane, id or time of an event; return whether it is one."""
+        """Record an event's lane, id or time; return False if it is not a trace event."""
         match event:
             case {"ph": "M", "name": "process_name", "pid": int(pid), "args": {"name": str(name)}}:
                 self._pids[name] = pid

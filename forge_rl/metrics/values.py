@@ -1,4 +1,4 @@
-"""Values that ranks, replicas and microbatches report apart and that merge to what one process would have seen."""
+"""Values reported by ranks, replicas and microbatches, which merge to what a single process would have seen."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that keeps its weight, so that parts of unequal size merge to the mean of the whole."""
+    """A mean with its weight, so that parts of unequal size merge to the overall mean."""
 
     total: float
-    """Sum of what is averaged."""
+    """Sum of the averaged values."""
     count: float
-    """Weight of that sum: tokens, episodes, or whatever the mean is taken over."""
+    """Weight of the sum, such as a number of tokens or episodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen; NaN if any was NaN, so that a merge hides no fault."""
+    """The largest value seen; NaN if any was NaN."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts of whole numbers, by value, such as the lags of a batch's tokens."""
+    """Counts of integers by value, such as the lags of a batch's tokens."""
 
     counts: Mapping[int, int]
 
     @property
     def total(self) -> int:
-        """Number of values that were counted."""
+        """Number of counted values."""
         return sum(self.counts.values())
 
     def bins(self, most: int = 512) -> tuple[list[int], list[float]]:
-        """Return counts from the least value to the greatest in bins of equal width, and the edges of the bins.
+        """Return counts in bins of equal width, in increasing order, and the edges of the bins.
 
-        A bin holds one whole number, and more only where there would be more bins than `most`.
+        A bin covers one integer, or several where there would otherwise be more bins than `most`.
         """
         if not self.counts:
             return [], []
@@ -65,7 +65,7 @@ Value = Sum | Mean | Max
 
 
 def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """Merge by name to what one process would hold had it seen all; a name may be missing in some parts.
+    """Merge by name to the values a single process would hold; a name may be missing in some parts.
 
     Example:
         reduce(merge_all([{"loss": Mean(3.0, 2)}, {"loss": Mean(1.0, 2)}])) == {"loss": 1.0}
@@ -106,7 +106,7 @@ def lag_histogram(batch: Batch) -> Histogram:
     for episode in batch.episodes:
         for turn in episode.turns:
             held = turn.versions
-            if len(held):  # they come in runs
+            if len(held):  # equal versions come in runs
                 cuts = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
                 for begin, end in zip([0, *cuts], [*cuts, len(held)], strict=True):
                     versions[int(held[begin])] += end - begin

@@ -1,4 +1,4 @@
-"""The display of a run: a live panel on a terminal, a line for each step elsewhere."""
+"""The display of a run: a live panel on a terminal, otherwise a line for each step."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from forge_rl.types import Batch
 Mode = Literal["auto", "live", "plain", "none"]
 
 PATIENCE_S = 10.0
-"""Seconds without progress after which the display says what is waited for."""
+"""Seconds without progress after which the display names the pending call."""
 PLAIN_PATIENCE_S = 60.0
-"""Seconds without progress after which plain mode says it in a line, or twice what the phase ever took, if that is
-more: a wait that is normal is no news."""
+"""Seconds without progress after which plain mode prints a line, or twice the longest time of the phase so far if that
+is more, to stay silent about normal waits."""
 REPORT_EVERY_S = 30.0
-"""Plain mode tells of one phase at most once in so many seconds."""
+"""Least seconds between two reports in plain mode."""
 _POLL_EVERY_S = 1.0
 
 
 class Display(Sink):
-    """Shows a run. One thread calls it; in live mode a thread of rich draws, so times move while the caller waits.
+    """Shows a run. Call it from one thread; in live mode a thread of rich draws, so times advance meanwhile.
 
     Example:
         display = Display(phase_clock=PhaseClock())
@@ -72,13 +72,13 @@ class Display(Sink):
         self._begun = clock()
         self._state = RunState()
         self.panel = RunPanel(self._state, phase_clock, self._console, clock)
-        """The live panel, which shows the state at the time it is drawn."""
+        """The live panel."""
         self._starting: dict[str, float] = {}
         self._quarters: dict[str, int] = {}
         self._longest: dict[str, float] = {}
-        """Most seconds of each phase in a step so far."""
+        """Longest time of each phase in a step so far, in seconds."""
         self._changes = 0
-        self._moved: tuple[object, float] = (None, self._begun)  # state of the run, and since when it has not changed
+        self._moved: tuple[object, float] = (None, self._begun)  # state of the run, and the time it last changed
         self._reported_at = -math.inf
         self._live: Live | None = None
         terminal = self._console.file.isatty() and not self._console.is_dumb_terminal
@@ -91,7 +91,7 @@ class Display(Sink):
         self.mode: Mode = automatic if mode == "auto" else mode
 
     def start(self, info: RunInfo, history: Steps | None = None) -> None:
-        """Show the run's title, and in live mode the panel; with a resumed run's history, curves begin at step 0."""
+        """Show the run's title and, in live mode, the panel; `history` extends a resumed run's curves to step 0."""
         self._state.info = info
         self.rollback(info.step, history)
         resumed = f"  resumed after step {info.step}" if info.step else ""
@@ -101,12 +101,12 @@ class Display(Sink):
             self._live.start(refresh=True)
 
     def rollback(self, step: int, history: Steps | None = None) -> None:
-        """Go on from an earlier step, up to which `history` holds what was logged."""
+        """Return to an earlier step; `history` holds the entries up to it."""
         self._state.rollback(step, history or [])
         self._show_step()
 
     def startup(self, name: str, state: Literal["starting", "ready", "failed"], detail: str = "") -> None:
-        """Show that a service starts, is ready, or has failed to start."""
+        """Show that a service is starting, is ready, or has failed to start."""
         self._changes += 1
         now = self._clock()
         if state == "starting":
@@ -121,7 +121,7 @@ class Display(Sink):
         self._print(line, "bold red" if state == "failed" else "", live=state == "failed")
 
     def progress(self, name: str, fraction: float) -> None:
-        """Show how far a long job is, from 0 to 1; at 1 it is done."""
+        """Show the progress of a long job, from 0 to 1."""
         self._changes += 1
         quarter = int(fraction * 4)
         if quarter != self._quarters.get(name):
@@ -136,9 +136,9 @@ class Display(Sink):
         status: Callable[[], RolloutStatus | None],
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Call `poll` once a second, until cancelled; a task of the run's own loop.
+        """Call `poll` once a second until cancelled; runs as a task on the run's event loop.
 
-        When stdout cannot be written any more, the display turns itself off, and `tell` is called with the cause.
+        If writing to stdout fails, the display turns itself off and passes the cause to `tell`.
         """
         try:
             while True:
@@ -154,12 +154,12 @@ class Display(Sink):
     def poll(
         self, *, waiting: Callable[[], str] = str, status: Callable[[], RolloutStatus | None] = lambda: None
     ) -> None:
-        """Ask how far the phase is; where nothing has moved for 10 s, show what is waited for.
+        """Update the progress of the phase; after 10 s without any, show the pending call.
 
-        Plain mode tells of longer waits in a line, and how far a rollout is that lasts, every 30 s at most.
+        Plain mode prints a line about longer waits and long rollouts, every 30 s at most.
 
         Args:
-            waiting: names what is waited for, such as "generator replica 1, call load"; "" if that is not known.
+            waiting: names the pending call, such as "generator replica 1, call load"; "" if unknown.
         """
         now, rollout = self._clock(), status()
         phase, in_phase, _ = self._phase_clock.now()
@@ -185,7 +185,7 @@ class Display(Sink):
             self._print(line)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
-        """Show the values of a step: see `state.py` for the names that are shown."""
+        """Show the values of a step; `state.py` lists the displayed names."""
         self._changes += 1
         numbers = {name: value for name, value in values.items() if not isinstance(value, Histogram)}
         self._state.log(step, numbers)
@@ -197,7 +197,7 @@ class Display(Sink):
         self._print(self._step_line(step, numbers))
 
     def event(self, text: str, level: Level = "info") -> None:
-        """Tell of something that happened; warnings are yellow, faults red. In live mode it stays above the panel."""
+        """Print an event, above the panel in live mode; warnings are yellow, faults red."""
         self._state.warnings += level == "warning"
         self._state.faults += level == "fault"
         style = {"info": "", "warning": "yellow", "fault": "bold red"}[level]
@@ -205,9 +205,9 @@ class Display(Sink):
         self._print(at + (text if level == "info" else f"{level}: {text}"), style, live=True)
 
     def summary(self, places: Mapping[str, object] | None = None, faults: Sequence[Recovery] = ()) -> None:
-        """End the display and print what came of the run: a table of the faults, scores, and where things lie.
+        """End the display and print the run's summary: a table of the faults, scores, and `places`.
 
-        `places` may hold commands to look further too: {"run folder": path, "curves": "tensorboard ..."}.
+        `places` holds paths and follow-up commands: {"run folder": path, "curves": "tensorboard ..."}.
         """
         self.close()
         if self.mode != "none":
@@ -223,7 +223,7 @@ class Display(Sink):
             live.stop()
 
     def _forget_status(self) -> None:
-        """Drop what only a poll knows."""
+        """Drop the state set by `poll`."""
         self._state.rollout = self._state.waiting = self._state.polled_at = None
         self.panel.remove("batch")
 
@@ -244,10 +244,10 @@ class Display(Sink):
         return "  ".join(parts)
 
     def _print(self, text: str, style: str = "", *, live: bool = False) -> None:
-        """Print a line in plain mode; if asked to, in live mode too, above the panel."""
+        """Print a line in plain mode and, if `live`, above the panel in live mode."""
         if self.mode == "plain" or (live and self.mode == "live"):
             self._console.print(Text(self._writable(text), style=style), soft_wrap=True)
 
     def _writable(self, text: str) -> str:
-        """Write out what would act on a terminal, and replace letters that the console cannot write."""
+        """Escape terminal control characters, and replace characters outside the console's encoding."""
         return visible(text).encode(self._console.encoding, "replace").decode(self._console.encoding)

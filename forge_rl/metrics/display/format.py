@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: durations, metrics and sparklines."""
+"""Human-readable durations, metrics and sparklines."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Format a metric with three digits: `0.453`, `-2e-05`; never `-0`."""
+    """Format a metric with three significant digits: `0.453`, `-2e-05`; never `-0`."""
     return f"{value + 0.0:.3g}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw one block a value, from the lowest ▁ to the highest █.
+    """Draw one block per value, from the lowest ▁ to the highest █.
 
-    More values than width are averaged in even buckets. A bucket without a finite value is a dot.
+    More values than `width` are averaged in even buckets. A bucket without a finite value is a dot.
     """
     cells = min(width, len(values))
     edges = [i * len(values) // cells for i in range(cells + 1)] if cells else []

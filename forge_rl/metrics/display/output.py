@@ -1,4 +1,4 @@
-"""Standard output that a run outlives: once it cannot be written, nothing more is."""
+"""Standard output whose failure does not end the run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import TextIO
 
 
 class Output:
-    """Writes to a stream until that fails, as whoever read it has gone or the disk is full, and then drops all.
+    """Writes to a stream until it fails (broken pipe, full disk), then drops all further output.
 
     output = Output(sys.stdout)
     print("hello", file=output, flush=True)
-    output.failure  # "" or why nothing is written any more
+    output.failure  # "", or the error that stopped the output
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -21,7 +21,7 @@ class Output:
         if not self.failure:
             try:
                 return self._stream.write(text)
-            except (OSError, ValueError) as error:  # ValueError: it is closed
+            except (OSError, ValueError) as error:  # ValueError: closed
                 self.failure = str(error)
         return len(text)
 

@@ -21,13 +21,13 @@ from forge_rl.metrics.phases import PhaseClock
 from forge_rl.terminal import visible
 
 WIDEST = 100
-"""Columns: beyond this, bars stretch and say no more."""
+"""Most columns used; wider bars would show no more."""
 BLOCKED_S = 10.0
-"""Seconds that the controller may go without a poll before the panel says so."""
+"""Seconds without a poll of the controller after which the panel reports its event loop as blocked."""
 
 
 class RunPanel:
-    """A renderable that shows the state at the time it is drawn; `clock` gives monotonic seconds."""
+    """A renderable of the run's current state; `clock` gives monotonic seconds."""
 
     def __init__(self, state: RunState, phase_clock: PhaseClock, console: Console, clock: Callable[[], float]) -> None:
         self._state = state
@@ -48,7 +48,7 @@ class RunPanel:
         self._ids: dict[str, TaskID] = {}
 
     def show(self, name: str, share: float | None, detail: str = "", *, service: bool = False) -> None:
-        """Show a bar: the share done from 0 to 1, None while it is not known. Services that are done vanish."""
+        """Show a bar: the share done from 0 to 1, or None if unknown. Bars of services vanish once done."""
         detail = visible(detail)
         if name not in self._ids:
             self._ids[name] = self._bars.add_task(visible(name), total=None, detail=detail, service=service)
@@ -56,7 +56,7 @@ class RunPanel:
         self._bars.update(self._ids[name], total=total, completed=share or 0.0, detail=detail)
 
     def remove(self, name: str) -> None:
-        """Show the bar no more, if there is one."""
+        """Remove the bar, if there is one."""
         if name in self._ids:
             self._bars.remove_task(self._ids.pop(name))
 
@@ -89,7 +89,7 @@ class RunPanel:
         if rollout is not None:
             yield "rollout", _flow(rollout.parts(), Text(f"batch {rollout.batch}", style="bold"))
         if polled is not None and now - polled >= BLOCKED_S:
-            # Only the drawing thread can tell; what was waited for before may be over.
+            # Only the drawing thread notices this; the last known `waiting` may be out of date.
             text = f"the controller, whose event loop has been blocked for {duration(now - polled)}"
             yield "waiting", Text(text, style="yellow")
         elif waiting is not None:
@@ -123,7 +123,7 @@ def _score(scores: tuple[float, ...]) -> str:
 
 
 def _busy(values: Mapping[str, float]) -> dict[str, str]:
-    """Share of the step that each service's devices computed, and of the rollout phase where that is known."""
+    """Format each service's share of the step spent computing, and of the rollout phase where known."""
     shares: dict[str, dict[str, list[float]]] = {"busy": {}, "busy_rollout": {}}
     for name, share in values.items():
         kind, _, device = name.partition("/")
@@ -140,7 +140,7 @@ def _busy(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def _flow(pairs: Mapping[str, str], *first: RenderableType, style: str = "") -> Columns:
-    """Lay names and values side by side, in as many lines as they need."""
+    """Lay out names and values side by side, wrapping as needed."""
     shown = [(visible(f"{name} " if name else ""), visible(value)) for name, value in pairs.items()]
     texts = [Text.assemble((name, "dim"), (value, style)) for name, value in shown]
     return Columns([*first, *texts], padding=(0, 3))

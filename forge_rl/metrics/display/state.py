@@ -1,4 +1,4 @@
-"""State of a run as the display knows it: curves, last values, rollouts, and what is waited for."""
+"""State of a run for the display: curves, last values, rollouts, and the pending call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REWARD = "reward/mean"
 UPDATE = {"loss": "loss", "gap": "logprob_gap", "grad": "grad_norm"}
 """Metrics of an update that the display shows when a step has them: label and name."""
 HELD_OUT = "held_out"
-"""`held_out`, or `held_out/<source>`: the score on tasks that are never trained on. Of several sets it is
+"""`held_out`, or `held_out/<source>`: the score on tasks that are never trained on. With several sets the metric is
 `eval/<set>/avg@<k>`."""
 
 _LEAST_RATED_S = 0.1
@@ -24,9 +24,9 @@ _ERRORS = ("outcomes/environment_error", "outcomes/infrastructure_error", "outco
 
 @dataclass(kw_only=True)
 class RunState:
-    """State of a run that is shown.
+    """State of the displayed run.
 
-    The drawing thread reads it while the controller goes on, so its fields are replaced, never changed in place.
+    The drawing thread reads it concurrently with the controller, so its fields are replaced, never changed in place.
     """
 
     info: RunInfo | None = None
@@ -34,23 +34,23 @@ class RunState:
     rewards: tuple[float, ...] = ()
     """Mean reward of each step."""
     held_out: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Scores so far by source; "" for the score over all."""
+    """Scores so far by source; "" for the overall score."""
     last: Mapping[str, float] = field(default_factory=dict)
-    """Values of the last step, and what was logged since."""
+    """Values of the last step, and those logged since."""
     step_seconds: tuple[float, ...] = ()
     """Durations of the last few steps."""
     rollout: RolloutStatus | None = None
     waiting: tuple[str, float] | None = None
-    """Name of what a run that does not move waits for, and the time since which nothing has moved."""
+    """Name of a stalled run's pending call, and the time of its last progress."""
     polled_at: float | None = None
-    """Time at which the controller last polled; None if it does not."""
+    """Time of the controller's last poll; None while it does not poll."""
     warnings: int = 0
     faults: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
-    """Number of episodes so far that were no use, by outcome: `environment error`, `judge error`."""
+    """Number of failed episodes so far by outcome: `environment error`, `judge error`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step, which may be logged in parts."""
+        """Add values of a step, which may come in several calls."""
         self.step, self.waiting = max(self.step, step), None  # an evaluation's values come late
         if REWARD in values:
             self.rewards = (*self.rewards, values[REWARD])
@@ -65,14 +65,14 @@ class RunState:
         self.errors = {name: self.errors.get(name, 0) + counts.get(name, 0) for name in {**self.errors, **counts}}
 
     def rollback(self, step: int, history: Steps) -> None:
-        """Go back to a step; history holds what was logged up to it."""
+        """Return to an earlier step; `history` holds the entries up to it."""
         self.rewards, self.held_out, self.last, self.step_seconds, self.errors = (), {}, {}, (), {}
         for past, values in history:
             self.log(past, values)
         self.step = step
 
     def eta_s(self, elapsed_s: float = 0.0) -> float | None:
-        """Return seconds to the last step by the median of recent ones, less those of this step; None if unknown."""
+        """Estimate the remaining seconds from the median of recent steps, less `elapsed_s`; None if unknown."""
         if self.info is None or not self.step_seconds:
             return None
         left = max(self.info.steps - self.step, 0)
@@ -81,7 +81,7 @@ class RunState:
 
 
 def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:
-    """Pick the held-out scores out of a step's values, by source or set; "" for the score over all of one set."""
+    """Pick the held-out scores out of a step's values, by source or set; "" for the overall score of a single set."""
     found = {
         name.removeprefix(HELD_OUT).removeprefix("/"): value
         for name, value in values.items()
@@ -98,9 +98,9 @@ def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def phases(values: Mapping[str, float]) -> dict[str, str]:
-    """Format each phase's time, and tokens a second where tokens were counted, in the order measured.
+    """Format each phase's time and, where tokens were counted, its tokens per second, in the order measured.
 
-    A phase that took no time, such as the rollout of a batch that was ready, has no rate worth reading.
+    The rate is omitted for phases under 0.1 s, such as the rollout of a batch that was already complete.
     """
     shown: dict[str, str] = {}
     for name, seconds in values.items():

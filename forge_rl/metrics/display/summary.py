@@ -1,4 +1,4 @@
-"""The summary of a run that has ended: what came of it, and what failed on the way."""
+"""The summary of a completed run: scores, faults and places."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_rl.terminal import visible
 def print_summary(
     console: Console, state: RunState, seconds: float, places: Mapping[str, str], faults: Sequence[Recovery]
 ) -> None:
-    """Print scores before and after, steps, wall time, faults, and where things lie; see Display.summary."""
+    """Print first and last scores, steps, wall time, faults and places; see Display.summary."""
     console.print()
     if faults:
         console.print(_table(faults))
@@ -38,7 +38,7 @@ def print_summary(
     rows += [(name, Text(place)) for name, place in places.items()]
     widest = max(len(name) for name, _ in rows)
     for name, content in rows:
-        # Lines, not a table: a path or a command that a column broke into lines could not be copied.
+        # Lines, not a table: a path or command wrapped in a column could not be copied.
         console.print(Text.assemble((visible(f"{name:<{widest}}  "), "dim"), content), soft_wrap=True)
 
 
