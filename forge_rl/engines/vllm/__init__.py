@@ -1,14 +1,14 @@
-"""Decoding on vLLM: the only place that imports it. Importing this package alone does not."""
+"""Decoding on vLLM. In `engines` only this package imports vLLM, and not on import of the package itself."""
 
 import contextlib
 
 BACKEND = "forge_rl"
-"""Name of our weight transfer in vLLM."""
+"""Name of forge_rl's weight transfer backend in vLLM."""
 
 
 def register() -> None:
-    """Make our weight transfer known to vLLM, which calls this in each of its processes (see pyproject.toml)."""
+    """Register forge_rl's weight transfer; vLLM calls this in each of its processes (see pyproject.toml)."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    with contextlib.suppress(ValueError):  # this process has it already
+    with contextlib.suppress(ValueError):  # already registered in this process
         WeightTransferEngineFactory.register_engine(BACKEND, f"{__name__}.transfer", "BucketTransferEngine")

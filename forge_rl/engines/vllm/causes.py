@@ -1,4 +1,4 @@
-"""Finds the line that says why vLLM did not start, among those it prints and raises."""
+"""Finds the line in vLLM's errors and logs that says why it did not start."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Iterator
 _TAIL_BYTES = 256 << 10
 _EMPTY = ("For further information visit", "Traceback", "Process ", "[rank")
 _ELSEWHERE = ("See root cause above", "See stack trace", "Engine core initialization failed", "Executor failed")
-"""Words of lines whose reason stands in another line."""
+"""Phrases of lines that only point to another line's cause."""
 _RAISED = re.compile(r"\b(\w{1,60}(?:Error|Exception|Interrupt)): (.{1,2000})")
 
 
 def start_cause(error: BaseException, log: str = "") -> str:
-    """Return the reason in an error of vLLM's start, on one line.
+    """Return the reason why vLLM did not start, as one line.
 
         start_cause(error, own_log())  # "max_model_len (99999) is greater than the derived max_model_len ..."
 
     Args:
-        error: raised by vLLM; errors that it came from are read first.
-        log: output of the process, where vLLM's own processes print what the error leaves out.
+        error: raised by vLLM; its causes are searched first.
+        log: output of the process, where vLLM's child processes print errors that the exception omits.
     """
     for each in _chain(error):
         lines = [line.strip() for line in str(each).splitlines() if line.strip()]
         told = [line for line in lines if not line.startswith(_EMPTY) and not any(word in line for word in _ELSEWHERE)]
-        # Of pydantic's lines the first counts errors and names a class, the second says what is wrong.
+        # pydantic's first line counts errors and names a class, the second says what is wrong.
         values = [line.removeprefix("Value error, ") for line in told if line.startswith("Value error, ")]
         if values or told:
             return (values or told[-1:])[0].split(" [type=", 1)[0]
@@ -37,7 +37,7 @@ def start_cause(error: BaseException, log: str = "") -> str:
 
 
 def own_log() -> str:
-    """Return the end of what this process and its children have printed, or "" where that is not a file."""
+    """Return the end of the output of this process and its children, or "" if it does not go to a file."""
     try:
         with open("/proc/self/fd/2", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -47,7 +47,7 @@ def own_log() -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield what an error came from, the first cause first."""
+    """Yield an error and its causes, root cause first."""
     found: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in found:

@@ -1,4 +1,4 @@
-"""Mends vLLM's CPU backend: experts that are loaded anew or shared, RoPE in latent attention. Tried on vLLM 0.32.0."""
+"""Patches vLLM's CPU backend: reloaded or sharded experts, RoPE in latent attention. Tested with vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 
 def mend(model: nn.Module) -> None:
-    """Mend this worker and its model; more than once does no harm."""
+    """Patch this worker and its model; idempotent."""
     for layer in model.modules():
         if isinstance(layer, RotaryEmbedding) and not hasattr(layer._forward_method, "__wrapped__"):
             layer._forward_method = _on_rows(layer._forward_method)
@@ -30,9 +30,9 @@ def mend(model: nn.Module) -> None:
 
 
 def _on_rows(original: Any) -> Any:
-    """Have RoPE turn [tokens, heads * dim], which its kernel takes all to be.
+    """Have RoPE flatten its inputs to [tokens, heads * dim], as its kernel expects.
 
-    Of parts of queries, [tokens, heads, dim], which latent attention gives it, it turns other places.
+    Latent attention passes parts of queries as [tokens, heads, dim], of which the kernel rotates the wrong elements.
     """
 
     @functools.wraps(original)
@@ -47,8 +47,8 @@ def _on_rows(original: Any) -> Any:
 
 
 def _with_repacking(original: Any) -> Any:
-    """Have experts packed for the kernel also when they are loaded anew: vLLM does it the first time alone, and would
-    then compute with weights in another order."""
+    """Have reloaded experts packed for the kernel again: vLLM does so only on the first load, and would then compute
+    with weights in the wrong order."""
 
     @functools.wraps(original)
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
@@ -61,10 +61,10 @@ def _with_repacking(original: Any) -> Any:
 
 
 def _with_expert_map(original: Any) -> Any:
-    """Have experts heed the expert map of a worker that has only some of them.
+    """Have experts apply the expert map of a worker that holds only some of them.
 
-    They take the numbers of all experts for those of their own, and read past the end of their weights. An expert of
-    another worker's now counts as one of this worker's, with a weight of 0; the workers' results are added up later.
+    vLLM's use global expert ids as local ones and read past the end of their weights. Here an expert of another worker
+    maps to a local one with a gate weight of 0; the workers' results are added up later.
     """
 
     @functools.wraps(original)
@@ -81,7 +81,7 @@ def _with_expert_map(original: Any) -> Any:
 
 
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """Gather rows of all ranks, `sizes[rank]` of each: they are padded to the most that one has."""
+    """Gather `sizes[rank]` rows from each rank, padded to the largest in transit."""
     if isinstance(input_, list):
         return [_all_gatherv(self, each, dim, sizes) for each in input_]
     assert dim == 0, "vLLM gathers tokens"
@@ -94,7 +94,7 @@ def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None =
 
 
 def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-    """Add up rows of all ranks, of which this one gets its `sizes[rank]`."""
+    """Sum rows over all ranks; each rank gets its own `sizes[rank]` of them."""
     assert dim == 0, "vLLM scatters tokens"
     if sizes is None:
         sizes = [len(input_) // self.world_size] * self.world_size

@@ -1,4 +1,4 @@
-"""All use of vLLM's private names, so that another version of vLLM changes one file. Tried on vLLM 0.32.0."""
+"""All uses of vLLM's private names, so that a vLLM upgrade changes one file. Tested with vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _OF_ENGINE = (
 _COPIED = ("sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias")
 """Parameters of gpt-oss that vLLM's loader copies into."""
 PACKED = (".w13_weight", ".w2_weight")
-"""Ends of the names of experts' weights, which a kernel may order otherwise without a change of their shape."""
+"""Suffixes of expert weights, which a kernel may reorder without changing their shape."""
 _OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights", "restore_metadata")
 
 
 def check_names(owner: Any, names: tuple[str, ...]) -> None:
-    """Raise ForgeError, with vLLM's version, if a private name has gone."""
+    """Raise ForgeError, with vLLM's version, if a private name is missing."""
     try:
         operator.attrgetter(*names)(owner)
     except AttributeError as error:
         raise ForgeError(
-            f"vLLM {vllm.__version__} lacks an inner name that forge_rl uses: {error}",
+            f"vLLM {vllm.__version__} lacks a private name that forge_rl uses: {error}",
             hint=f"install vLLM {TRIED_ON}, or adapt forge_rl/engines/vllm/internals.py",
         ) from error
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    """Ids of the engine's own processes right below this one; workers may be below those."""
+    """Process ids of the engine's direct children of this process; workers may be children of those."""
     check_names(llm, _OF_ENGINE)
     resources = llm.engine_core.resources
     coordinator = [resources.coordinator.proc] if resources.coordinator is not None else []
@@ -62,8 +62,8 @@ def engine_pids(llm: AsyncLLM) -> list[int]:
 
 
 def unlink_shared_memory(worker: int) -> None:
-    """Remove the names of what a CPU worker's all-reduce shares with the others, once all have mapped it: vLLM would
-    leave them when it is killed."""
+    """Unlink the shared memory of a CPU worker's all-reduce, once all workers have mapped it: vLLM would leave it
+    behind when killed."""
     for line in Path(f"/proc/{worker}/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("vllm_dist_") and path.parent == Path("/dev/shm"):
@@ -71,8 +71,8 @@ def unlink_shared_memory(worker: int) -> None:
 
 
 async def call_workers(llm: AsyncLLM, method: str, *args: object) -> list[Any]:
-    """Call a method of all workers, of all data-parallel ranks: AsyncLLM.collective_rpc returns what the first rank's
-    answer."""
+    """Call a method on all workers of all data-parallel ranks; AsyncLLM.collective_rpc only returns the answers of the
+    first rank."""
     found = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
     return [answer for workers in found for answer in workers]
 
@@ -80,21 +80,21 @@ async def call_workers(llm: AsyncLLM, method: str, *args: object) -> list[Any]:
 async def stop_decoding(llm: AsyncLLM, *, clear_cache: bool) -> None:
     """Stop at a token boundary and keep all requests.
 
-    AsyncLLM.pause_generation does this, and then sleeps for 20 ms so that all outputs have been handed out.
+    AsyncLLM.pause_generation does the same, then sleeps for 20 ms so that all outputs are delivered.
     """
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
 async def answer_between_steps(llm: AsyncLLM) -> None:
-    """Return once all engine processes have answered, which they do between two steps."""
+    """Return once all engine processes have answered, as they do between steps."""
     await llm.engine_core.call_utility_all_async("is_scheduler_paused")
 
 
 def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> list[tuple[str, int]]:
-    """Each version of a completion with the number of its first token.
+    """Each version of a completion with the index of its first token.
 
-    vLLM tells them with the end of a completion only. Until then they are where it keeps them: nothing is awaited
-    between its handing out an output and this look, so they are those of this output's tokens.
+    vLLM reports them only at the end of a completion; before that they are read from its request state. They match
+    this output, as nothing is awaited between its delivery and this call.
     """
     if output.finish_reason is not None:
         return [(span.version, span.start) for span in output.weight_versions or ()]
@@ -104,25 +104,24 @@ def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> lis
 
 
 def allow_another_update(worker: Any) -> None:
-    """Let a worker begin a weight update after one that it did not finish."""
+    """Let a worker begin a weight update after an unfinished one."""
     check_names(worker, ("_weight_update_active",))
     worker._weight_update_active = False
 
 
 def release_kv_cache(worker: Any) -> None:
-    """Give back what keys and values take of a CPU's memory, which vLLM's own sleep and discard cannot; they are zeros
-    then, as when the engine had started."""
+    """Free the KV cache's pages on CPU, which vLLM's sleep cannot; it then reads as zeros, as on a fresh start."""
     check_names(worker, ("model_runner.kv_caches",))
     release(worker.model_runner.kv_caches)
 
 
 def begin_reload(model: torch.nn.Module) -> None:
-    """Have the model's loaders collect the weights of a layer until they are complete."""
+    """Have the model's loaders collect each layer's weights until it is complete."""
     layer: Any
     for layer in model.modules():
         if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
-            # Latent attention on a CPU with AMX packs a copy of kv_b_proj and drops the weight, which vLLM would then
-            # load anew into nothing; it is dropped again when that has been packed.
+            # On a CPU with AMX, latent attention packs a copy of kv_b_proj and drops the weight. A reload needs a weight
+            # to load into; it is dropped again once packed.
             was = get_layerwise_info(layer).restore_metadata[0]["weight"]
             layer.weight = torch.nn.Parameter(torch.empty_like(was, device="cpu"), requires_grad=False)
     initialize_layerwise_reload(model)
@@ -130,16 +129,16 @@ def begin_reload(model: torch.nn.Module) -> None:
 
 
 def finish_reload(model: Any, model_config: Any) -> None:
-    """Put what was collected into the parameters, and the loaders back as they were."""
+    """Write the collected weights to the parameters and restore the loaders."""
     finalize_layerwise_reload(model, model_config)
     if model_config.hf_config.tie_word_embeddings and next(model.parameters()).device.type == "cpu":
-        # vLLM reloads the embedding but not the output projection that is tied to it, and on CPU that one computes
-        # with a repacked copy of the old weights.
+        # vLLM reloads the embedding but not the output projection tied to it, which on CPU uses a repacked copy of the
+        # old weights.
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """Put the model into a state in which a reload can begin; its weights are of no version."""
+    """Reset the model so that another reload can begin; its weights then belong to no version."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -149,10 +148,10 @@ def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
-    """Names of linear layers that have some of their weights and not all, and of layers that have none.
+    """Names of linear layers that lack some of their weights, and of other layers that lack all of them.
 
-    Embeddings may be padded, attention may have scales that no folder has, and an output projection that is tied to the
-    embedding has no weights of its own.
+    Excluded are attention, whose scales no model folder has, and an output projection tied to the embedding. Embeddings
+    may be padded, so partly filled ones count as complete.
     """
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -165,7 +164,7 @@ def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
 
 @contextlib.contextmanager
 def collecting(model: torch.nn.Module) -> Iterator[None]:
-    """Have a reload also collect what gpt-oss's loader copies straight into parameters, past their weight loaders."""
+    """Have a reload also collect weights that gpt-oss's loader copies directly into parameters."""
     if type(model).__name__ != "GptOssForCausalLM":
         yield
         return
@@ -181,7 +180,7 @@ def collecting(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _CollectCopies(TorchDispatchMode):
-    """Hands copies into parameters on the meta device, which would be lost, to the parameters' loaders."""
+    """Redirects copies into parameters on the meta device, which would be lost, to the parameters' loaders."""
 
     def __init__(self, places: Mapping[int, torch.nn.Parameter]) -> None:
         super().__init__()
@@ -199,7 +198,7 @@ class _CollectCopies(TorchDispatchMode):
 def copy_held(
     model: torch.nn.Module, passing: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Copy what the model's loaders still hold of tensors that are about to go, for layers that are not complete."""
+    """Copy tensors that are about to be freed, where loaders of incomplete layers still hold them."""
     going = {_storage(tensor) for tensor in passing.values()}
 
     def owned(value: Any) -> Any:
@@ -215,12 +214,12 @@ def copy_held(
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    """Device and address of the bytes behind a tensor; a meta tensor's address is 0."""
+    """Device and address of a tensor's storage; the address is 0 on meta."""
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:
-    """Give back the pages that lie wholly within contiguous tensors: they read as zeros and come back when written."""
+    """Free the pages wholly within contiguous tensors; they read as zeros and are allocated again when written."""
     libc = ctypes.CDLL(None, use_errno=True)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     for address, storage in storages.items():
@@ -230,4 +229,4 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
             ctypes.c_void_p(first), ctypes.c_size_t(end - first), ctypes.c_int(mmap.MADV_DONTNEED)
         ):
             number = ctypes.get_errno()
-            raise OSError(number, f"{os.strerror(number)}: {end - first} bytes of the KV cache cannot be given back")
+            raise OSError(number, f"{os.strerror(number)}: {end - first} bytes of the KV cache cannot be freed")

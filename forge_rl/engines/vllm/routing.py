@@ -1,7 +1,7 @@
 """Captures which experts a CPU worker routes each request's tokens to.
 
-vLLM returns them itself (enable_return_routed_experts), but only from its second model runner, which needs a Triton for
-CPUs. Its capturer, and its hooks in the routers, are used here with the first runner. Tried on vLLM 0.32.0.
+vLLM can return them (enable_return_routed_experts), but only from its second model runner, which needs Triton for CPUs.
+This module uses its capturer, and its hooks in the routers, with the first runner. Tested with vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from forge_rl.engines.vllm.internals import check_names
 
 _ENDED = 1024
-"""Number of requests that may have ended before they are asked for."""
+"""Maximum number of ended requests whose experts are kept until taken."""
 
 
 @dataclass
 class _Request:
     rows: npt.NDArray[Any]
-    """Experts by position, `[max_model_tokens, layers, top_k]`; pages that nobody writes take no memory."""
+    """Experts by position, `[max_model_tokens, layers, top_k]`; unwritten pages take no memory."""
     known: int = 0
-    """Number of positions that are known."""
+    """Number of positions filled."""
 
 
 class RoutingCapture:
-    """Keeps the experts of each request's tokens, at each position those of the first time that it was computed.
+    """Records the experts of each request's tokens when a position is first computed.
 
-    A request that is computed again, since other weights were loaded meanwhile, keeps the experts that its tokens were
-    drawn with. Positions whose keys and values came from the prefix cache have the experts of who computed these.
+    A request that is recomputed after a weight update keeps the experts that its tokens were sampled with. Positions
+    from the prefix cache have the experts of the request that computed them.
 
     Args:
-        worker: vLLM's worker, whose model is loaded and whose cache is allocated.
+        worker: vLLM's worker, with its model loaded and its cache allocated.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -60,8 +60,8 @@ class RoutingCapture:
         runner.execute_model = self._execute_and_keep
 
     def take(self, request: str) -> npt.NDArray[Any] | None:
-        """Return the experts of a request that has ended, `[tokens - 1, layers, top_k]`: the last token was drawn and
-        not computed. None if this worker did not have it. Forgets them."""
+        """Remove and return an ended request's experts, `[tokens - 1, layers, top_k]`: the last token was sampled but
+        never computed. None if this worker did not run the request."""
         for held in (self._requests, self._ended):
             for name in held:
                 if name.startswith(request):

@@ -1,4 +1,4 @@
-"""Detects a vLLM engine whose process lives but hangs in a step."""
+"""Detects a vLLM engine that is alive but hangs in a step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ async def watch_steps(
     stall_s: float,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Return once an engine that has work leaves a ping unanswered for `stall_s`.
+    """Return once a busy engine leaves a ping unanswered for `stall_s` seconds.
 
-    An engine answers between two steps. Looks are counted, not seconds: when this process itself was stopped, nobody is
-    late.
+    An engine answers between two steps. Time is measured in polls, so that a pause of this process itself does not
+    count.
 
     Args:
-        ping: asks the engine something that takes no time.
-        expects: whether steps are expected now: there are requests, and nothing else is asked of the engine that may
-            take long, such as to load weights.
-        stall_s: seconds.
-        sleep: waits for so many seconds.
+        ping: sends the engine a request that it answers instantly.
+        expects: whether steps are expected now: there are requests, and no slow operation such as a load is running.
+        stall_s: timeout of a step in seconds.
+        sleep: waits for a number of seconds.
     """
     while True:
         await sleep(_LOOK_S)
