@@ -1,6 +1,6 @@
 """Training on torchtitan: the only place that imports it, and, with engines/platform.py, torch.distributed.
 
-All that is patched in torchtitan stands here. Tried on torchtitan 0.3.0.
+All patches of torchtitan are here. Tested with torchtitan 0.3.0.
 """
 
 import torch
@@ -12,8 +12,7 @@ from forge_rl.errors import ForgeError
 if gone := {"device_type", "device_module", "get_local_device"} - vars(titan_utils).keys():
     raise ForgeError(f"torchtitan's utils lack {', '.join(sorted(gone))}", hint="install torchtitan 0.3.0")
 if device_type() == "cpu":
-    # torchtitan falls back to "cuda"; five of its modules copy these names when they are imported, so this stands
-    # here, before every import of them.
+    # torchtitan falls back to "cuda". Five of its modules copy these names on import, so patch them before that.
     titan_utils.device_type = "cpu"
     titan_utils.device_module = torch.cpu
     titan_utils.get_local_device = lambda: torch.device("cpu")

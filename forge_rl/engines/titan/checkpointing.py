@@ -1,4 +1,4 @@
-"""Activation checkpointing: which of torchtitan's policies a setting names."""
+"""Maps the activation checkpointing setting to torchtitan's policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forge_rl.engines.protocol import TrainSettings
 
 
 def checkpointing_of(settings: TrainSettings) -> ActivationCheckpointing.Config | None:
-    """Return torchtitan's policy; it keeps no state of random numbers, which the models draw none of."""
+    """Return torchtitan's policy; it does not save RNG state, as the models draw no random numbers."""
     policies = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
     policy = policies[settings.activation_checkpointing]
     return policy and policy(preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""Hugging Face exports made from a training state on the disk, whatever layout wrote it, in bounded memory."""
+"""Exports a training state on disk to Hugging Face format, from any layout, in bounded memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COPIED = (".json", ".jinja", ".model", ".txt")
 
 @dataclass(frozen=True, kw_only=True)
 class _Region:
-    """Rows of one torchtitan weight that are exported together: all of it, or some of a stack of experts."""
+    """Rows of one torchtitan weight that are exported together: all rows, or some of a stack of experts."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,22 +32,22 @@ class _Region:
 
 
 class Export:
-    """Plan of an export, the same in each process that makes it: which weights go into which file.
+    """Plan of an export, assigning weights to files; the same in each process that takes part.
 
         Export(folder / "training", source, torch.bfloat16, parts).write(folder / "model")
 
-    No process holds more than one file's tensors, and one weight in float32: of a stack of experts only as many as
-    fill a file, and the shards of the training state that they lie in.
+    A process holds at most one file's tensors, and one weight in float32 with the shards of the training state that
+    contain it; of a stack of experts only as many as fill a file.
 
     Args:
         training: folder of the training state.
         source: Hugging Face folder that config and tokenizer are copied from.
-        dtype: format of the weights.
+        dtype: dtype of the exported weights.
         parts: lists the published tensors that a block of a torchtitan weight holds; see `weights.names.Names.parts`.
-        file_bytes: most bytes of a file; a weight that is larger has one of its own.
+        file_bytes: maximum size of a file; a larger weight gets its own.
 
     Raises:
-        ValueError, pickle.UnpicklingError: it is no training state.
+        ValueError, pickle.UnpicklingError: the folder does not hold a training state.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Export:
             room -= size
 
     def write(self, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
-        """Write this process's share of the files into a folder that exists; the first one writes what is no weight."""
+        """Write this process's share of the files into an existing folder; rank 0 also writes config and tokenizer."""
         for index in range(rank, len(self._files), ranks):
             tensors: dict[str, torch.Tensor] = {}
             for region in self._files[index]:
@@ -85,7 +85,7 @@ class Export:
                 continue
             name, shape = key.removeprefix("model."), tuple(stored.size)
             rows = 0
-            if next(self._parts(name, shape)).index is not None:  # a stack, which may be cut between two of it
+            if next(self._parts(name, shape)).index is not None:  # a stack, which may be split between experts
                 row_bytes = torch.Size(shape[1:]).numel() * self._dtype.itemsize
                 rows = max(1, file_bytes // row_bytes)
             for first in range(0, shape[0], rows) if rows else [0]:
@@ -94,7 +94,7 @@ class Export:
                 yield _Region(name=name, shape=shape, tensor_slice=TensorSlice(start=start, size=size))
 
     def _read(self, region: _Region) -> dict[str, torch.Tensor]:
-        """Return the tensors of a region by Hugging Face's names, each with storage of its own."""
+        """Return the tensors of a region by Hugging Face name, each with its own storage."""
         held = torch.empty(region.tensor_slice.size, dtype=torch.float32)
         block = Block(shape=region.shape, tensor_slice=region.tensor_slice, values=held)
         self._planner.set_up_planner({f"model.{region.name}": block}, self._index, is_coordinator=True)

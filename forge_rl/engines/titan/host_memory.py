@@ -1,30 +1,30 @@
-"""Host memory for copies of a device's bytes, in buffers of one size, which whoever needs some next uses again."""
+"""Host memory for copies of device tensors, in reusable buffers of one size."""
 
 from __future__ import annotations
 
 import torch
 
 BUFFER_BYTES = 64 << 20
-"""Bytes of a buffer: a power of two, to which torch rounds pinned memory up. It keeps that for the next buffer, so that
-a checkpoint and an offloaded state that are not in memory together take the same."""
+"""Bytes of a buffer: a power of two, to which torch rounds pinned memory up. torch keeps freed buffers for reuse, so a
+checkpoint and an offloaded state share memory unless both are held at once."""
 
 
 class HostCopies:
-    """Copies tensors into host memory, one after the other, without gaps.
+    """Copies tensors to host memory, contiguously one after the other.
 
         copies = HostCopies()
         pieces = copies.of(weight)
         torch.cuda.synchronize()  # the bytes are there now
         values = joined(pieces, weight.dtype, weight.shape)
 
-    Buffers are pinned for what comes from a GPU. They are free again when no piece of them is left.
+    Buffers for GPU tensors are pinned. A buffer is freed with its last piece.
     """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return pieces, `[bytes] uint8` each, that hold the values in C order once the device's queue has run."""
+        """Return pieces, `[bytes] uint8` each, that hold the values in C order once the device is synchronised."""
         left = values.detach().contiguous().view(-1).view(torch.uint8)
         pieces = []
         while len(left):
@@ -37,5 +37,5 @@ class HostCopies:
 
 
 def joined(pieces: list[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the values that were copied, in memory of their own."""
+    """Return the copied values in new memory."""
     return torch.cat(pieces).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Masks of packed rows as attention takes them, and the few compiled graphs that serve rows of every length."""
+"""Attention masks of packed rows, and settings by which a few compiled graphs serve rows of every length."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from forge_rl.data.packing import Row, attends
 from forge_rl.engines.titan.attention import TreeMask, tree_masks
 
 Mask = tuple[TreeMask, ...] | BlockMask
-"""Mask by which an attention layer sees a row: the mask of each tree on CPU, else blocks."""
+"""Attention mask of a row: one mask per tree on CPU, a block mask on CUDA."""
 
 _LENGTHS = (
-    # of flex_attention: tokens, also of what its arguments are views of, and blocks of tokens
+    # flex_attention: tokens, including those of tensors that its arguments are views of, and blocks of tokens
     *(rf"L\['(query|key|value)'\]{dim}" for dim in (":2", r"\._base:0", r"\._base:1")),
     r"L\['block_mask'\]\.seq_lengths",
     *(rf"L\['block_mask'\]\.(full_)?(kv|q)_{part}" for part in ("num_blocks:2", "indices:2", "indices:3")),
-    # of create_block_mask
+    # create_block_mask
     r"L\['(Q|KV)_LEN'\]",
-    # what `block_mask` closes over, of both
+    # both: the closure of `block_mask`
     r".*mask_mod.*\.(trees|branches|positions|start)",
 )
-"""Sources of Dynamo's that vary with a row's length, each with the dim that does where it is not the only one."""
+"""Dynamo sources that vary with a row's length, with the varying dim where there are several."""
 
 
 def compile_once(most: int = 16) -> None:
-    """Have one compiled graph of each kind serve rows of all lengths, and make torch.compile fail past a few.
+    """Have one compiled graph of each kind serve rows of all lengths, and make torch.compile fail past `most` graphs.
 
-    By default Dynamo compiles the first length by itself, and again for those that differ; after 8 graphs of a function
-    it would run it uncompiled, without a word: FlexAttention then holds all scores of a row. Here a model takes one
+    By default Dynamo specialises on the first length and recompiles for others. After 8 graphs of a function it
+    silently runs it uncompiled, in which case FlexAttention materialises all scores of a row. Here a model takes one
     graph for its mask and two for its attention, with and without gradients, and as many again with a sliding window.
-    Rows of a single block, 128 tokens, would take graphs of their own: `Layout.least_tokens` avoids them.
+    Rows of a single block, 128 tokens, would need separate graphs: `Layout.least_tokens` avoids them.
 
     Args:
-        most: graphs of a function in this process.
+        most: maximum graphs of a function in this process.
     """
     from torch._dynamo import config
 
@@ -44,23 +44,23 @@ def compile_once(most: int = 16) -> None:
 
 
 def attention_mask(row: Row, queries: slice | None = None, *, window: int | None = None) -> Mask | dict[str, Mask]:
-    """Return a packed row's mask as the model takes it; with a window two, from which each layer takes its own.
+    """Return a packed row's attention mask for the model; with a window, one mask for each kind of layer.
 
     Args:
-        queries: mask these tokens only, whose keys are those of the whole row.
-        window: tokens that a sliding window shows, see `Architecture.window`.
+        queries: queries to mask, over the keys of the whole row; by default all.
+        window: sliding window in tokens, see `Architecture.window`.
     """
     queries = queries or slice(0, len(row))
     make = tree_masks if row.trees.device.type == "cpu" else block_mask
     if window is None:
         return make(row, queries, None)
-    # The keys are torchtitan's.
+    # torchtitan defines these keys.
     return {"basic_mask": make(row, queries, None), "sliding_window_mask": make(row, queries, window)}
 
 
-@torch.no_grad()  # else it would be compiled for each mode
+@torch.no_grad()  # otherwise it would be compiled for each grad mode
 def block_mask(row: Row, queries: slice, window: int | None = None) -> BlockMask:
-    """Return the mask of FlexAttention, in blocks; arguments as those of `attention_mask`."""
+    """Return FlexAttention's block mask; takes the arguments of `attention_mask`."""
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         q = q + queries.start

@@ -1,4 +1,4 @@
-"""Metrics of an update that stay on the device until it ends, and then leave it in one copy."""
+"""Metrics of an update, kept on the device until it ends and then read in one copy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from forge_rl.metrics import Max, Mean, Sum, Value, merge_all
 
 _KINDS: dict[type[Value], int] = {Sum: 1, Max: 1, Mean: 2}
-"""Kinds of values, and how many numbers each has."""
+"""Kinds of values, with the number of scalars that each takes."""
 
 
 class Measures:
-    """Collects values whose numbers may be tensors: reading each alone would wait for the device each time.
+    """Collects values that may be tensors: reading each of them separately would sync the device every time.
 
     measures = Measures()
     measures.add("entropy", Mean, entropy.sum(), tokens)
@@ -26,15 +26,15 @@ class Measures:
         self._numbers: list[torch.Tensor | float] = []
 
     def add(self, name: str, kind: type[Value], *numbers: torch.Tensor | float) -> None:
-        """Add a value of a metric, whose numbers are those of its kind; tensors are scalars."""
+        """Add a value of a metric, given the numbers that its kind takes; tensors must be scalars."""
         assert len(numbers) == _KINDS[kind], f"{kind.__name__} of {len(numbers)} numbers"
         self._values.append((name, kind))
         self._numbers += numbers
 
     def read(self, *others: torch.Tensor) -> tuple[dict[str, Value], Sequence[float]]:
-        """Wait for the device; return the merged values, and the other scalars.
+        """Sync the device; return the merged values and the other scalars.
 
-        Means over nothing are left out, and so are maxima of nothing, which are -inf.
+        Means and maxima over nothing are left out; such a maximum is -inf.
         """
         numbers = [*self._numbers, *others]
         tensors = [each.detach().double() for each in numbers if isinstance(each, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Builds torchtitan models from architectures, with layers of ours: attention over packed rows, RoPE."""
+"""Builds torchtitan models from architectures, with forge_rl's own attention over packed rows and RoPE."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def build_model(
     sequence_parallel: bool = False,
     expert_parallel: bool = False,
 ) -> Decoder:
-    """Build the torchtitan model, without weights, on the current default device, and ready to be parallelised.
+    """Build the torchtitan model on the current default device, without weights, ready to be parallelised.
 
     Args:
-        max_positions: the longest sequence that will be seen, in tokens, for the RoPE cache.
-        sequence_parallel: shard activations between the layers' matrices, where there is tensor parallelism.
-        expert_parallel: shard experts over ranks, in place of cutting each.
+        max_positions: maximum sequence length in tokens, for the RoPE cache.
+        sequence_parallel: with tensor parallelism, shard activations between the layers' matrices.
+        expert_parallel: shard whole experts over ranks instead of splitting each.
     """
     titan = architecture.family.titan()
     config = titan.model_config(architecture, min(architecture.max_positions, max_positions))
@@ -65,15 +65,15 @@ def gqa_decoder(
     qk_norm: bool = False,
     qkv_bias: bool = False,
 ) -> Any:
-    """Make the `Config` of a model with grouped-query attention, and experts where the architecture has them.
+    """Make the `Config` of a model with grouped-query attention, with experts if the architecture has them.
 
     q and k use Hugging Face's rotate-half order in every family (torchtitan's own Llama uses adjacent pairs), so that
     weights/names.py only renames.
 
     Args:
         max_positions: length of the RoPE cache, in tokens.
-        model: torchtitan's class of the model.
-        block: torchtitan's class of a layer.
+        model: torchtitan's model class.
+        block: torchtitan's layer class.
         qk_norm: normalise q and k of each head.
         qkv_bias: add a bias to q, k and v.
     """
@@ -100,7 +100,7 @@ def gqa_decoder(
 
 
 def decoder(architecture: Architecture, model: Any, layers: list[Any]) -> Any:
-    """Make the `Config` of a model of one of torchtitan's classes from those of its layers."""
+    """Make the `Config` of a torchtitan model class from its layers' configs."""
     a = architecture
     return model.Config(
         dim=a.dim,
@@ -114,7 +114,7 @@ def decoder(architecture: Architecture, model: Any, layers: list[Any]) -> Any:
 
 
 def network(architecture: Architecture, layer: int) -> dict[str, Any]:
-    """Make the `Config` of a layer's feed-forward network or its experts, by the name of the field for it."""
+    """Make the `Config` of a layer's feed-forward network or experts, keyed by field name."""
     a = architecture
     if a.experts is not None and layer in a.experts.layers:
         return {"moe": moe_config(a.experts, a.dim)}
@@ -123,12 +123,12 @@ def network(architecture: Architecture, layer: int) -> dict[str, Any]:
 
 
 def inner_attention() -> Any:
-    """Make the `Config` of the attention kernel of this device."""
+    """Make the `Config` of this device's attention kernel."""
     return FlexAttention.Config() if device_type() == "cuda" else TreeAttention.Config()
 
 
 def norm(architecture: Architecture, dim: int) -> Any:
-    """Make the `Config` of a norm over so many elements."""
+    """Make the `Config` of an RMSNorm over `dim` elements."""
     return LeanRMSNorm.Config(normalized_shape=dim, eps=architecture.norm_eps, param_init=LOADED)
 
 
@@ -138,7 +138,7 @@ def half_rope(architecture: Architecture, max_positions: int) -> Any:
 
 
 def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any]:
-    """Return what configs of RoPE have beside the number of elements, by the names of their fields."""
+    """Return the fields of a RoPE `Config` other than its dimension, by name."""
     rope: Mapping[str, Any] = architecture.rope
     fields: dict[str, Any] = {"max_seq_len": max_positions, "theta": float(rope["rope_theta"])}
     if rope["rope_type"] == "llama3":
@@ -162,9 +162,9 @@ def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any
 
 
 class TreeAttention(FlexAttention):
-    """Attention by the CPU's fused kernel, tree by tree: FlexAttention has no backward there.
+    """Attention tree by tree with the CPU's fused kernel, as FlexAttention has no backward on CPU.
 
-    It is a FlexAttention to torchtitan's context parallelism, which gathers the keys of a row before.
+    A subclass of FlexAttention so that torchtitan's context parallelism gathers a row's keys before it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -184,18 +184,18 @@ class TreeAttention(FlexAttention):
     ) -> torch.Tensor:
         """q, k, v and the result are [1, L, heads, head_dim]; there may be fewer queries than keys.
 
-        `out_transform` makes the result from the attention and the logsumexp of its scores, [1, L, heads], as in
+        `out_transform` maps the attention output and the scores' logsumexp, [1, L, heads], to the result, as in
         torchtitan's FlexAttention.
         """
-        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))  # torchtitan's shardings know those names
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))  # torchtitan's shardings use these names
         out, sums = (x.transpose(1, 2) for x in attend_trees(q, k, v, attention_masks, scale))
         return out if out_transform is None else out_transform(out, sums)
 
 
 class RowwiseLinear(ScaledBiasRowwiseLinear):
-    """Linear layer with a bias, whose inputs tensor-parallel ranks share: each adds its part of the bias.
+    """Row-parallel linear layer with a bias, of which each tensor-parallel rank adds its share.
 
-    The bias gets the gradient of the whole all the same, which torchtitan 0.3 divides by the number of ranks.
+    The bias gets the full gradient, which torchtitan 0.3 would divide by the number of ranks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -203,13 +203,13 @@ class RowwiseLinear(ScaledBiasRowwiseLinear):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Project [..., inputs], of which a rank has its part, to [..., outputs], to be added up over the ranks."""
+        """Project a rank's part of [..., inputs] to its partial sum of [..., outputs]."""
         weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (self.weight, self.bias))
         return nn.functional.linear(input, weight, ScaleBiasForward.apply(bias, self.tp_degree, input.dtype))
 
 
 class PairRoPE(ComplexRoPE):
-    """torchtitan's RoPE of adjacent pairs, which turns float64 as it is."""
+    """torchtitan's RoPE over adjacent pairs, without rounding float64."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
@@ -219,7 +219,7 @@ class PairRoPE(ComplexRoPE):
     def apply_rotary_emb(
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn queries and keys by their positions."""
+        """Rotate queries and keys by their positions."""
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             pairs = torch.view_as_complex(widened(x).reshape(*x.shape[:-1], -1, 2))
@@ -248,7 +248,7 @@ class HalfRoPE(CosSinRoPE):
     def apply_rotary_emb(
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn queries and keys by their positions, with fewer passes over memory than torchtitan's."""
+        """Rotate queries and keys by their positions, in fewer passes over memory than torchtitan."""
         cache = rope_cache.to_local() if isinstance(rope_cache, DTensor) else rope_cache
 
         def turned(x: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ class HalfRoPE(CosSinRoPE):
         return turned(query), turned(key)
 
     def _scale(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Scale as Llama 3.1 does: long wavelengths are stretched, short ones kept, those between interpolated."""
+        """Scale as Llama 3.1: stretch long wavelengths, keep short ones, interpolate in between."""
         factor, low, high = self.config.scaling_factor, self.config.low_freq_factor, self.config.high_freq_factor
         wavelengths = 2 * math.pi / frequencies
         smooth = (self.config.original_max_position_embeddings / wavelengths - low) / (high - low)

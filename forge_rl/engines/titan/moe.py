@@ -1,4 +1,4 @@
-"""Mixtures of experts on torchtitan, in the model's own format on any device."""
+"""Mixtures of experts on torchtitan, computing in the model's dtype on any device."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _LOADED = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD", *_GPT_O
 def moe_config(
     experts: Experts, dim: int, *, kind: type[GroupedExperts] | None = None, bias: bool = False, **own: Any
 ) -> Any:
-    """Make torchtitan's `MoE.Config` for a layer. Nothing balances the experts' load: that would change the policy.
+    """Make torchtitan's `MoE.Config` for a layer, without load balancing, which would change the policy.
 
     Args:
-        experts: the architecture's.
-        dim: elements of a token.
-        kind: class of the experts; by default PlainExperts.
-        bias: add a bias to the router's scores.
-        own: what the config of that class has beside its dimensions.
+        experts: experts of the architecture.
+        dim: model dimension.
+        kind: class of the experts; PlainExperts by default.
+        bias: add a bias to the router's logits.
+        own: further fields of that class's config.
     """
     shared = None
     if experts.shared_dim:
         shared = make_ffn_config(dim=dim, hidden_dim=experts.shared_dim, w1_param_init=_LOADED, w2w3_param_init=_LOADED)
     return make_moe_config(
         num_experts=experts.count,
-        # Makes room for the bias that steers the choice; only torchtitan's own optimizer would change it.
+        # Creates the bias used in the choice of experts; only torchtitan's own optimizer would update it.
         load_balance_coeff=1.0 if experts.steered else None,
         router=ReplayRouter.Config(
             num_experts=experts.count,
@@ -65,7 +65,7 @@ def moe_config(
 
 
 class FloatGate(Linear):
-    """A router's projection in float32, or float64 where the model is, so that close scores are told apart.
+    """Router projection in float32, or float64 for a float64 model, to distinguish close scores.
 
     torchtitan leaves this to autocast, which has no float32 on CPU.
     """
@@ -75,13 +75,13 @@ class FloatGate(Linear):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., dim] of any format to [..., experts] float32 or float64."""
+        """Project [..., dim] of any dtype to [..., experts] float32 or float64."""
         bias = None if self.bias is None else widened(self.bias)
         return nn.functional.linear(widened(input), widened(self.weight), bias)
 
 
 class WideDispatcher(AllToAllTokenDispatcher):
-    """torchtitan's dispatcher, which multiplies results by scores in the wider format of both; its own takes float32.
+    """torchtitan's dispatcher, multiplying results by scores in the wider dtype of both instead of float32.
 
     Without expert parallelism nothing is exchanged.
     """
@@ -91,7 +91,7 @@ class WideDispatcher(AllToAllTokenDispatcher):
         pass
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
-        """Bring the experts' results back to their tokens and add them up, times their scores: [T, dim]."""
+        """Return the experts' results to their tokens, and sum them weighted by score: [T, dim]."""
         out = routed_output_RD
         if self.ep_mesh is not None:
             out = self._unpermute(out, metadata.input_shape, metadata.permuted_indices)
@@ -104,7 +104,7 @@ class WideDispatcher(AllToAllTokenDispatcher):
 
 
 class PlainExperts(GroupedExperts):
-    """SwiGLU experts that compute in the format of their input; torchtitan's round to bfloat16."""
+    """SwiGLU experts that compute in the dtype of their input; torchtitan's round to bfloat16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -122,7 +122,7 @@ class PlainExperts(GroupedExperts):
 
 
 class ClampedExperts(GptOssGroupedExperts):
-    """Experts of gpt-oss, with biases and a clamped SwiGLU, that compute in the format of their input."""
+    """Experts of gpt-oss, with biases and a clamped SwiGLU, that compute in the dtype of their input."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssGroupedExperts.Config):
@@ -141,7 +141,7 @@ class ClampedExperts(GptOssGroupedExperts):
         out = product(swiglu(hidden, limit=self.swiglu_limit), self.mlp2_weight_EDF)
         weight = self.mlp1_weight_EGD
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
-        # Ranks that share the experts' columns add their results up, the bias once.
+        # Tensor-parallel ranks sum their results, which must add the bias once.
         shares = weight.device_mesh.size(axes.index("tp")) if "tp" in axes else 1
         bias: torch.Tensor = ScaleBiasForward.apply(_local(self.mlp2_bias_ED)[of_rows], shares, out.dtype)
         return out + bias
@@ -150,9 +150,9 @@ class ClampedExperts(GptOssGroupedExperts):
 def _grouped_product(
     experts: GroupedExperts, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply rows of x, [R, inputs], by the weights of their experts, [experts, outputs, inputs]; those of each end
-    before `ends`, [experts] int32."""
-    if x.dtype == torch.float64:  # torch has no grouped product of it
+    """Multiply rows of x, [R, inputs], by their experts' weights, [experts, outputs, inputs]; `ends`, [experts] int32,
+    holds the end of each expert's rows."""
+    if x.dtype == torch.float64:  # torch has no float64 grouped matmul
         counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts), weights, strict=True)])
     return experts._grouped_mm(A=x, B_t=weights.transpose(-2, -1), offs=ends)

@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE with gradients by hand: fewer passes over memory, and less is kept for the backward pass."""
+"""RMSNorm and RoPE with manual gradients: fewer passes over memory, and less saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge_rl.algorithms import widened
 
 
 class LeanRMSNorm(RMSNorm):
-    """torchtitan's RMSNorm, whose backward pass keeps the input and one number a token where torch has no kernel."""
+    """torchtitan's RMSNorm that, where torch has no kernel, saves only the input and one number per token."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -31,7 +31,7 @@ class LeanRMSNorm(RMSNorm):
 class _RMSNorm(torch.autograd.Function):
     """y = x r w with r = (mean(x^2) + eps)^(-1/2).
 
-    With g the gradient of y, that of x is g w r - x r^3 mean(g w x), and that of w the sum of g x r over all tokens.
+    With g = dL/dy: dL/dx = g w r - x r^3 mean(g w x), and dL/dw is the sum of g x r over all tokens.
     """
 
     @staticmethod
@@ -53,18 +53,18 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Turn each half of the heads against the other one, in float32 or wider.
+    """Apply rotate-half RoPE, in float32 or wider.
 
     Args:
         x: [1, L, heads, head_dim].
-        cache: [1, L, 1, 2 head_dim], cosines and then sines, the same for both halves.
+        cache: [1, L, 1, 2 head_dim], cosines then sines, each repeated for both halves.
     """
     turned: torch.Tensor = _Rotation.apply(x, cache)
     return turned
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is turned back."""
+    """Rotation; its gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

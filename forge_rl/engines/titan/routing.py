@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: they can take the experts that the engine chose, and count what each expert gets."""
+"""Mixture-of-experts routers that can replay the engine's choices and count the tokens of each expert."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from forge_rl.errors import ForgeError
 from forge_rl.metrics import Mean, Value
 
 _NEVER = -1e30
-"""Added to the scores that an expert is chosen by. Finite, so that of groups, ranked by sums of scores, those come
-first that have a chosen expert."""
+"""Added to the scores of experts not to be chosen. Finite, so that groups, which are ranked by sums of scores, still
+rank by the chosen experts they have."""
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
-    """torchtitan's router, which can be told the experts of a row's tokens.
+    """torchtitan's router, with optional replay of given experts for a row's tokens.
 
-    The experts' weights are its own scores all the same, normalised as the family does, with their gradient. Engine
-    and trainer round differently, so that close scores choose other experts, and a token's logprob jumps: see
+    Gate weights are still its own scores, normalised as in the family, with their gradient. Without replay, engine and
+    trainer round differently, so close scores select different experts and a token's logprob jumps: see
     "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370.
     """
 
@@ -30,19 +30,19 @@ class ReplayRouter(TokenChoiceTopKRouter):
         pass
 
     layer = 0
-    """Number of its layer in the model, dense ones counted too."""
+    """Index of its layer in the model, including dense layers."""
     real: torch.Tensor | None = None
-    """[1, L] bool, False in padding; None where nothing is counted."""
+    """[1, L] bool, False in padding; None to count nothing."""
     replayed: torch.Tensor | None = None
-    """Experts to take, [1, L, top_k] int64, -1 where they are not known; None where it chooses them all."""
+    """Experts to use, [1, L, top_k] int64, -1 where unknown; None to choose all of them."""
     counts: torch.Tensor | None = None
-    """Of the last forward pass, [experts + 3] int64: tokens that each expert got; tokens, those whose experts were
-    replayed, and those among them for which it would have chosen others. Of this rank's tokens alone."""
+    """Counts of this rank's tokens in the last forward pass, [experts + 3] int64: tokens per expert; then all tokens,
+    replayed tokens, and replayed tokens for which the router would have chosen differently."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the experts' weights and ids, both [B, L, top_k], and all scores, [B, L, experts]."""
+        """Return gate weights and expert ids, both [B, L, top_k], and all scores, [B, L, experts]."""
         bias = expert_bias_E
         if self.replayed is not None:
             bias = _like(self._aversion(self.replayed), x_BLD)
@@ -53,7 +53,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
         return weights, chosen, scores
 
     def _aversion(self, replayed: torch.Tensor) -> torch.Tensor:
-        """Return what keeps all other experts from being chosen, [1, L, experts] float32; 0 where none are known."""
+        """Return a bias that excludes all experts but the replayed ones, [1, L, experts] float32; 0 if unknown."""
         known = (replayed >= 0).all(-1, keepdim=True)
         shape = (*replayed.shape[:-1], self.num_experts)
         aversion = torch.full(shape, _NEVER, device=replayed.device).scatter(-1, replayed.clamp(min=0), 0.0)
@@ -79,21 +79,21 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def routers(model: nn.Module) -> list[ReplayRouter]:
-    """List a model's routers, from the first layer to the last; none if it is dense."""
+    """List a model's routers from the first layer to the last; empty if it is dense."""
     return [module for module in model.modules() if isinstance(module, ReplayRouter)]
 
 
 def set_routing(model: nn.Module, real: torch.Tensor, routed: torch.Tensor | None) -> None:
-    """Tell each router of a model about the tokens of the next forward pass, and of its backward pass.
+    """Set the tokens and experts of the next forward and backward pass on each router of a model.
 
-    What is computed again in the backward pass is routed as in the forward pass, since nothing changes in between.
+    Activations recomputed in the backward pass are routed as in the forward pass, as nothing changes in between.
 
     Args:
         real: [L] bool, False in padding.
-        routed: experts to take, see `Row.routed`, of all layers; None if the model chooses them.
+        routed: experts to use in all layers, see `Row.routed`; None if the model chooses them.
 
     Raises:
-        ForgeError: the experts are those of a model of another shape.
+        ForgeError: the experts come from a model of another shape.
     """
     for router in routers(model):
         router.real = real[None]
@@ -110,17 +110,17 @@ def set_routing(model: nn.Module, real: torch.Tensor, routed: torch.Tensor | Non
 
 
 def routing_counts(model: nn.Module) -> torch.Tensor | None:
-    """Return what the routers counted in the last forward pass, [layers with experts, experts + 3]; None if dense."""
+    """Return the routers' counts of the last forward pass, [layers with experts, experts + 3]; None if dense."""
     found = [router.counts for router in routers(model) if router.counts is not None]
     return torch.stack(found) if found else None
 
 
 def routing_metrics(counts: torch.Tensor, *, replays: bool) -> dict[str, Value]:
-    """Make metrics of counts, added up over rows and ranks. A token that several ranks have counts once for each.
+    """Make metrics from counts summed over rows and ranks. A token on several ranks counts once for each.
 
-    `experts/load_max_over_mean` is the tokens of the busiest expert over those of the mean one, averaged over layers:
-    1 is even. `experts/replayed` is the share of choices (a token's in a layer) that were the engine's, and
-    `experts/replay_differs` the share of these that the trainer would have made otherwise.
+    `experts/load_max_over_mean` is the busiest expert's tokens over the mean expert's, averaged over layers: 1 is even.
+    `experts/replayed` is the share of choices (one per token and layer) that were replayed, and
+    `experts/replay_differs` the share of these where the trainer would have chosen differently.
     """
     load, (tokens, known, differs) = counts[:, :-3].double(), counts[:, -3:].sum(dim=0).tolist()
     mean = load.mean(dim=1).clamp(min=1e-9)
@@ -132,8 +132,7 @@ def routing_metrics(counts: torch.Tensor, *, replays: bool) -> dict[str, Value]:
 
 
 def _like(values: torch.Tensor, other: torch.Tensor, *, sharded: bool = False) -> torch.Tensor:
-    """Return values that all tensor-parallel ranks have as a DTensor where `other` is one; sharded as that is, or
-    whole."""
+    """Return values that all tensor-parallel ranks hold, as a DTensor if `other` is one: replicated, or sharded alike."""
     if not isinstance(other, DTensor):
         return values
     whole = DTensor.from_local(values, other.device_mesh, run_check=False)

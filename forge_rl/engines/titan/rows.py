@@ -1,4 +1,4 @@
-"""Brings rows to the device: one copy each, which the device does not wait for."""
+"""Copies rows to the device, in one asynchronous copy each."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from forge_rl.data.packing import Row
 
 _ALIGNMENT = 16
-"""Bytes that every tensor of a buffer begins at a multiple of."""
+"""Alignment in bytes of the tensors in a buffer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceRow:
-    """A row on the device, and what is known of it without asking the device."""
+    """A row on the device, with metadata known without a device sync."""
 
     row: Row
     own: slice
-    """This rank's part of it."""
+    """This rank's part of the row."""
     wanted: torch.Tensor
-    """[n] int64, places in that part whose targets are trained."""
+    """[n] int64, positions in that part whose targets are trained."""
     tokens: int
-    """Number of trained targets, of the whole row."""
+    """Number of trained targets in the whole row."""
 
 
 def on_device(row: Row, own: slice, device: torch.device) -> DeviceRow:
@@ -39,7 +39,7 @@ def on_device(row: Row, own: slice, device: torch.device) -> DeviceRow:
 
 
 def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy tensors to a device in one piece, from pinned memory where it is a GPU; the copies are views of it."""
+    """Copy tensors to a device in one buffer, pinned for a GPU; the results are views of it."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     held = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for piece, tensor in zip(held.split(sizes), tensors.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Writes training state and Hugging Face exports in a thread, from copies in host memory, while training goes on."""
+"""Writes training state and Hugging Face exports in a thread, from copies in host memory, while training continues."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from forge_rl.errors import CheckpointError
 
 
 class StateSaver:
-    """Saves the state of an engine; all ranks call it in the same order.
+    """Saves an engine's state; all ranks make the same calls in the same order.
 
         saved = saver.save(model, optimizer, {"updates": 3}, folder, source=source, dtype=torch.bfloat16)
         ...  # the model may change
         saved.result()
 
-    Host memory holds a copy of this rank's shards until they are written, 12 bytes a parameter, and the tensor that is
-    being written once more.
+    Until they are written, host memory holds a copy of this rank's shards, 12 bytes per parameter, and a second copy of
+    the tensor being written.
     """
 
     def __init__(self) -> None:
@@ -49,23 +49,23 @@ class StateSaver:
         source: Path,
         dtype: torch.dtype,
     ) -> Future[None]:
-        """Copy the state, and begin to write `folder/training` and `folder/model`, which exist and are empty.
+        """Copy the state, and start writing `folder/training` and `folder/model`, which exist and are empty.
 
-        What another call began is finished first. Any number of ranks, in any layout, can read what is written.
-        Frozen weights are written without optimizer state.
+        Waits for an earlier save first. Any number of ranks, in any layout, can read the result. Frozen weights are
+        written without optimizer state.
 
         Args:
-            counts: written beside, by name.
+            counts: counts to save with the state, by name.
             source: Hugging Face folder that config and tokenizer are copied from.
-            dtype: format of the export; the training state is in float32.
+            dtype: dtype of the export; the training state is in float32.
 
         Returns:
-            A future, done once all ranks have written. It raises CheckpointError if one could not.
+            A future, done once all ranks have written; raises CheckpointError if one failed.
         """
         if self._last is not None:
             wait_for([self._last])
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")  # of its own: training uses the other one meanwhile
+            self._group = dist.new_group(backend="gloo")  # its own, as training uses the default one meanwhile
         state = copied(training_state(model, optimizer, counts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -89,7 +89,7 @@ class StateSaver:
         self._on_all_ranks("the model", folder / "model", export)
 
     def _on_all_ranks(self, what: str, folder: Path, work: Callable[[], None]) -> None:
-        """Do the work; what fails on any rank is raised on all."""
+        """Call a function on all ranks; a failure on one raises on all."""
         failed = ""
         try:
             work()

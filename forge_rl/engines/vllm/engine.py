@@ -1,4 +1,4 @@
-"""One vLLM engine: decodes, and takes new weights while requests are in flight."""
+"""One vLLM engine: decodes, and loads new weights while requests are in flight."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _CLOSE_S = 0.5
-"""Seconds that vLLM's process gets to end by itself before it is killed: its own way takes four, and saves nothing."""
+"""Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
 
 
 class VLLMEngine:
-    """A `DecodeEngine` on vLLM, in processes of its own below this one."""
+    """A `DecodeEngine` on vLLM, in child processes or, with a single worker, in this one."""
 
     def __init__(self, llm: AsyncLLM, settings: DecodeSettings) -> None:
         self._llm = llm
@@ -69,17 +69,17 @@ class VLLMEngine:
         self._paused = False
         self._asleep = False
         self._changing = asyncio.Lock()
-        """Held while vLLM's state, which is below, follows what was asked for, which is above, and what was loaded."""
+        """Held while vLLM's state (below) is brought to the requested state (above), and during loads."""
         self._stopped = False
         """True while vLLM decodes nothing."""
         self._released: list[str] = []
-        """Parts that are not in memory: "weights", "kv_cache"."""
+        """Parts that were freed: "weights", "kv_cache"."""
         self._loaded = False
-        """True once the weights are of a version that can be loaded again."""
+        """True once a published version was loaded, which can be loaded again."""
         self._dropped = False
-        """True while the weights are gone, and no copy of them was kept."""
+        """True while the weights are freed, with no copy kept."""
         pids = engine_pids(llm)
-        # Workers end with this process by themselves, and engines with their workers. vLLM's coordinator does not.
+        # Workers end with this process, and engines with their workers; vLLM's coordinator does not.
         self._guard = clean_up_after((), pids) if len(pids) > 1 else None
         for pid in pids:
             when_process_ends(pid, self._on_engine_death)
@@ -88,7 +88,7 @@ class VLLMEngine:
     @classmethod
     async def start(cls, folder: Path, settings: DecodeSettings, seed: int) -> VLLMEngine:
         try:
-            with children_outlive_stop_signals():  # vLLM's own processes have handlers that end them
+            with children_outlive_stop_signals():  # vLLM's processes have handlers that end them
                 engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)), settings)
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             if settings.routed_experts and device_type() == "cpu":
@@ -99,7 +99,7 @@ class VLLMEngine:
         except (ValueError, RuntimeError) as error:
             raise ModelError(
                 f"vLLM does not start with {folder}: {start_cause(error, own_log())}",
-                hint="see logs/generator-*.log in the run folder for vLLM's own report",
+                hint="see logs/generator-*.log in the run folder for vLLM's output",
             ) from error
         return engine
 
@@ -122,7 +122,7 @@ class VLLMEngine:
                     if output.prompt_logprobs:
                         of_prompt = _prompt_logprobs(output.prompt_logprobs)
                     if completion.finish_reason == "error" and "structured_outputs" in sampling.extra:
-                        # Whoever asks must not be able to end an engine: only what compiles it knows what it takes.
+                        # A client must not be able to bring down an engine; only the grammar compiler can tell.
                         raise ConfigError(
                             "vLLM cannot decode under the constraint of the request",
                             hint="see logs/generator-*.log, and change the schema, regular expression or grammar",
@@ -148,19 +148,19 @@ class VLLMEngine:
                 f"vLLM does not take the request: {error}", hint="change the prompt or the sampling"
             ) from error
         except EngineDeadError:
-            self._on_engine_death()  # as soon as its process has ended this one would: no need to wait for that
+            self._on_engine_death()  # no need to wait for its process to end
             raise
         finally:
             self._requests -= 1
 
     async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
-        """Return the experts of a request that has ended, `[tokens, layers, top_k]`."""
+        """Return the experts of an ended request, `[tokens, layers, top_k]`."""
         if device_type() != "cpu":
             assert completion.routed_experts is not None, "vLLM was asked for them"
             return completion.routed_experts
         found = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
         if len(found) != 1:
-            raise RuntimeError(f"{len(found)} workers know the experts of a request")
+            raise RuntimeError(f"{len(found)} workers returned the experts of a request, not 1")
         rows: npt.NDArray[Any] = found[0]
         return rows
 
@@ -178,8 +178,8 @@ class VLLMEngine:
             bucket = await anext(buckets, None)
         async with self._changing:
             with clock.phase("pause"):
-                # This clears the prefix cache too. Nothing is computed until the engine resumes, and so no block of the
-                # old weights is left for anybody.
+                # This also clears the prefix cache. Nothing is computed until the engine resumes, so no block computed
+                # with the old weights remains.
                 await self._stop(clear_cache=True)
                 await self._restore(["weights"])
             try:
@@ -205,8 +205,7 @@ class VLLMEngine:
         return replace(report, seconds=_stages(clock.finish_step(), fingerprint_s))
 
     async def _all_workers(self, method: str, *args: object) -> list[Any]:
-        """Call a method of WorkerExtension in each worker; returns what they answer, in order, or raises an error of
-        one of them."""
+        """Call a method of WorkerExtension on each worker; returns the answers in order, or raises the first error."""
         answers = [pickle.loads(answer) for answer in await call_workers(self._llm, f"forge_rl_{method}", *args)]
         for answer in answers:
             if isinstance(answer, Exception):
@@ -214,7 +213,7 @@ class VLLMEngine:
         return answers
 
     async def _apply(self) -> None:
-        """Bring vLLM to the state that was asked for last."""
+        """Bring vLLM to the last requested state."""
         async with self._changing:
             if self._asleep and "kv_cache" not in self._released:
                 await self._stop(clear_cache=True)
@@ -233,24 +232,24 @@ class VLLMEngine:
             self._stopped = True
 
     async def _release(self) -> None:
-        """Give memory back; AsyncLLM.sleep would not do, as its wake_up resumes a paused engine."""
+        """Free memory; not with AsyncLLM.sleep, as its wake_up resumes a paused engine."""
         if device_type() == "cpu":
             await self._all_workers("release_kv_cache")
             self._released = ["kv_cache"]
         else:
-            # Level 1 would first copy the weights to host memory, which is pinned for it: half a minute for 60 GB.
+            # Level 1 copies the weights to newly pinned host memory first: half a minute for 60 GB.
             await self._llm.collective_rpc("sleep", kwargs={"level": 2 if self._loaded else 1})
             self._dropped = self._loaded
             self._released = ["weights", "kv_cache"]
 
     async def _restore(self, what: Sequence[str]) -> None:
         back = [tag for tag in self._released if tag in what]
-        if back and device_type() != "cpu":  # a CPU's pages come back when they are written
+        if back and device_type() != "cpu":  # on CPU, pages are allocated again when written
             await self._llm.collective_rpc("wake_up", kwargs={"tags": back})
         self._released = [tag for tag in self._released if tag not in back]
 
     async def _watch(self, stall_s: float) -> None:
-        """End this process, which the engine ends with, once the engine hangs in a step."""
+        """End this process, and with it the engine, once the engine hangs in a step."""
         await watch_steps(
             lambda: answer_between_steps(self._llm),
             lambda: self._requests > 0 and not self._changing.locked(),
@@ -277,15 +276,15 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
     on_cpu = device_type() == "cpu"
     return AsyncEngineArgs(
         model=str(folder),
-        # Data alone, whatever the folder holds: no Python of its own, no pickled weights.
+        # Whatever the folder holds, read only data: no Python code, no pickled weights.
         trust_remote_code=False,
         load_format="safetensors",
         config_format="hf",
         dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
         max_model_len=settings.max_model_tokens,
         max_num_seqs=settings.max_requests,
-        # A group shares the full blocks of its prompt. vLLM's own 128 tokens on CPU are longer than a short prompt; 32
-        # is the smallest that its fast kernels take.
+        # A group shares the full blocks of its prompt. vLLM's default of 128 tokens on CPU exceeds short prompts; 32 is
+        # the smallest size that its fast kernels support.
         block_size=32 if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30) / settings.devices) if on_cpu else None,
         gpu_memory_utilization=settings.memory_share,
@@ -294,17 +293,17 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         tensor_parallel_size=settings.tensor_parallel,
         data_parallel_size=settings.data_parallel,
         enable_expert_parallel=settings.expert_parallel,
-        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # there see routing.py
+        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # on CPU, see routing.py
         distributed_executor_backend="mp" if settings.tensor_parallel > 1 else "uni",
-        # vLLM cannot roll back a CPU generator: a seeded request whose prompt was split kills the engine.
+        # vLLM cannot roll back a CPU generator: a seeded request whose prompt is split kills the engine.
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=max(settings.max_model_tokens, 4096),
         logprobs_mode="processed_logprobs",
-        # The output projection in float32, as in the trainer: logits rounded to bfloat16 alone cost 0.03 a logprob.
+        # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
         hf_overrides={"head_dtype": "float32"},
         enable_prefix_caching=True,
         disable_log_stats=True,
-        # "auto" has the first constraint after the start choose for all that follow.
+        # With "auto", the first constraint would choose the backend for all later ones.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         seed=seed,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
@@ -314,10 +313,10 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
 
 
 def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
-    """Make the report of an engine from those of its workers.
+    """Combine the workers' reports into the engine's.
 
     Raises:
-        WeightsError: they read different versions, or different values of what several of them hold.
+        WeightsError: workers read different versions, or different values of the same slice.
     """
     versions = {worker.version for worker in workers}
     if len(versions) > 1:
@@ -333,7 +332,7 @@ def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
 
 
 def _stages(whole: Mapping[str, float], fingerprint_s: float) -> dict[str, float]:
-    """Return seconds by stage, each counted once: fingerprints of live parameters are taken while a load finishes."""
+    """Return seconds by stage; fingerprints of live parameters, taken within "finish", are subtracted from it."""
     seconds = {name: whole.get(f"seconds/{name}", 0.0) for name in ("wait", "pause", "load", "finish")}
     seconds["finish"] -= fingerprint_s
     return seconds | {"fingerprint": fingerprint_s}
@@ -358,7 +357,7 @@ def _parameters(sampling: Sampling) -> SamplingParams:
 def _prompt_logprobs(
     positions: Sequence[Mapping[int, Logprob] | None],
 ) -> tuple[tuple[tuple[int, float, int], ...], ...]:
-    """Return (id, logprob, rank) of what vLLM reports at each position of a prompt."""
+    """Return the (id, logprob, rank) triples that vLLM reports at each position of a prompt."""
     return tuple(
         tuple((token, entry.logprob, entry.rank or 0) for token, entry in (position or {}).items())
         for position in positions
@@ -366,7 +365,7 @@ def _prompt_logprobs(
 
 
 def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
-    """Return the version of each token from `first` up to `end`; -1 where the engine had loaded none."""
+    """Return the version of each token in [first, end); -1 where no version had been loaded."""
     versions = [-1] * (end - first)
     for version, start in starts:
         at = max(0, start - first)
@@ -375,7 +374,7 @@ def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
 
 
 def _chunk(completions: list[CompletionOutput], sampling: Sampling, starts: list[tuple[str, int]], sent: int) -> Chunk:
-    """Join what vLLM gave since the last chunk, before which `sent` tokens came."""
+    """Join vLLM's outputs since the last chunk, after `sent` earlier tokens."""
     ids = [token for completion in completions for token in completion.token_ids]
     steps = [step for completion in completions for step in completion.logprobs or ()]
     greedy = sampling.temperature == 0

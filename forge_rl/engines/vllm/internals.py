@@ -120,8 +120,8 @@ def begin_reload(model: torch.nn.Module) -> None:
     layer: Any
     for layer in model.modules():
         if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
-            # On a CPU with AMX, latent attention packs a copy of kv_b_proj and drops the weight. A reload needs a weight
-            # to load into; it is dropped again once packed.
+            # On a CPU with AMX, latent attention packs a copy of kv_b_proj and drops the weight. A reload needs one to
+            # load into; it is dropped again once packed.
             was = get_layerwise_info(layer).restore_metadata[0]["weight"]
             layer.weight = torch.nn.Parameter(torch.empty_like(was, device="cpu"), requires_grad=False)
     initialize_layerwise_reload(model)

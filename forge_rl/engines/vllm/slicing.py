@@ -1,7 +1,7 @@
 """Watches vLLM's loaders: which slice of each published tensor a worker copies, and where to.
 
-Each of vLLM's layers cuts its own part out of a whole tensor, by tensor or expert parallelism, as a view. A version
-lies in memory that is mapped, so that a worker reads no more than what is copied out of such a view in the end.
+Under tensor or expert parallelism, vLLM's layers take views of whole tensors. A version is in mapped memory, so a
+worker reads only the bytes that are copied out of these views.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from forge_rl.weights.slices import TensorSlice
 
 
 class _Memory(NamedTuple):
-    """Bytes of a published tensor, in a bucket or in a copy of a part of it."""
+    """Addresses of a published tensor's bytes, in a bucket or in a partial copy."""
 
     begin: int
     end: int
     entry: TensorEntry
     block: TensorSlice
-    """Place of what lies there in the whole tensor."""
+    """Slice of the whole tensor that these bytes hold."""
 
 
 class _Located(NamedTuple):
@@ -50,21 +50,20 @@ class _Place(NamedTuple):
 
 
 class SliceWatch(TorchDispatchMode):
-    """Notes the slices that loaders copy while it is entered, and fingerprints them.
+    """Records and fingerprints the slices that loaders copy while it is entered.
 
         watch = SliceWatch(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
         with watch.reading(tensors_by_entry), watch:
             model.load_weights(tensors)
         watch.shards(), watch.repacked
 
-    vLLM runs each loader twice: on meta tensors, to count the elements, and once a layer is complete, for its
-    parameters. The first run tells which slices are wanted, and for which parameters. A slice whose parameter keeps the
-    published bytes is fingerprinted there, at the end. Others, which vLLM repacks, are fingerprinted as they are
-    copied.
+    vLLM runs each loader twice: on meta tensors, to count elements, and, once a layer is complete, on its parameters.
+    The first run shows which slices go to which parameters. Slices whose parameters keep the published bytes are
+    fingerprinted there at the end; those that vLLM repacks, while they are copied.
 
     Args:
         model: vLLM's model, once a reload has begun.
-        before: its parameters before that, by name: those that have the same format now keep the bytes as they are.
+        before: its parameters before the reload, by name; those with an unchanged format keep the published bytes.
     """
 
     def __init__(self, model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> None:
@@ -72,23 +71,23 @@ class SliceWatch(TorchDispatchMode):
         self._model = model
         self._loading = dict(model.named_parameters())
         storages = {name: value.untyped_storage() for name, value in self._loading.items()}
-        self._storages = list(storages.values())  # so that no other one gets an id of theirs
+        self._storages = list(storages.values())  # keeps their ids from being reused
         self._names = {id(storage): name for name, storage in storages.items()}
         self._keeps = {
             name: _format(value) == _format(before[name]) for name, value in self._loading.items() if name in before
         }
         self._memory: list[_Memory] = []
-        """Where bytes of published tensors lie, in the order of their addresses."""
+        """Memory of published tensors, sorted by address."""
         self._entries: dict[str, TensorEntry] = {}
         self._places: dict[str, dict[TensorSlice, _Place | None]] = defaultdict(dict)
-        """Slices that are wanted, by name, with where each goes; None where it does not stay as it is."""
+        """Destination of each needed slice, by tensor name; None if the slice is repacked."""
         self._fingerprints: dict[tuple[str, TensorSlice], int] = {}
         self._copied: dict[tuple[str, TensorSlice], Move] = {}
-        """Slices whose fingerprints are yet to be taken, of many at a time: an expert's alone would keep one thread."""
+        """Slices yet to be fingerprinted, in batches: a single expert would occupy only one thread."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all slices that were copied."""
+        """Bytes of all copied slices."""
         return sum(
             found.numel * self._entries[name].torch_dtype.itemsize
             for name, slices in self._places.items()
@@ -97,11 +96,11 @@ class SliceWatch(TorchDispatchMode):
 
     @property
     def repacked(self) -> list[str]:
-        """Names of tensors of which some bytes as such exist no more."""
+        """Names of tensors that were repacked, at least in part."""
         return [name for name, slices in self._places.items() if None in slices.values()]
 
     def shards(self) -> list[ShardReport]:
-        """Slices that were copied, with their fingerprints: of live parameters where these keep the bytes."""
+        """Copied slices with their fingerprints, taken of live parameters where these keep the published bytes."""
         live = dict(self._model.named_parameters())
         moves = {
             (name, tensor_slice): Move(
@@ -123,7 +122,7 @@ class SliceWatch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def reading(self, tensors: Mapping[TensorEntry, torch.Tensor]) -> Iterator[None]:
-        """Know what lies in these tensors while the body runs; nothing of them is needed afterwards."""
+        """Recognise slices of these tensors while the body runs; they may be freed afterwards."""
         held = [self._hold(entry, TensorSlice.whole(entry.shape), values) for entry, values in tensors.items()]
         self._entries |= {entry.name: entry for entry in tensors}
         try:
@@ -134,7 +133,7 @@ class SliceWatch(TorchDispatchMode):
                 self._memory.remove(memory)
 
     def keep(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy what is wanted of a tensor whose bytes are about to go; the rest takes no memory."""
+        """Copy the needed slices of a tensor that is about to be freed; the rest takes no memory."""
         found = self._locate(values)
         if found is None or found.tensor_slice.size != tuple(values.shape):
             with self:
@@ -161,7 +160,7 @@ class SliceWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _copies(self, target: torch.Tensor, source: torch.Tensor, found: _Located) -> bool:
-        """Note a copy; returns True if it was done on the way."""
+        """Record a copy; returns True if it was also carried out."""
         entry, tensor_slice = found.memory.entry, found.tensor_slice
         places = self._places[entry.name]
         key = entry.name, tensor_slice
@@ -183,12 +182,12 @@ class SliceWatch(TorchDispatchMode):
         return False
 
     def _take_fingerprints(self) -> None:
-        """Take the fingerprints of copied slices, while their bytes are there."""
+        """Fingerprint copied slices while their bytes are still there."""
         self._fingerprints |= dict(zip(self._copied, move(list(self._copied.values())), strict=True))
         self._copied.clear()
 
     def _fingerprint(self, found: _Located, target: torch.Tensor | None) -> None:
-        """Fingerprint a slice that does not stay as it is, and copy it, if it goes somewhere."""
+        """Fingerprint a slice that is repacked, copying it to the target if there is one."""
         entry, tensor_slice = found.memory.entry, found.tensor_slice
         self._places[entry.name][tensor_slice] = None
         if (entry.name, tensor_slice) not in self._fingerprints.keys() | self._copied.keys():
@@ -201,7 +200,7 @@ class SliceWatch(TorchDispatchMode):
         return memory
 
     def _locate(self, values: torch.Tensor) -> _Located | None:
-        """Find which slice of which published tensor a view is; None for other tensors."""
+        """Find the slice of a published tensor that a view shows; None for other tensors."""
         if values.is_meta or not values.numel():
             return None
         address = values.data_ptr()
@@ -224,11 +223,12 @@ def _format(values: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dt
 
 
 def _slice_of(view: torch.Tensor, first: int, shape: Sequence[int]) -> TensorSlice | None:
-    """Return the block of a contiguous tensor that a view of it is; None if it is no block.
+    """Return the block of a contiguous tensor that a view covers; None if the view is not a block.
 
     Args:
-        first: number of the view's first element in the tensor.
-        shape: of the tensor.
+        view: a view of the tensor.
+        first: index of the view's first element in the flattened tensor.
+        shape: shape of the tensor.
     """
     start, size, steps = [], [1] * len(shape), _strides(shape)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Loads weights into vLLM's model, bucket by bucket; runs in vLLM's worker."""
+"""Loads weights into vLLM's model, bucket by bucket; runs in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process without which a worker ends, as vLLM's additional_config."""
+    """Process whose death ends the worker; passed as vLLM's additional_config."""
 
     pid: int
 
     def compute_hash(self) -> str:
-        """Return this part of vLLM's compile hash: the same for all, so that what one engine compiled serves others."""
+        """Return this part of vLLM's compile hash: a constant, so that engines share compiled graphs."""
         return "forge_rl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport:
-    """Report of a worker after a load."""
+    """A worker's report of a load."""
 
     version: int
     bytes: int
-    """Bytes that it read, as published."""
+    """Bytes read, in the published dtype."""
     shards: list[ShardReport]
-    """Slices that it took, with their fingerprints."""
+    """Slices read, with their fingerprints."""
     repacked: list[str]
-    """Names of tensors whose bytes as such exist no more: their fingerprints are of what went into the loader."""
+    """Names of repacked tensors, whose fingerprints are of the loader's input instead of live parameters."""
     fingerprint_s: float
-    """Seconds that fingerprints of live parameters took; the others are taken with the copies."""
+    """Seconds spent on fingerprints of live parameters; the others are taken while copying."""
 
 
 class WorkerExtension:
     """Methods that vLLM adds to its worker, for collective_rpc.
 
-    None raises: vLLM leaves the answers of the other workers unread where one has failed, and takes them for those of
-    the next call. What they answer is pickled, since vLLM sends plain types alone.
+    They never raise: when one worker fails, vLLM leaves the other workers' answers unread and takes them for answers to
+    the next call. Answers are pickled, since vLLM only sends plain types.
     """
 
     weight_transfer_engine: BucketTransferEngine
@@ -67,18 +67,18 @@ class WorkerExtension:
         return pickle.dumps(os.getpid())
 
     def forge_rl_start_load(self) -> bytes:
-        """Begin to load a version, also after a load that failed."""
+        """Begin to load a version, possibly after a failed load."""
         worker: Any = self
         internals.allow_another_update(worker)
         return _answer(worker.start_weight_update)
 
     def forge_rl_load_bucket(self, version: int, bucket: bytes) -> bytes:
-        """Load a bucket of the version, which is a pickled `TensorBucket`."""
+        """Load a bucket of the version, a pickled `TensorBucket`."""
         worker: Any = self
         return _answer(lambda: worker.update_weights({"version": version, "bucket": bucket}))
 
     def forge_rl_finish_load(self) -> bytes:
-        """Finish the version; answers a `WorkerReport`."""
+        """Finish the load; answers a `WorkerReport`."""
         worker: Any = self
 
         def finish() -> WorkerReport:
@@ -88,11 +88,11 @@ class WorkerExtension:
         return _answer(finish)
 
     def forge_rl_give_up_load(self) -> bytes:
-        """Make the worker ready for another load after one that failed, here or in another worker."""
+        """Reset the worker after a load that failed here or in another worker."""
         return _answer(self.weight_transfer_engine.give_up)
 
     def forge_rl_capture_routing(self) -> bytes:
-        """Keep from now on which experts each request's tokens are routed to."""
+        """Start recording the experts that each request's tokens are routed to."""
 
         def capture() -> None:
             from forge_rl.engines.vllm.routing import RoutingCapture
@@ -102,7 +102,7 @@ class WorkerExtension:
         return _answer(capture)
 
     def forge_rl_take_routing(self, request: str) -> bytes:
-        """Answer `RoutingCapture.take`; None from all workers but one that had the request, since all are alike."""
+        """Answer `RoutingCapture.take`; None from all but the first tensor-parallel rank, since all hold the same."""
         worker: Any = self
 
         def take() -> Any:
@@ -112,12 +112,12 @@ class WorkerExtension:
         return _answer(take)
 
     def forge_rl_release_kv_cache(self) -> bytes:
-        """Give back what keys and values take of a CPU's memory."""
+        """Free the KV cache's memory on CPU."""
         return _answer(lambda: internals.release_kv_cache(self))
 
 
 def _answer(work: Callable[[], Any]) -> bytes:
-    """Do the work; returns its result, or the error that it raised, pickled."""
+    """Call a function; returns its pickled result, or the pickled error that it raised."""
     try:
         return pickle.dumps(work())
     except ForgeError as error:
@@ -129,12 +129,12 @@ def _answer(work: Callable[[], Any]) -> bytes:
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Nothing is agreed on beforehand."""
+    """Empty: the transfer needs no setup."""
 
 
 @dataclass
 class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket of a version, in types that vLLM sends to a worker in another process."""
+    """One bucket of a version, in types that vLLM can send to another process."""
 
     version: int
     bucket: bytes
@@ -144,9 +144,9 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     """Loads a version into vLLM's model, one bucket after the other.
 
-    vLLM collects what belongs to a layer, such as q, k and v, and puts it into the parameters when it is complete. What
-    it still holds of a bucket that was loaded is copied, since the bucket may be gone as soon as the next one is asked
-    for: that is less than a layer's weights.
+    vLLM collects the weights of a layer, such as q, k and v, and writes them to the parameters once the layer is
+    complete. Weights still held after a bucket is loaded, less than a layer's, are copied, since the bucket may be gone
+    once the next one is requested.
     """
 
     init_info_cls = NoInitInfo
@@ -207,7 +207,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             internals.finish_reload(self.model, self.model_config)
 
     def report(self) -> WorkerReport:
-        """Report the last load, whose weights are in place."""
+        """Report the last load, once its weights are in place."""
         clock = PhaseClock()
         with clock.phase("fingerprint"):
             shards = self._watch.shards()
@@ -220,7 +220,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         )
 
     def give_up(self) -> None:
-        """Put vLLM's model back into a state in which a load can begin; its weights are of no version."""
+        """Reset vLLM's model so that another load can begin; its weights then belong to no version."""
         internals.abandon_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -234,6 +234,6 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         missing += [f"part of {name}" for name in partly if name not in layers]
         if missing:
             raise WeightsError(
-                f"version {self._version} leaves {len(missing)} of the engine's weights as they were: {missing[:3]}",
+                f"version {self._version} leaves {len(missing)} of the engine's weights unchanged: {missing[:3]}",
                 hint="publish all of the model's weights, under their Hugging Face names",
             )
