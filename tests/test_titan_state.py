@@ -135,7 +135,7 @@ def test_a_damaged_training_state_is_refused(damage: Any, pattern: str, tmp_path
     damage(path)
     with pytest.raises(CheckpointError, match=f"training state in {tmp_path}/saved/training cannot be read") as caught:
         engine_of(tmp_path / "hf").load_training_state(tmp_path / "saved" / "training")
-    assert "to continue from the one before" in caught.value.hint
+    assert "to resume from the one before" in caught.value.hint
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": 16}])

@@ -1,4 +1,4 @@
-"""Attention over trees on a CPU: the fused kernel over blocks of queries, with no mask of a whole row, nor one kept."""
+"""Tree attention on CPU: the fused kernel over blocks of queries, without a mask of a whole row or a saved mask."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from torch import nn
 from forge_rl.data.packing import Row
 
 MASK_BYTES = 32 << 20
-"""Most bytes of a mask, which the kernel takes in the format of the queries: it bounds the queries of a block."""
+"""Maximum bytes of a mask, which the kernel takes in the queries' dtype; bounds the queries of a block."""
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Keys that the queries of one tree see: those before them in the shared prefix and in their own branch, and of
-    these only the last `window` where there is one."""
+    """Mask of one tree: queries see earlier keys in the shared prefix and their branch, at most the last `window`."""
 
     first: int
     """Index of the tree's first key in the row."""
     branches: torch.Tensor
     """[m] int32, branch of each key, 0 in the prefix; see `Row.branches`."""
     queries: int
-    """Number of queries, which are the last of the m positions."""
+    """Number of queries, the last of the m positions."""
     branched: bool
-    """False where there is one branch at most: then a query sees all that is before it, but for a window."""
+    """False with at most one branch: a query then sees all earlier keys, or those in its window."""
     positions: torch.Tensor
     """[m] int64, position of each key in its own segment; see `Row.positions`."""
     window: int | None = None
-    """Tokens that a sliding window shows, the query's own among them."""
+    """Sliding window in tokens, including the query's own."""
     _kept: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-        """Yield blocks of queries, the keys that they may see, and what is added to their scores, [n, m] of `dtype`.
+        """Yield blocks of queries, the keys that they may see, and the bias on their scores, [n, m] of `dtype`.
 
-        None stands for the causal mask of as many queries as keys.
+        A bias of None is the causal mask of equally many queries and keys.
         """
         keys, offset = len(self.branches), len(self.branches) - self.queries
         if not self.branched and offset == 0 and (self.window is None or keys <= self.window):
@@ -51,13 +50,13 @@ class TreeMask:
             queries, seen = slice(first, end), slice(0, offset + end)
             if end - first < self.queries:
                 yield queries, seen, self._bias(offset + first, offset + end, dtype)
-            else:  # one block: all layers share it
+            else:  # one block, shared by all layers
                 if dtype not in self._kept:
                     self._kept[dtype] = self._bias(offset, keys, dtype)
                 yield queries, seen, self._kept[dtype]
 
     def _bias(self, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return 0 where a position from `first` to `end` sees a key, else -inf, `[1, 1, end - first, end]`."""
+        """Return 0 where a position in [first, end) sees a key, else -inf, `[1, 1, end - first, end]`."""
         device, branches = self.branches.device, self.branches
         index = torch.arange(end, device=device)
         hidden = (branches[:end] != 0) & (branches[:end] != branches[first:end, None])
@@ -68,7 +67,7 @@ class TreeMask:
 
 
 def tree_masks(row: Row, queries: slice, window: int | None = None) -> tuple[TreeMask, ...]:
-    """Return the mask of each tree that has some of the queries, in their order; see `TreeMask` for `window`."""
+    """Return the masks of the trees that contain any of the queries, in order; see `TreeMask` for `window`."""
     first, end = queries.start, queries.stop
     ends = torch.unique_consecutive(row.trees, return_counts=True)[1].cumsum(0).tolist()
     spans = ((key, max(key, first), min(stop, end)) for key, stop in zip([0, *ends], ends, strict=False))
@@ -92,24 +91,24 @@ def attend_trees(
     """Return the attention of packed queries, `[1, heads, L, width]`, and the logsumexp of the scores, `[1, heads, L]`
     float32; both have gradients.
 
-    What is kept for the backward pass is q, k, v, the result, and one float a head and query.
+    The backward pass saves q, k, v, the result, and one float per head and query.
 
     Args:
         q: [1, heads, L, head_dim].
-        k: [1, key heads, M, head_dim], of the whole row; the number of heads is a multiple of that of key heads.
+        k: [1, key heads, M, head_dim], of the whole row; key heads must divide heads.
         v: [1, key heads, M, width], of the whole row.
-        masks: of the trees that have these queries.
-        scale: factor of the scores; None takes 1 / sqrt(head_dim).
+        masks: masks of the trees that contain the queries.
+        scale: factor on the scores; None means 1 / sqrt(head_dim).
     """
     head_dim, width = q.shape[-1], v.shape[-1]
-    if width != head_dim:  # the kernel wants one
+    if width != head_dim:  # the kernel requires equal widths
         q, k, v = (nn.functional.pad(x, (0, max(head_dim, width) - x.shape[-1])) for x in (q, k, v))
     out, sums = _TreeAttention.apply(q, k, v, tuple(masks), scale or head_dim**-0.5)
     return out[..., :width], sums
 
 
 def _pieces(masks: Sequence[TreeMask], dtype: torch.dtype) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Yield blocks of queries of the row, their keys, and what is added to their scores."""
+    """Yield blocks of queries of the row, their keys, and the bias on their scores."""
     begun = 0
     for mask in masks:
         for queries, keys, bias in mask.blocks(dtype):
@@ -122,10 +121,10 @@ def _pieces(masks: Sequence[TreeMask], dtype: torch.dtype) -> Iterator[tuple[sli
 
 
 class _TreeAttention(torch.autograd.Function):
-    """The kernel's own forward and backward, block by block; SDPA would keep each layer's mask between them, and has no
+    """The kernel's forward and backward, block by block; SDPA would save each layer's mask between them, and returns no
     logsumexp.
 
-    The kernel wants as many key heads as query heads: keys and values are repeated a block at a time.
+    The kernel needs as many key heads as query heads, so keys and values are repeated one block at a time.
     """
 
     @staticmethod
@@ -152,9 +151,9 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, sums = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
         if grad_sums is not None:
-            # With P the softmax, the gradient of the scores is P (grad V' - rowsum(grad out) + grad_sums), of which the
-            # kernel knows the first two terms. A column of ones in V whose gradient is grad_sums adds the third to the
-            # first, and its result is said to be 0, so that the second stays.
+            # With P the softmax, the gradient of the scores is P (grad V' - rowsum(grad out) + grad_sums). The kernel
+            # computes the first two terms. A column of ones in V with gradient grad_sums adds the third to the first;
+            # its output is passed as 0, which leaves the second unchanged.
             grad = torch.cat([grad, grad_sums[..., None].to(grad.dtype)], dim=-1)
             q, k, out = (nn.functional.pad(x, (0, 1)) for x in (q, k, out))
             v = nn.functional.pad(v, (0, 1), value=1.0)

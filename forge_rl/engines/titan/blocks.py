@@ -1,4 +1,4 @@
-"""Training state as blocks of whole tensors, for `torch.distributed.checkpoint`: any layout writes, any other reads."""
+"""Training state as blocks of whole tensors for `torch.distributed.checkpoint`, independent of the layout."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from forge_rl.weights.slices import TensorSlice
 class Block:
     """One rank's slice of a tensor.
 
-    torch would work out itself which slice a DTensor holds, and is wrong where tensor or expert parallelism and FSDP
-    cut the same dim unevenly; see `shards.block`.
+    torch's own slices of DTensors are wrong where tensor or expert parallelism and FSDP split the same dim unevenly;
+    see `shards.block`.
     """
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor_slice: TensorSlice
-    """Place of the values in it."""
+    """Slice of the whole tensor that the values are."""
     values: torch.Tensor
-    """The slice, where it lies."""
+    """The slice's values."""
 
     @staticmethod
     def whole(values: torch.Tensor) -> Block:
-        """A tensor that each rank holds; one of them writes it."""
+        """Block of a replicated tensor, which one rank writes."""
         shape = tuple(values.shape)
         return Block(shape=shape, tensor_slice=TensorSlice.whole(shape), values=values)
 
     def size(self) -> torch.Size:
-        """Shape of the whole tensor, as torch asks for it."""
+        """Shape of the whole tensor, for torch."""
         return torch.Size(self.shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedBlock:
-    """A block whose values were copied to host memory, to be written from there."""
+    """A block whose values were copied to host memory."""
 
     shape: tuple[int, ...]
     tensor_slice: TensorSlice
@@ -77,7 +77,7 @@ class CopiedBlock:
 
 
 def copied(state: Mapping[str, Block]) -> dict[str, CopiedBlock]:
-    """Copy all blocks; the bytes are there once the device's queue has run."""
+    """Copy all blocks to host memory; the bytes are there once the device is synchronised."""
     copies = HostCopies()
     return {
         name: CopiedBlock(
@@ -95,7 +95,7 @@ def _chunk(tensor_slice: TensorSlice) -> ChunkStorageMetadata:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes copied blocks, each put together in memory of its own just before."""
+    """Writes copied blocks, each assembled just before it is written."""
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         block = cast(CopiedBlock, self.state_dict[index.fqn])
@@ -103,7 +103,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads into blocks, which torch's own would flatten into something else."""
+    """Reads into blocks without flattening them, as torch's default planner would."""
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -119,10 +119,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]) -> dict[str, Block]:
-    """Return this rank's block of all state by name; AdamW makes its own only at the first step, so it is made here.
+    """Return this rank's blocks of all state by name; creates AdamW's state, which AdamW does only at the first step.
 
     Raises:
-        CheckpointError: the model's weights are not those that the optimizer trains, as after a step that broke off.
+        CheckpointError: the optimizer trains other tensors than the model's weights, as after an interrupted step.
     """
     _check_trained(model, optimizer)
     state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
@@ -138,7 +138,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: M
             continue
         moments = optimizer.state[parameter]
         if not moments:
-            moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW wants it
+            moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW expects it
             moments["exp_avg"] = torch.zeros_like(parameter)
             moments["exp_avg_sq"] = torch.zeros_like(parameter)
         steps = moments["step"].detach().clone().cpu()
@@ -149,7 +149,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: M
 
 
 def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise CheckpointError unless each weight is the optimizer's own, or frozen, and in its format."""
+    """Raise CheckpointError unless each weight belongs to the optimizer, or is frozen, and has the right dtype."""
     trained = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     dtypes = {each.dtype for each in trained.values()}
     others = [
@@ -161,5 +161,5 @@ def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise CheckpointError(
             f"{len(others)} weights of the model, such as {next(iter(others), '')!r}, are not those that the optimizer "
             f"trains, and {len(trained)} of its own are not in the model",
-            hint="continue from the last checkpoint: the same command does",
+            hint="resume from the last checkpoint: run the same command again",
         )

@@ -1,4 +1,4 @@
-"""Output head: logits in float32, and the scores of targets chunk by chunk, so that a row's logits are never held."""
+"""Output head: float32 logits, and chunked scoring of targets that never holds a row's logits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from forge_rl.algorithms import token_logprobs, widened
 from forge_rl.engines.titan.vocabulary import split_token_logprobs
 
 HEAD_CHUNK_BYTES = 256 << 20
-"""Most bytes of the logits that are held at a time; their gradient is written over them."""
+"""Maximum bytes of logits held at a time; their gradient overwrites them."""
 
 
 class FloatHead(Linear):
-    """Output projection in float32, as in the engine, or float64 where the model is: logits of 20 rounded to bfloat16
+    """Output projection in float32, as in the engine, or float64 for a float64 model: logits of 20 rounded to bfloat16
     would be off by up to 0.06."""
 
     @dataclass(kw_only=True, slots=True)
@@ -31,8 +31,8 @@ class FloatHead(Linear):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Project [..., dim] to [..., V], float32 or float64; or score `targets` from [N, dim], see `token_logprobs`.
 
-        Scores of many targets go chunk by chunk, whose logits are computed again for the backward pass, so that [N, V]
-        is never held.
+        Many targets are scored in chunks, whose logits are recomputed for the backward pass, so that [N, V] is never
+        held.
         """
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         if targets is None:
@@ -58,16 +58,16 @@ class FloatHead(Linear):
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores of targets by chunks of their logits, which the backward pass computes again.
+    """Scores of targets in chunks of their logits, which the backward pass recomputes.
 
-    The weight's gradient is added up over the chunks in float32, and rounded to the weight's format once.
+    The weight's gradient is summed over the chunks in float32 and rounded to the weight's dtype once.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, score: Score, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score [N] targets from [N, dim] and [V, dim], so many tokens at a time."""
+        """Score [N] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
         factor = _factor(weight)
         chunks = zip(hidden.split(tokens), targets.split(tokens), strict=True)
         scored = [score(_product(rows, factor), wanted) for rows, wanted in chunks]
@@ -111,26 +111,26 @@ Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 
 def _factor(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight as `_product` takes it: on CUDA as it is, as a product there has float32 sums."""
+    """Return the weight in the dtype that `_product` needs: on CUDA unchanged, as products there have float32 sums."""
     return weight if weight.is_cuda else widened(weight)
 
 
 def _product(hidden: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return the logits, [N, V] float32, or float64 of such."""
+    """Return the logits, [N, V] float32, or float64 for float64 inputs."""
     if factor.dtype in (torch.float32, torch.float64):
         return hidden.to(factor.dtype).mm(factor.t())
     return torch.mm(hidden, factor.t(), out_dtype=torch.float32)
 
 
 class _FloatProduct(torch.autograd.Function):
-    """Product of two bfloat16 matrices on CUDA whose float32 sums are kept as they are, as vLLM's head does there.
+    """Product of two bfloat16 matrices on CUDA that keeps the float32 sums unrounded, as vLLM's head does.
 
     The gradient of the logits is rounded to bfloat16, as in any layer of the model.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N, dim] and [V, dim] to float32 [N, V]."""
+        """Multiply [N, dim] by [V, dim] to float32 [N, V]."""
         ctx.save_for_backward(hidden, weight)
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 

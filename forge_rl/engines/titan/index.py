@@ -1,4 +1,4 @@
-"""Reads the index of a training state, which torch pickles, without making or calling anything that the file names."""
+"""Reads the pickled index of a training state without creating or calling any object that the file names."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 
 
 class TrainingStateReader(FileSystemReader):
-    """Reads a training state from a folder that somebody else may have written, for `torch.distributed.checkpoint`.
+    """Reads a training state from an untrusted folder, for `torch.distributed.checkpoint`.
 
-    torch's own reader unpickles the index, and every item that the index calls bytes, with all that pickle can do.
-    This one builds the index anew from plain values, takes tensors alone, which torch reads with `weights_only=True`,
-    and opens no file but those that lie in the folder.
+    torch's own reader unpickles the index, and every item that the index calls bytes, so it may run arbitrary code.
+    This one rebuilds the index from plain values, accepts only tensors, which torch reads with `weights_only=True`, and
+    opens only files in the folder.
 
         dcp.load(state, storage_reader=TrainingStateReader(folder))
     """
@@ -35,10 +35,10 @@ class TrainingStateReader(FileSystemReader):
     _index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index, once: that of a large model takes seconds.
+        """Read the index, once, as a large model's takes seconds.
 
         Raises:
-            ValueError, pickle.UnpicklingError: it holds something else than tensors in files of the folder.
+            ValueError, pickle.UnpicklingError: it holds anything but tensors in files of the folder.
         """
         if self._index is None:
             folder = Path(self.path)
@@ -51,7 +51,7 @@ class TrainingStateReader(FileSystemReader):
 
 
 class _Record:
-    """Stand-in for an object of the index: keeps what was pickled of it, and does nothing."""
+    """Inert stand-in for an object of the index, which keeps its pickled state."""
 
     state: object = None
 
@@ -77,9 +77,9 @@ _RECORDS = {(home, name): type(name, (_Record,), {}) for home, names in _HOMES.i
 
 
 class _Unpickler(pickle._Unpickler):
-    """Unpickler that knows stand-ins for the classes of an index, and dtypes.
+    """Unpickler that only knows dtypes, and stand-ins for the classes of an index.
 
-    It is the one in Python: a dozen bytes can make the one in C take 64 GiB for its memo.
+    Based on the Python implementation: a dozen bytes can make the C one allocate 64 GiB for its memo.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -91,7 +91,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _metadata(record: object) -> Metadata:
-    """Build an index from what was read."""
+    """Build an index from its unpickled stand-in."""
     fields = _fields(record, "Metadata")
     tensors: dict[str, STORAGE_TYPES] = {}
     for name, tensor in _dict(fields["state_dict_metadata"]).items():
@@ -127,7 +127,7 @@ def _fields(record: object, kind: str) -> dict[str, Any]:
 
 
 def _size(value: object) -> torch.Size:
-    """Read whole numbers, of which none is negative."""
+    """Read non-negative integers."""
     numbers = value.parts[0] if isinstance(value, _Record) and value.parts else value
     if not isinstance(numbers, tuple) or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("its index holds a size that is none")
@@ -147,7 +147,7 @@ def _text(value: object) -> str:
 
 
 def _check_files(folder: Path, names: Iterable[str]) -> None:
-    """Check that each is the name of a file in the folder, and no link."""
+    """Check that each name is of a regular file in the folder, not a link."""
     for name in names:
         path = folder / name
         if Path(name).name != name or path.is_symlink() or not path.is_file():

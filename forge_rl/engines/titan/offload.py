@@ -1,4 +1,4 @@
-"""Moves bytes from their device to host memory and back in place, so that all views of them stay valid."""
+"""Moves storages from their device to host memory and back in place, so that all views stay valid."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from forge_rl.errors import ForgeError
 
 
 class OffloadedState:
-    """Holds bytes that have left their device.
+    """Holds offloaded storages.
 
         offloaded = OffloadedState(model.parameters())  # the device's memory is free now
         offloaded.bring_back()
 
-    Until they are back, their storages are empty and nothing may read them. Tensors, their views, the shards of
-    DTensors, FSDP's flat views and the optimizer's state keep their storages, and find the same bytes there again.
+    Until brought back, the storages are empty and must not be read. Tensors, views, DTensor shards, FSDP's flat views
+    and optimizer state keep their storages, which then hold the same bytes again.
 
     Args:
-        tensors: local tensors. The whole storage of each leaves, once however many share it. On CUDA, host memory is
-            pinned and the device's memory is given back to other processes too.
+        tensors: local tensors. The whole storage of each is moved, shared ones once. On CUDA, host memory is pinned,
+            and the device's memory is released to other processes too.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -30,16 +30,16 @@ class OffloadedState:
         self._left = [(storage, copies.of(_bytes_of(storage))) for storage in storages.values()]
         self.bytes = sum(storage.nbytes() for storage, _ in self._left)
         _finish_copies()
-        for storage, _ in self._left:  # only now: if host memory runs out before, nothing has changed
+        for storage, _ in self._left:  # only now, so that running out of host memory changes nothing
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def bring_back(self) -> None:
-        """Fill the storages again. After an error it can be called once more.
+        """Refill the storages. Can be retried after an error.
 
         Raises:
-            ForgeError: the device has no room.
+            ForgeError: the device is out of memory.
         """
         while self._left:
             storage, copies = self._left[-1]
@@ -47,8 +47,8 @@ class OffloadedState:
                 storage.resize_(sum(copy.nbytes for copy in copies))
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
-                    f"the trainer's state finds no room when it comes back to {storage.device}: {error}",
-                    hint="lower --generator.memory-share, if engines live on the same device",
+                    f"no room to bring the trainer's state back to {storage.device}: {error}",
+                    hint="lower --generator.memory-share if engines share this device",
                 ) from error
             for piece, copy in zip(_bytes_of(storage).split(list(map(len, copies))), copies, strict=True):
                 piece.copy_(copy, non_blocking=True)

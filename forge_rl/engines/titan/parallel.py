@@ -1,4 +1,4 @@
-"""Meshes of the trainer's ranks: applies FSDP, HSDP, tensor, context and expert parallelism to a model and its rows."""
+"""Meshes of trainer ranks: applies FSDP, HSDP, tensor, context and expert parallelism to a model and its rows."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.checkpointing import checkpointing_of
 
 _BACKEND = "partial_dtensor"
-"""torchtitan's way to annotate tensors: its default needs DTensors on the mesh of all axes."""
+"""torchtitan's tensor annotation mode: its default needs DTensors on the mesh of all axes."""
 
 
 class Parallelism:
-    """Place of this rank among the others, by the parallel flags of its settings.
+    """This rank's place in the parallel layout.
 
         parallelism = Parallelism(settings)  # once the process group is initialised
         parallelism.apply(model, dtype=torch.float32)  # a model on the meta device
 
-    Ranks are numbered as in torchtitan, from the outermost axis: copies (HSDP), shards (FSDP), parts of a row (context
-    parallel), parts of a matrix (tensor parallel). So a data-parallel share, which trains rows of its own, is a run of
-    `peers` neighbouring ranks.
+    Ranks are numbered as in torchtitan, from the outermost axis: replicas (HSDP), shards (FSDP), parts of a row
+    (context parallel), parts of a matrix (tensor parallel). So each data-parallel share, which trains its own rows, is
+    a run of `peers` consecutive ranks.
     """
 
     def __init__(self, settings: TrainSettings) -> None:
@@ -56,7 +56,7 @@ class Parallelism:
         self._cp = self._dims.get_optional_mesh("cp") if world > 1 else None
 
     def apply(self, model: Decoder, *, dtype: torch.dtype) -> None:
-        """Shard a model, in place, with torchtitan's parts in the order of its own `parallelize_*` functions."""
+        """Shard a model in place, in the order of torchtitan's own `parallelize_*` functions."""
         dims = self._dims
         if self._cp is not None:
             attentions: list[Any] = [layer.attention for layer in model.layers.values()]
@@ -64,7 +64,7 @@ class Parallelism:
         if dims.tp_enabled or dims.ep_enabled:
             model.parallelize(dims)
             if model.enable_weight_tying:
-                # Each of the two modules has made a parameter of its own, and FSDP must find one.
+                # Each of the two modules has created its own parameter, and FSDP must find a single one.
                 model.tok_embeddings.weight = model.lm_head.weight
             for module in model.modules():
                 if isinstance(module, RoutedExperts):
@@ -72,7 +72,7 @@ class Parallelism:
         if (checkpointing := checkpointing_of(self._settings)) is not None:
             checkpointing.build(dump_folder="").apply(model)
         copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
-        # A single rank gathers nothing: it only casts, and once is enough for forward and backward.
+        # A single rank gathers nothing: it only casts, once for forward and backward.
         gathers = dims.fsdp_enabled or dims.ep_enabled
         apply_fsdp_to_decoder(
             model,
@@ -85,15 +85,15 @@ class Parallelism:
             ep_degree=dims.ep,
             edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
         )
-        # The loss is a sum over a global token count: gradients of ranks add up, and torchtitan has seen to it that
-        # they are not averaged.
+        # The loss is normalised by a global token count, so gradients are summed over ranks: torchtitan has disabled
+        # averaging.
         if device_type() == "cpu":
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
     def chunk(self, length: int) -> slice:
-        """Return this rank's part of a row of that length: all of it without context parallelism."""
+        """Return this rank's part of a row of `length` tokens: all of it without context parallelism."""
         if self._cp is None:
             return slice(0, length)
         size, rest = divmod(length, self._cp.size())
@@ -102,10 +102,10 @@ class Parallelism:
         return slice(first, first + size)
 
     def gather(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Put a row together from the chunks of its peers, `[L]`, with gradient.
+        """Gather a row, `[L]`, from its peers' chunks, with gradient.
 
-        Every peer then computes the same loss of the whole row, and only the gradient of its own chunk goes back: the
-        sum over peers, which FSDP takes, is the gradient of one loss.
+        Every peer computes the same loss over the whole row and backpropagates only through its own chunk, so that
+        FSDP's sum over peers is the gradient of one loss.
         """
         if self._cp is None:
             return chunk
@@ -114,7 +114,7 @@ class Parallelism:
 
 
 def forget_whole_gradients(model: nn.Module) -> None:
-    """Drop gradients that FSDP holds until it adds them up over ranks: torch's own reset leaves them (2.13)."""
+    """Drop gradients that FSDP holds until it reduces them over ranks; torch 2.13's own reset keeps them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -125,15 +125,15 @@ def forget_whole_gradients(model: nn.Module) -> None:
 
 
 def whole_hidden(hidden: torch.Tensor) -> torch.Tensor:
-    """Return hidden states as the local tensor that every tensor-parallel rank has.
+    """Return hidden states as a local tensor, whole on every tensor-parallel rank.
 
-    Each rank's gradient is that of its part of the output projection only; going back they add up.
+    Each rank's gradient covers only its part of the output projection; the backward pass sums them.
     """
     return hidden.to_local(grad_placements=[Partial()]) if isinstance(hidden, DTensor) else hidden
 
 
 def _wait(module: nn.Module, inputs: tuple[object, ...]) -> None:
-    """Wait for inputs that are still being gathered: torch's local_map would, and lose their gradient (2.13)."""
+    """Wait for inputs that are still being gathered; torch 2.13's local_map would too, but lose their gradient."""
     for value in inputs:
         if isinstance(value, DTensor) and isinstance(value._local_tensor, AsyncCollectiveTensor):
             value._local_tensor = value._local_tensor.wait()

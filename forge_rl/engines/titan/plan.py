@@ -1,4 +1,4 @@
-"""Bytes that a training step takes, counted on tensors without memory: the model's own code, one row, both passes."""
+"""Estimates a training step's memory by running the model on one row of meta tensors, forward and backward."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from forge_rl.engines.titan.shards import freeze
 def plan_training(
     architecture: Architecture, settings: TrainSettings, *, ranks: int, reference: bool, tokens: int | None = None
 ) -> TrainMemory:
-    """Count one rank's memory, before anything is loaded.
+    """Estimate one rank's memory before anything is loaded.
 
-    States are split over all ranks of one copy of the policy, but for gradients that are added up once an update; what
-    a row takes is split by tensor parallelism, as torchtitan also splits the sequence between its matrices.
+    State is split over all ranks of one copy of the policy, except gradients reduced once per update. A row's
+    activations are split by tensor parallelism, as torchtitan also splits the sequence between its matrices.
 
     Args:
-        tokens: of a row on one device; by default as many as the settings allow.
+        tokens: tokens of a row on one device; by default the most that the settings allow.
     """
     dtype = resolve_dtype(settings.dtype)
     kept = torch.promote_types(dtype, torch.float32).itemsize
@@ -61,7 +61,7 @@ def plan_training(
         activations=row,
         head=head,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
-        # Measured: about two of the largest temporaries, the logits of a chunk, between what lasts longer.
+        # Measured: fragmentation of about two of the largest temporaries, the logits of a chunk.
         largest=kept * max(each.numel() for each in model.parameters()) // split,
         heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * architecture.vocab) if device_type() == "cpu" else 0,
     )
@@ -72,8 +72,8 @@ def _degree(settings: TrainSettings, name: str) -> int:
 
 
 def _gathered(model: nn.Module, dtype: torch.dtype, split: int, *, expert_parallel: int) -> int:
-    """Bytes of whole weights in the format of the passes: of two units, as FSDP fetches one ahead. Of experts a rank
-    fetches its own alone."""
+    """Bytes of gathered weights in the dtype of the passes: two units, as FSDP prefetches one. A rank gathers only its
+    own experts."""
     if split == 1:  # they are cast once, and stay
         return 0 if dtype.itemsize >= 4 else dtype.itemsize * sum(p.numel() for p in model.parameters())
     layers: list[Any] = list(model.get_submodule("layers").children())
@@ -87,11 +87,11 @@ def _gathered(model: nn.Module, dtype: torch.dtype, split: int, *, expert_parall
 
 
 def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: int, windowed: bool) -> tuple[int, int]:
-    """Return the peak of what the two passes over one row hold in the layers, weights and their gradients aside, and
-    what the head adds to it."""
+    """Return the layers' peak bytes in both passes over one row, without weights and their gradients, and the bytes
+    that the head adds."""
     model.to(dtype)
     for layer in model.layers.values():
-        layer.attention.inner_attention = TreeAttention(TreeAttention.Config())  # keeps what FlexAttention does
+        layer.attention.inner_attention = TreeAttention(TreeAttention.Config())  # saves the same as FlexAttention
     checkpointing = checkpointing_of(settings)
     if checkpointing is not None:
         checkpointing.build(dump_folder="").apply(model)
@@ -122,7 +122,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Let torchtitan's routers run on the meta device, which has no autocast; ours compute in float32 by themselves."""
+    """Let torchtitan's routers run on the meta device, which has no autocast; `FloatGate` needs none."""
     original = torch.autocast
     torch.autocast = lambda **_: contextlib.nullcontext()  # type: ignore[assignment,misc]
     try:
@@ -132,13 +132,13 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return what torch._grouped_mm would, without values: torch has this for bfloat16 in some strides alone."""
+    """Meta version of torch._grouped_mm: torch's own only supports bfloat16 with some strides."""
     shape = (a.shape[-2], b.shape[-1])
     return a.new_empty((len(offsets), *shape) if a.ndim == b.ndim == 2 else shape)
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations make, while they live."""
+    """Counts the live bytes of all tensors created by operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def routing_metrics(counts: torch.Tensor, *, replays: bool) -> dict[str, Value]:
 
 
 def _like(values: torch.Tensor, other: torch.Tensor, *, sharded: bool = False) -> torch.Tensor:
-    """Return values that all tensor-parallel ranks hold, as a DTensor if `other` is one: replicated, or sharded alike."""
+    """Return values that all tensor-parallel ranks hold, as a DTensor if `other` is one: whole, or sharded alike."""
     if not isinstance(other, DTensor):
         return values
     whole = DTensor.from_local(values, other.device_mesh, run_check=False)

@@ -1,4 +1,4 @@
-"""Shards of a torchtitan model: the slice of a weight that a rank holds, those that it publishes, and freezing."""
+"""Shards of a torchtitan model: the slices of weights that a rank holds and publishes, and freezing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from forge_rl.weights.transports.protocol import LocalShard
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every weight by its name, the same with and without recomputed activations; a tied weight once.
+    """Yield every weight by name, the same with and without activation checkpointing; a tied weight once.
 
-    Some are no parameters, and never trained: the biases by which DeepSeek-V3 steers the choice of experts.
+    Includes DeepSeek-V3's biases for the choice of experts, which are buffers and never trained.
     """
     steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias_E"))
     for name, weight in itertools.chain(model.named_parameters(), steering):
@@ -31,7 +31,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def names_of(model: nn.Module) -> Names:
-    """Return the names of the weights of a model that `build_model` built."""
+    """Return the weight names of a model made by `build_model`."""
     return cast(Names, model.names)
 
 
@@ -49,7 +49,7 @@ def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
 
 
 def local_shards(model: nn.Module) -> Iterator[LocalShard]:
-    """Yield this rank's shards; of ranks with the same slice, the first on each replicated mesh axis has it."""
+    """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis."""
     for name, parameter in named_weights(model):
         tensor_slice = slice_of(parameter)
         if tensor_slice.numel and _publishes(parameter):
@@ -59,10 +59,10 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude weights from training by patterns of Hugging Face names, as `fnmatch` reads them.
+    """Exclude weights from training by `fnmatch` patterns of Hugging Face names.
 
     Raises:
-        ConfigError: a pattern matches nothing or some experts of a layer only, or no weight would be trained.
+        ConfigError: a pattern matches nothing or only some experts of a layer, or no weight would be trained.
     """
     unused = set(patterns)
     for name, parameter in named_weights(model):
@@ -105,14 +105,14 @@ def block(
 ) -> TensorSlice:
     """Compute the slice of a weight at one place of a mesh.
 
-    A _StridedShard axis (FSDP over a weight that tensor or expert parallelism has cut already) comes after those to its
-    right: it cuts their slice. torch's own compute_local_shape_and_global_offset cuts from left to right, and
-    is wrong where that is uneven: 7 rows over FSDP 3 and TP 2, for one.
+    A _StridedShard axis (FSDP over a weight already split by tensor or expert parallelism) splits the slices of the
+    axes to its right. torch's own compute_local_shape_and_global_offset splits from left to right, which is wrong for
+    uneven splits, such as 7 rows over FSDP 3 and TP 2.
 
     Args:
         shape: shape of the whole weight.
         mesh: number of ranks on each axis.
-        coordinate: the place on each axis.
+        coordinate: the rank's index on each axis.
         placements: the weight's placement on each axis.
     """
     start, size, cuts = [0] * len(shape), list(shape), [1] * len(shape)
@@ -134,10 +134,10 @@ def block(
 
 
 def _publishes(parameter: torch.Tensor) -> bool:
-    """Return True if this rank is the one that publishes its slice.
+    """Return True if this rank publishes its slice.
 
-    A mesh that is part of a larger one, as FSDP's is for a weight that tensor parallelism leaves alone, has the same
-    shards as the other parts; the part with the first rank publishes.
+    If the weight's mesh is part of a larger one (FSDP's, for a weight that tensor parallelism does not split), the
+    other parts hold the same shards; the part with the first rank publishes.
     """
     if not isinstance(parameter, DTensor):
         return dist.get_rank() == 0

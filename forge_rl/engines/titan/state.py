@@ -1,4 +1,4 @@
-"""Reads into a torchtitan model: a Hugging Face folder, or a training state to continue from."""
+"""Loads a Hugging Face folder, or a training state to resume from, into a torchtitan model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AGAIN = "download or export the model again"
 
 
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
-    """Read this rank's slice of every weight from a Hugging Face folder, dequantised where it is stored as MXFP4.
+    """Read this rank's slice of every weight from a Hugging Face folder, dequantising MXFP4.
 
     Raises:
         ModelError: a weight is missing or has another shape, or a file cannot be read.
@@ -100,17 +100,17 @@ def load_training_state(
     *,
     newer: Mapping[str, str],
 ) -> dict[str, int]:
-    """Read what a StateSaver wrote, in whatever layout, into the model and the optimizer.
+    """Load a training state that a StateSaver wrote, in any layout, into the model and the optimizer.
 
     Args:
-        counts: names of the counts that were written beside.
-        newer: names of those that older states lack, each with the one that has the same value there.
+        counts: names of the counts saved with the state.
+        newer: counts that older states lack, each with the count that has the same value there.
 
     Returns:
         The counts by name.
 
     Raises:
-        CheckpointError: it is incomplete, corrupt, crafted, or of another model.
+        CheckpointError: the state is incomplete, corrupt, crafted, or of another model.
     """
     state = training_state(model, optimizer, dict.fromkeys([*counts, *newer], 0))
     try:
@@ -126,7 +126,7 @@ def load_training_state(
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"the training state in {folder} cannot be read: {cause_of(error)}",
-            hint="delete that step's folder to continue from the one before it",
+            hint="delete that step's folder to resume from the one before it",
         ) from error
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -135,7 +135,7 @@ def load_training_state(
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
-    """Raise CheckpointError if a training state is this model's, but other weights of it were trained."""
+    """Raise CheckpointError if a training state is of this model but with different frozen weights."""
 
     def weights(keys: set[str], kind: str) -> set[str]:
         return {key.removeprefix(kind) for key in keys if key.startswith(kind)}
@@ -145,16 +145,16 @@ def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
         raise CheckpointError(
             f"the training state in {folder} is of a run that trained {len(trained)} weights, this one trains "
             f"{len(train)}: {min(trained ^ train)!r} is frozen in one of them",
-            hint="give --trainer.frozen what that run had, or choose another --out",
+            hint="set --trainer.frozen as in that run, or choose another --out",
         )
 
 
 def cause_of(error: BaseException) -> str:
-    """Return one line; what fails on any rank reaches all as a CheckpointException, which is not an Exception."""
+    """Return an error's cause on one line; a failure on any rank may come as a CheckpointException, a BaseException."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, OSError):  # torch's own errors hide that a disk is full
+    while behind is not None and not isinstance(behind, OSError):  # torch's errors hide that a disk is full
         behind = behind.__context__
     error = behind or error
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

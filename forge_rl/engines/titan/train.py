@@ -108,9 +108,9 @@ class TitanEngine:
         total_updates: int,
         version: int | None,
     ) -> dict[str, Value] | None:
-        """Take one update; {} where there is nothing to train on, None where the gradient is not finite.
+        """Take one update; returns {} if there is nothing to train on, None if the gradient is not finite.
 
-        `scored` has the logprobs of reference and proximal policy for each row, where the loss needs them.
+        `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them.
         """
         lr = self._settings.optimizer.lr_at(self.planned, total_updates)
         self.planned += 1
@@ -152,7 +152,7 @@ class TitanEngine:
         return metrics | routing | norms
 
     def _raise_if_failed(self, failed: Sequence[ForgeError]) -> None:
-        """Raise the same on all ranks if the loss failed on one, which gave it a gradient that is not finite."""
+        """Raise the same error on all ranks if the loss failed on one, which then had a non-finite gradient."""
         ranks = torch.tensor(self.rank + 1 if failed else 0, device=self.device)
         dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
         if rank := int(ranks):
@@ -162,11 +162,9 @@ class TitanEngine:
             raise error[0]
 
     def _forget_step(self) -> None:
-        """Leave nothing of a step that failed, wherever it did: no gradient, and weights that are the optimizer's."""
+        """Clean up after a failed step: drop gradients, and restore the optimizer's weights to the model."""
         for model in filter(None, (self.model, self._reference)):
-            if (
-                isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root
-            ):  # else it never ran: nothing to reset
+            if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
                 model.reset_iter_state()
             forget_whole_gradients(model)
         self.optimizer.zero_grad()
@@ -187,11 +185,11 @@ class TitanEngine:
 
     @torch.no_grad()
     def _logprobs(self, model: Decoder | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """Score every masked target; a tensor for each row, `[L]`, on the device."""
+        """Score the targets where the mask is True; a tensor `[L]` for each row, on the device."""
         if model is None:
             raise ConfigError(
                 "the loss needs a frozen reference, and the trainer has none",
-                hint="give start the loss that is trained with",
+                hint="pass start() the loss to train with",
             )
         found = [self._score(model, self._on_device(row), temperature)[0] for row in rows]
         _reshard(model)
@@ -213,7 +211,7 @@ class TitanEngine:
 
     def local_shards(self) -> Iterator[LocalShard]:
         self.onload()
-        release_memory()  # engines are about to take back what a step needed at its peak
+        release_memory()  # engines are about to need the memory of the step's peak
         return local_shards(self.model)
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -234,7 +232,7 @@ class TitanEngine:
         return counts["version"]
 
     def _held(self) -> Iterator[torch.Tensor]:
-        """Yield all that lasts from step to step, as this rank has it; gradients do not."""
+        """Yield this rank's persistent tensors, which exclude gradients."""
         for model in (self.model, self._reference):
             if model is not None:
                 _reshard(model)
@@ -246,16 +244,16 @@ class TitanEngine:
     def _score_row(
         self, row: Row, loss: Loss, temperature: float, measures: Measures, version: int | None
     ) -> LossInputs:
-        """Score a row, measure its tokens, and return what the loss wants to know, but for other policies' logprobs.
+        """Score a row, measure its tokens, and return the loss's inputs without other policies' logprobs.
 
-        `version` is that of the weights, if they have one.
+        `version` is the weights' version, if they have one.
         """
         given = self._on_device(row)
         row = given.row
         logprobs, entropy = self._score(self.model, given, temperature)
         measures.add("entropy", Mean, entropy.sum(), given.tokens)
         measures.add("tokens/trained", Sum, given.tokens)
-        # The gap tells whether trainer and engine agree, on tokens that these weights produced; on others it is drift.
+        # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
         fresh = torch.zeros_like(row.mask) if version is None else row.mask & (row.versions == version)
         for name, compared in (("logprob_gap", fresh), ("logprob_drift", row.mask & ~fresh)):
             gap = logprob_gap(logprobs.detach(), row.behaviour, compared)
@@ -274,9 +272,9 @@ class TitanEngine:
         )
 
     def _loss_of(self, inputs: LossInputs, loss: Loss, measures: Measures, failed: list[ForgeError]) -> torch.Tensor:
-        """Return a row's loss. Where it raises and there are other ranks, `failed` gets the error, and the loss is NaN.
+        """Return a row's loss. If it raises and there are other ranks, append the error to `failed` and return NaN.
 
-        They wait for this rank's part of the gradient, and see by it that there is no update.
+        The other ranks wait for this rank's gradient, and skip the update because it is not finite.
         """
         try:
             if failed:
@@ -293,9 +291,9 @@ class TitanEngine:
         return total
 
     def _score(self, model: Decoder, given: DeviceRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logprob and entropy of each masked target, [L] with 0 elsewhere.
+        """Return logprob and entropy of each target where the mask is True, [L] with 0 elsewhere.
 
-        The output projection, a fifth of a small model's work, runs on masked positions only.
+        The output projection, a fifth of a small model's compute, runs on these positions only.
         """
         row, own, wanted = given.row, given.own, given.wanted
         token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
@@ -323,11 +321,11 @@ class TitanEngine:
 
     @property
     def parameters(self) -> int:
-        """Number of the policy's parameters, over all ranks."""
+        """Number of the policy's parameters over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _build(self, *, frozen: bool = False) -> Decoder:
-        """Build and load a model; one that is frozen has its weights in the format of the forward pass."""
+        """Build and load a model; a frozen one has its weights in the dtype of the forward pass."""
         world = dist.get_world_size()
         dtype = resolve_dtype(self._settings.dtype)
         kept = torch.promote_types(dtype, torch.float32)
@@ -342,7 +340,7 @@ class TitanEngine:
             )
         if frozen:
             for parameter in model.parameters():
-                parameter.data = parameter.to(dtype)  # buffers, such as RoPE's, stay as they are
+                parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
         if shard:
             self._parallelism.apply(model, dtype=dtype)
             model.to_empty(device=home)
@@ -358,7 +356,7 @@ class TitanEngine:
 
 
 def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Group the parameters that are trained by their meshes: AdamW works on one at a time, and experts have another."""
+    """Group trained parameters by mesh: AdamW handles one mesh at a time, and experts have their own."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -368,10 +366,9 @@ def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Give up whole weights that FSDP keeps after a forward pass without a backward one.
+    """Free the gathered weights that FSDP keeps after a forward pass without a backward one.
 
-    While it keeps them, they stand in the model in place of the shards, in the format of the forward pass and unknown
-    to the optimizer.
+    Until then they replace the shards in the model, in the dtype of the forward pass and unknown to the optimizer.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

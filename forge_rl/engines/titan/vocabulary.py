@@ -1,4 +1,4 @@
-"""Logprobs from logits whose vocabulary is split over tensor-parallel ranks; no rank gathers them."""
+"""Logprobs from logits split over tensor-parallel ranks by vocabulary, without gathering them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from forge_rl.algorithms import widened
 
 _CHUNK_TOKENS = 64
-"""Positions worked on at a time: temporaries are [_CHUNK_TOKENS, V / ranks]."""
+"""Positions processed at a time: temporaries are [_CHUNK_TOKENS, V / ranks]."""
 
 
 def split_token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, mesh: DeviceMesh, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `token_logprobs` does, the same on all ranks, in float32 or float64.
+    """Compute `token_logprobs` over split logits, with the same result on all ranks, in float32 or float64.
 
-    Three numbers a position go over the network: the largest logit, then the sum of exponentials, their sum weighted by
-    the logit, and the target's logit. The backward pass writes the gradient over the logits.
+    Per position, ranks reduce the largest logit, then the sum of exponentials, their sum weighted by the logit, and the
+    target's logit. The backward pass overwrites the logits with their gradient.
 
     Args:
-        logits: [N, V / ranks] float32 or float64, this rank's part of the vocabulary: DTensor's Shard, all parts but
-            the last ones equally long. Nothing else may read them.
-        targets: [N] int64, ids of the whole vocabulary.
+        logits: [N, V / ranks] float32 or float64, this rank's part of the vocabulary, split as by DTensor's Shard: all
+            parts but the last ones are equally long. Nothing else may read them.
+        targets: [N] int64, ids in the whole vocabulary.
         temperature: the engine's sampling temperature, above 0.
         mesh: ranks that share the vocabulary, one axis.
         vocab: V.
 
     Returns:
-        logprobs [N] with gradient, entropy [N] in nats without gradient, in the format of the logits or float32.
+        logprobs [N] with gradient, entropy [N] in nats without gradient, in the dtype of the logits or float32.
     """
     first = min(vocab, -(-vocab // mesh.size()) * mesh.get_local_rank())
     logprobs, entropy = _SplitTokenLogprobs.apply(logits, targets - first, temperature, mesh.get_group())
@@ -39,13 +39,13 @@ def split_token_logprobs(
 
 
 class _SplitTokenLogprobs(torch.autograd.Function):
-    """Gradient by hand, as in token_logprobs: d logprob / d logits = (onehot - p) / temperature, for each part."""
+    """Manual gradient, as in token_logprobs: d logprob / d logits = (onehot - p) / temperature, for each part."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, places: torch.Tensor, temperature: float, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`places` are the targets' indices in this rank's part; those outside of it belong to others."""
+        """`places` are the targets' indices in this rank's part; indices outside of it belong to other ranks."""
         own = (places >= 0) & (places < logits.shape[1])
         places = torch.where(own, places, 0)
         largest = widened(logits.amax(dim=1)) / temperature
@@ -56,7 +56,7 @@ class _SplitTokenLogprobs(torch.autograd.Function):
             shifted = widened(logits[rows]) / temperature - largest[rows, None]
             exp = shifted.exp()
             sums[0, rows] = exp.sum(dim=1)
-            # The bound keeps 0 * -inf out of the sum; what it changes has a probability of 0.
+            # The clamp keeps 0 * -inf out of the sum; clamped logits have probability 0.
             sums[1, rows] = exp.mul_(shifted.clamp(min=-1e4)).sum(dim=1)
             sums[2, rows] = torch.where(own[rows], shifted.gather(1, places[rows, None]).squeeze(1), 0.0)
         dist.all_reduce(sums, group=group)
