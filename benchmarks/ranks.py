@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import pickle
-import signal
 import socket
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.queues import Queue
 from queue import Empty
@@ -21,27 +19,12 @@ import torch
 from benchmarks.report import BenchmarkError
 
 
-class _Crash(BenchmarkError):
-    """A rank died of a segmentation fault."""
-
-
 def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadline_s: float = 600) -> list[Any]:
     """Run `function(rank, *args)` on each rank and return the results by rank.
-
-    A segmentation fault is retried once, with a warning: in about one of 50 runs on CPU a thread of torch 2.13's gloo,
-    `pt_gloo_runloop`, finds malloc's lists broken.
 
     Raises:
         BenchmarkError: a rank failed or died, or they took longer than `deadline_s` seconds.
     """
-    try:
-        return _run_once(function, ranks, args, deadline_s)
-    except _Crash as crash:
-        warnings.warn(f"{crash.message}; running them again", RuntimeWarning, stacklevel=2)
-        return _run_once(function, ranks, args, deadline_s)
-
-
-def _run_once(function: Callable[..., object], ranks: int, args: Sequence[object], deadline_s: float) -> list[Any]:
     # The server imports once what takes ten seconds in each process, and no thread of torch has run there.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forge_rl.engines.titan.train", "benchmarks.layouts"])
@@ -86,8 +69,7 @@ def _run_once(function: Callable[..., object], ranks: int, args: Sequence[object
 
 
 def _death(rank: int, ranks: int, code: int) -> BenchmarkError:
-    kind = _Crash if code == -signal.SIGSEGV else BenchmarkError
-    return kind(f"rank {rank} of {ranks} ended with exit code {code}, without a result")
+    return BenchmarkError(f"rank {rank} of {ranks} ended with exit code {code}, without a result")
 
 
 class _Failure(str):

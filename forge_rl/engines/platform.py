@@ -7,12 +7,14 @@ import ctypes
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
@@ -118,6 +120,25 @@ def release_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+class _OneThreadGloo(dist.ProcessGroupGloo):
+    """A gloo group with one thread.
+
+    torch 2.13 starts two, and both assign `ProcessGroupStatus::lastStartedWorkName`, a string, without a lock
+    (`ProcessGroupGloo::runLoop`): a double free, which AddressSanitizer reports and which crashed one of some 50 runs
+    of two ranks. `torch.distributed` passes on no options for gloo, hence a class.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = self._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
+        options._threads = 1
+        options._timeout = timeout
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        options._devices = [self.create_device(interface=name) for name in names.split(",") if name] or [
+            self.create_default_device()
+        ]
+        super().__init__(store, rank, size, options)
+
+
 def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:
     """Join the trainer's process group: NCCL for CUDA, gloo for CPUs. A single rank needs no network.
 
@@ -128,6 +149,7 @@ def init_distributed(rank: int, world_size: int, address: str, port: int) -> Non
     """
     # gloo for offloaded weights and gradients, which are in host memory.
     backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+    distributed_c10d.ProcessGroupGloo = _OneThreadGloo  # type: ignore[misc]
     if device_type() == "cuda":
         torch.cuda.set_device(local_device(rank))
     if world_size == 1:
