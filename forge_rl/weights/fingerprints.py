@@ -1,12 +1,12 @@
-"""Fingerprints of tensors: exact over bytes, additive over any split of a tensor, and free while copying.
+"""Fingerprints of tensors: exact over bytes, additive over any split of a tensor, and free when copying.
 
 A tensor's fingerprint is the sum, modulo 2**64, over its words of (low + i a) * (high + i b + c), where low and high
 are a word's 32-bit halves, i is its index in the whole tensor, and each factor is taken modulo 2**32. That is NH, the
 sum of products behind UMAC and XXH3 (Black et al., "UMAC: Fast and Secure Message Authentication", 1999), with keys
-that are multiples of the index. Parts can be fingerprinted where they lie, and add up to the whole. It notices
-changed, swapped, shifted and missing values; it is no defence against somebody who wants a collision.
+that are multiples of the index. Parts can be fingerprinted in place and add up to the whole. It detects changed,
+swapped, shifted and missing values, but is not collision-resistant against an attacker.
 
-A word is 8 bytes where the last dim is a multiple of 64 bytes in a tensor of two dims or more, else it is one element,
+A word is 8 bytes if the tensor has at least two dims and the last is a multiple of 64 bytes; else it is one element,
 sign-extended (zero-extended if it is one byte).
 """
 
@@ -33,7 +33,7 @@ _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class Move(NamedTuple):
-    """A block of a tensor to be copied and fingerprinted."""
+    """A block of a tensor to copy and fingerprint."""
 
     target: torch.Tensor | None
     """Destination, of the slice's size and the published dtype; None only fingerprints the source."""
@@ -51,10 +51,10 @@ def fingerprint(values: torch.Tensor, shape: Sequence[int], tensor_slice: Tensor
     Args:
         values: the block, any dtype and device.
         shape: shape of the whole tensor.
-        tensor_slice: place of the block in it; all of it by default.
+        tensor_slice: the block's slice of it; all of it by default.
 
     Returns:
-        An unsigned 64-bit integer; `combine` adds those of all blocks up to that of the whole:
+        An unsigned 64-bit integer; `combine` adds all blocks' fingerprints up to the whole tensor's:
 
             combine([fingerprint(top, shape, top_slice), fingerprint(rest, shape, rest_slice)])
     """
@@ -62,15 +62,15 @@ def fingerprint(values: torch.Tensor, shape: Sequence[int], tensor_slice: Tensor
 
 
 def combine(parts: Iterable[int]) -> int:
-    """Fingerprint of a whole tensor from those of the blocks that make it up."""
+    """Combine the fingerprints of all blocks into the whole tensor's."""
     return sum(parts) % (1 << 64)
 
 
 def move(moves: Sequence[Move]) -> list[int]:
-    """Copy blocks, casting on the way, and fingerprint what was written, in one pass on all threads that torch uses.
+    """Copy and cast blocks, and fingerprint the result, in one pass on all of torch's threads.
 
     Args:
-        moves: what to copy; targets must not overlap.
+        moves: blocks to copy; targets must not overlap.
 
     Returns:
         The fingerprint of each block.
@@ -98,7 +98,7 @@ def move(moves: Sequence[Move]) -> list[int]:
     run = map if len(tasks) == 1 or torch.get_num_threads() == 1 else _pool(os.getpid(), torch.get_num_threads()).map
     for (number, _), part in zip(tasks, run(lambda task: task[1](), tasks), strict=True):
         totals[number] = (totals[number] + int(part)) % (1 << 64)
-    if parts:  # the only wait for the device, and for the copies, which are in its stream before this
+    if parts:  # the only device sync, which also waits for the copies
         for number, total in zip(
             numbers, torch.stack([part.to(parts[0].device) for part in parts]).tolist(), strict=True
         ):
@@ -107,7 +107,7 @@ def move(moves: Sequence[Move]) -> list[int]:
 
 
 def warm_up() -> None:
-    """Load the compiled loops, so that the first version does not wait for it; in a new checkout they are compiled."""
+    """Load the compiled loops ahead of the first version; compiles them in a new checkout."""
     for source in (torch.zeros(8, 64), torch.zeros(7)):
         whole = tuple(source.shape), TensorSlice.whole(source.shape)
         for dtype in (torch.float32, torch.bfloat16):
@@ -117,8 +117,8 @@ def warm_up() -> None:
 def _tasks(
     target: torch.Tensor | None, source: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice
 ) -> Iterator[Callable[[], SupportsInt]]:
-    """Calls of the kernels that together do one block on CPU, each about _TASK_WORDS."""
-    # Late, since vLLM's worker does not start on CPU in a process that has loaded llvmlite: it inspects every module.
+    """Kernel calls that together process one block on CPU, each of about _TASK_WORDS."""
+    # Imported late: vLLM's CPU worker, which inspects every module, does not start once llvmlite is loaded.
     from forge_rl.weights import kernels
 
     dtype = source.dtype if target is None else target.dtype
@@ -164,7 +164,7 @@ def _tasks(
 
 
 def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice) -> torch.Tensor:
-    """Fingerprint by torch's operations, on any device, which is not waited for; a scalar, int64."""
+    """Fingerprint with torch operations on any device, asynchronously; an int64 scalar."""
     from forge_rl.weights import kernels
 
     low_key, high_key, shift = int(kernels.KEY_LOW), int(kernels.KEY_HIGH), int(kernels.KEY_SHIFT)
@@ -198,7 +198,7 @@ def _check_words(shape: Sequence[int], tensor_slice: TensorSlice, dtype: torch.d
 
 
 def _words(values: torch.Tensor, word: torch.dtype) -> torch.Tensor | None:
-    """A tensor's memory seen as words of another dtype; None where it can't be."""
+    """A tensor's memory viewed as words of another dtype; None if that is impossible."""
     if values.dim() and values.stride(-1) != 1:
         return None
     try:
@@ -223,5 +223,5 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of this process, which may be a fork of the one that asked before."""
+    """Threads of this process, which may be a fork of the previous caller's."""
     return ThreadPoolExecutor(threads, thread_name_prefix="weights")

@@ -1,7 +1,7 @@
-"""The manifest of a version of the weights: committed last, so that a reader sees a whole version or none.
+"""Manifest of a weight version, committed last so that a reader sees a whole version or none.
 
-A version lies in buckets, each a run of bytes that holds whole tensors one after the other, whatever the layouts of
-those that wrote them and of those that read them.
+A version is stored in buckets, each a run of bytes that holds whole tensors one after the other, independent of the
+writers' and readers' layouts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from forge_rl.errors import AttestationError, WeightsError
 from forge_rl.weights.slices import TensorSlice, tiling_error
 
 if TYPE_CHECKING:
-    import torch  # takes seconds, and processes that only pass manifests on need none of it
+    import torch  # takes seconds, and processes that only pass manifests on do not need it
 
 BUCKET_BYTES = 64 << 20
-"""Size past which a bucket is full; a larger tensor has one of its own."""
+"""Maximum size of a bucket; a larger tensor gets its own."""
 
 _MOST_SHARED = 1.5
-"""Older buckets also keep what has changed since; past this many times its own bytes, a version is written whole."""
+"""A version is rewritten whole once its buckets, with stale tensors, exceed its own size by this factor."""
 
 _ALIGN = 64
 
@@ -36,9 +36,9 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     changed: bool = True
-    """False for a tensor that is the same as in the latest version, and is not written again."""
+    """False for a tensor that is unchanged since the latest version and not written again."""
     dtype: str = ""
-    """Name of the format that it is always published in; empty for that of the version."""
+    """Dtype that it is always published in; empty for the version's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class SegmentRef:
 
     path: str
     bytes: int
-    """Size of the bucket; the file is one page longer, its header."""
+    """Size of the bucket; the file has one more page, its header."""
     token: str
-    """Random, also in the header: a segment that was freed and written again has another one."""
+    """Random token, also in the header; changes when a segment is freed and reused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ class Bucket:
     """A run of bytes of one version."""
 
     key: str
-    """VERSION/NUMBER, of the version that wrote it; VERSION/EPOCH.NUMBER after a rollback."""
+    """VERSION/NUMBER, with the version that wrote it; VERSION/EPOCH.NUMBER after a rollback."""
     bytes: int
     host: str = ""
-    """Host that it was written on."""
+    """Host on which it was written."""
     segment: SegmentRef | None = None
-    """Place on that host; None where the transport keeps buckets in another way."""
+    """Segment on that host; None if the transport stores buckets differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class Piece:
 
     tensor_slice: TensorSlice
     part: str
-    """Key of what the rank stored."""
+    """Key under which the rank stored it."""
     offset: int
-    """Position of its first byte there; the slice lies contiguous."""
+    """Offset of its first byte there; the slice is contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ class TensorEntry:
     dtype: str
     """Name in torch, such as "bfloat16"."""
     bucket: str
-    """Key of the bucket that holds it; of an older version if it has not changed since."""
+    """Key of the bucket that holds it; an older version's if unchanged since."""
     offset: int
-    """Position of its first byte in the bucket."""
+    """Offset of its first byte in the bucket."""
     fingerprint: int = 0
     """Fingerprint of the published bytes; see fingerprints.py."""
     pieces: tuple[Piece, ...] = ()
@@ -108,13 +108,13 @@ class TensorEntry:
         return dtype
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """A view of this tensor in its bucket, which is `[bytes] uint8`."""
+        """Return a view of this tensor in its bucket, `[bytes] uint8`."""
         return bucket[self.offset : self.offset + self.bytes].view(self.torch_dtype).view(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReport:
-    """Report of a trainer rank: the slice of one tensor that it wrote."""
+    """Slice of one tensor that a trainer rank wrote or a reader read, with its fingerprint."""
 
     name: str
     tensor_slice: TensorSlice
@@ -125,7 +125,7 @@ class ShardReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole version; before its commit, a draft without fingerprints.
+    """A whole version, or before its commit a draft without fingerprints.
 
     async with store.lease() as manifest:
         print(manifest.version, len(manifest.tensors), manifest.bytes)
@@ -135,9 +135,9 @@ class Manifest:
     """Optimizer steps behind these weights."""
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[Bucket, ...]
-    """Buckets with its tensors, also older ones that it shares with earlier versions."""
+    """Buckets with its tensors, including those shared with earlier versions."""
     epoch: int = 0
-    """Number of rollbacks before it was written: tells it from a forgotten version of the same number."""
+    """Number of rollbacks before it was written; distinguishes it from a forgotten version of the same number."""
 
     @property
     def bytes(self) -> int:
@@ -150,19 +150,19 @@ class Manifest:
 
     @property
     def written(self) -> tuple[Bucket, ...]:
-        """The buckets that this version itself writes."""
+        """Buckets written by this version itself."""
         return tuple(bucket for bucket in self.buckets if is_of(bucket.key, self.version))
 
     def entries(self, bucket: str) -> tuple[TensorEntry, ...]:
-        """The tensors of this version that lie in a bucket."""
+        """This version's tensors in a bucket."""
         return tuple(entry for entry in self.tensors if entry.bucket == bucket)
 
     def attest(self, fingerprints: Mapping[str, int], reader: str) -> None:
-        """Compare what a reader holds with what was published.
+        """Compare a reader's tensors with the published ones.
 
         Args:
-            fingerprints: those of the reader's tensors, by name.
-            reader: its name in the error.
+            fingerprints: fingerprints of the reader's tensors, by name.
+            reader: name of the reader for the error.
 
         Raises:
             AttestationError: they differ; names the tensors.
@@ -173,22 +173,22 @@ class Manifest:
             raise AttestationError(
                 f"{reader} holds other weights than version {self.version}: {len(differing)} of "
                 f"{len(self.tensors)} tensors differ: {shown}",
-                hint="do not trust what was sampled from it; report this with the run folder's logs",
+                hint="do not trust samples from it; report this with the run folder's logs",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """Report of an engine after a load: the version that it holds, and its proof."""
+    """An engine's report of a load: the version that it holds, with fingerprints as proof."""
 
     version: int
     fingerprints: dict[str, int]
-    """Fingerprints of what the engine read, by Hugging Face name."""
+    """Fingerprints of the tensors that the engine read, by Hugging Face name."""
     in_place: int
-    """Number of them computed over the live parameters. The rest are over what went into the loader: vLLM
-    repacks those layers for the CPU, and the bytes as such exist no more."""
+    """Number of fingerprints taken of live parameters. The others are of the loader's input, as vLLM repacks those
+    layers."""
     bytes_read: tuple[int, ...] = ()
-    """Bytes that each of the engine's workers read, as published: its own slices."""
+    """Bytes that each of the engine's workers read, in the published dtype: its own slices."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
 
@@ -207,20 +207,20 @@ def draft(
     bucket_bytes: int = BUCKET_BYTES,
     epoch: int = 0,
 ) -> Manifest:
-    """Lay out a version: the tensors to be written, and their places in buckets.
+    """Lay out a version: the tensors to write, and their places in buckets.
 
-    What changes and what does not lie in buckets apart, so that older ones keep little that nobody needs.
+    Changing and unchanging tensors go to separate buckets, so that older buckets keep few stale tensors.
 
     Args:
-        specs: every tensor of the model, in an order that stays the same.
-        version: to be written.
-        dtype: of the published tensors whose specs name none.
-        base: the version before; what has not changed since stays where that one has it.
-        bucket_bytes: past this a bucket is full.
-        epoch: that the store is in.
+        specs: every tensor of the model, always in the same order.
+        version: version to write.
+        dtype: dtype of published tensors whose specs name none.
+        base: the previous version, whose buckets keep the unchanged tensors.
+        bucket_bytes: maximum size of a bucket.
+        epoch: the store's current epoch.
 
     Raises:
-        WeightsError: there are no tensors, or two of one name.
+        WeightsError: the list of tensors is empty, or two have the same name.
     """
     if not specs:
         raise WeightsError(f"version {version} holds no tensors")
@@ -230,7 +230,7 @@ def draft(
     before = {entry.name: entry for entry in base.tensors} if base is not None else {}
     older = {bucket.key: bucket for bucket in base.buckets} if base is not None else {}
     placed: dict[str, TensorEntry] = {}
-    sizes: dict[str, int] = {}  # of the buckets that are to be written
+    sizes: dict[str, int] = {}  # of the buckets to write
     for changed in (True, False):
         key = ""
         for spec in (spec for spec in specs if spec.changed is changed):
@@ -262,7 +262,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manif
     """Make the manifest of a version from its draft and the reports of all ranks.
 
     Raises:
-        WeightsError: together the ranks did not write exactly what was to be written.
+        WeightsError: together the ranks did not write exactly the drafted tensors.
     """
     from forge_rl.weights.fingerprints import combine
 

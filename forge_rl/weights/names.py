@@ -1,9 +1,8 @@
-"""Names of weights: torchtitan's to Hugging Face's.
+"""Maps torchtitan's weight names to Hugging Face's.
 
-Models keep separate q, k, v projections in Hugging Face's order of rows (engines/titan builds them so), and torchtitan
-stacks a layer's experts, which most families keep apart. So every published tensor is a view of a block of one
-torchtitan weight, at most with its last two dims swapped: a shard of one is a shard of the other, and no copy or
-permutation is needed.
+Models keep separate q, k, v projections in Hugging Face's row order (engines/titan builds them so), and torchtitan
+stacks a layer's experts, which most families store separately. So every published tensor is a view of a block of one
+torchtitan weight, at most with its last two dims swapped, and shards need no copy or permutation.
 """
 
 from __future__ import annotations
@@ -36,32 +35,32 @@ class Part:
     tensor_slice: TensorSlice
     """Place of the part in the published tensor."""
     index: int | None = None
-    """Number of the expert within the block; None where the block is the part."""
+    """Index of the expert within the block; None if the part is the whole block."""
     transposed: bool = False
-    """True if the published tensor has the last two dims in the other order."""
+    """True if the published tensor has its last two dims swapped."""
     float32: bool = False
-    """True if it stays float32 whatever the format of the model."""
+    """True if it stays float32 regardless of the model's dtype."""
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
-        """A view of this part of the block."""
+        """Return a view of this part of the block."""
         part = block if self.index is None else block[self.index]
         return part.transpose(-2, -1) if self.transposed else part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names of the weights of one family.
+    """Weight names of one model family.
 
     Names(layer={"attention.wo.weight": "self_attn.o_proj.weight"}).to_hf("layers.3.attention.wo.weight")
     """
 
     layer: Mapping[str, str]
-    """Hugging Face's name of each weight of a layer, by torchtitan's, both without the layer. A "{}" stands for the
-    number of an expert: torchtitan stacks them in the first dim."""
+    """Hugging Face names of a layer's weights by torchtitan name, both without the layer prefix. "{}" stands for the
+    expert's index: torchtitan stacks experts in the first dim."""
     transposed: frozenset[str] = frozenset()
-    """torchtitan's names of the weights whose last two dims Hugging Face has in the other order."""
+    """torchtitan names of the weights whose last two dims are swapped in Hugging Face."""
     float32: frozenset[str] = frozenset()
-    """torchtitan's names of the weights that stay float32 whatever the format of the model."""
+    """torchtitan names of the weights that stay float32 regardless of the model's dtype."""
 
     def parts(self, name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
         """List the published tensors that a block of a torchtitan weight holds, and the slice of each.

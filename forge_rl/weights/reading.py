@@ -1,4 +1,4 @@
-"""Reading a version by those with a layout of their own: each reads its slices only, straight to where they belong."""
+"""Reads only the slices of a version that a reader's layout needs, directly to their destination."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from forge_rl.weights.transports.protocol import TensorBucket, Transport
 
 @dataclass(frozen=True, kw_only=True)
 class ReadReport:
-    """Report of one reader: the slices of a version that it took."""
+    """Report of one reader: the slices of a version that it read."""
 
     version: int
     bytes: int
-    """Bytes read from shared memory, as published."""
+    """Bytes read from shared memory, in the published dtype."""
     slices: dict[str, TensorSlice]
-    """Slices that were read, by Hugging Face name."""
+    """Slices read, by Hugging Face name."""
     fingerprints: dict[str, int]
-    """Fingerprints of the bytes that were read, by name; `combine_reports` adds those of all readers up."""
+    """Fingerprints of the bytes read, by name; `combine_reports` sums them over readers."""
 
 
 async def read_slices(
     transport: Transport, manifest: Manifest, wants: Mapping[str, TensorSlice], into: Callable[[str], torch.Tensor]
 ) -> ReadReport:
-    """Copy slices of a version into their places, fetching only the buckets that hold them.
+    """Copy slices of a version to their destinations, fetching only the buckets that hold them.
 
     Args:
         transport: transport of this host.
         manifest: the version; the caller holds a lease on it.
         wants: slices to read, by Hugging Face name.
-        into: place for a name: of the slice's size and the published dtype, contiguous in its last dim.
+        into: destination for a name: of the slice's size and the published dtype, contiguous in its last dim.
             It may be a slice of a larger parameter, such as q's rows of a fused qkv projection.
 
     Raises:
-        WeightsError: the version lacks a tensor, a slice lies outside of it, a place does not fit, or a bucket was
+        WeightsError: the version lacks a tensor, a slice is out of bounds, a destination does not fit, or a bucket was
             freed meanwhile; some slices may have been written by then.
     """
     shapes = {entry.name: entry.shape for entry in manifest.tensors}
@@ -63,17 +63,17 @@ async def read_slices(
                 sums = await asyncio.to_thread(move, list(moves.values()))
                 fingerprints |= zip(moves, sums, strict=True)
                 read += sum(each.source.nbytes for each in moves.values())
-                del moves  # it has views of the bucket, which may be gone once the block ends
+                del moves  # holds views of the bucket, which may be gone once the block ends
     if missed := wants.keys() - fingerprints.keys():
         raise WeightsError(f"the buckets of version {manifest.version} did not hold {sorted(missed)[:3]}")
     return ReadReport(version=manifest.version, bytes=read, slices=dict(wants), fingerprints=fingerprints)
 
 
 def combine_reports(reports: Sequence[ReadReport]) -> dict[str, int]:
-    """Fingerprints of whole tensors from those of the slices that several readers took; see `combine_shards`.
+    """Combine several readers' fingerprints of slices into whole tensors'; see `combine_shards`.
 
     Raises:
-        WeightsError: the readers took different versions, or as `combine_shards`.
+        WeightsError: the readers read different versions, or as for `combine_shards`.
     """
     if len(versions := {report.version for report in reports}) > 1:
         raise WeightsError(f"readers of one engine took versions {sorted(versions)}", hint="load one version again")
@@ -86,13 +86,13 @@ def combine_reports(reports: Sequence[ReadReport]) -> dict[str, int]:
 
 
 def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, int]:
-    """Fingerprints of whole tensors from those of slices that readers took.
+    """Combine fingerprints of slices into whole tensors'.
 
-    A slice that several hold alike, because they keep copies of it, counts once. If the slices leave out a part of a
-    tensor, its fingerprint is not the manifest's.
+    A slice that several readers hold counts once. If part of a tensor is missing, its fingerprint differs from the
+    manifest's.
 
     Raises:
-        WeightsError: one slice is not the same in all that hold it, or two slices overlap.
+        WeightsError: readers hold different values of one slice, or two slices overlap.
     """
     taken: dict[str, dict[TensorSlice, int]] = {}
     for shard in shards:

@@ -1,8 +1,8 @@
-"""Segments: files in shared memory, one for each bucket, that trainers write and engines map.
+"""Segments: files in shared memory, one per bucket, that trainers write and engines map.
 
-A segment begins with one page, its header: which version it holds, how many bytes, and a random token. A reader checks
-them, so that a foreign, stale or half-made segment is refused. Mappings are kept from one version to the next: freed
-segments are used again, and mapping fresh pages costs more than copying.
+A segment begins with a one-page header: its version, its size in bytes, and a random token. Readers check these to
+refuse foreign, stale or incomplete segments. Mappings are kept from one version to the next: freed segments are reused,
+and mapping fresh pages costs more than copying.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from forge_rl.errors import WeightsError
 from forge_rl.weights.manifest import SegmentRef, TensorEntry
 
 if TYPE_CHECKING:
-    import torch  # takes seconds, and a volume that maps none of its segments needs none of it
+    import torch  # takes seconds, and a volume that maps no segments does not need it
 
 PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8s16sQ")
 _MAGIC = b"forge_rl"
 _REGISTER_READ_ONLY = 8
-"""cudaHostRegisterReadOnly: CUDA is not to ask for pages that it could write."""
+"""cudaHostRegisterReadOnly: CUDA must not request writable pages."""
 _MADE_ANEW = "publish the version again, or start the run again"
 
 
 def create(path: Path, size: int) -> SegmentRef:
-    """Make a segment with room for `size` bytes: its memory is taken now, and its pages are zero.
+    """Create a segment of `size` bytes, with its memory allocated and zeroed.
 
     Raises:
-        OSError: there is no room, or the file exists.
+        OSError: out of memory, or the file exists.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -53,10 +53,10 @@ def create(path: Path, size: int) -> SegmentRef:
 
 
 def create_anonymous(size: int) -> tuple[SegmentRef, int]:
-    """Make a segment without a name, which is gone with the file descriptor that is returned.
+    """Create an anonymous segment, freed when the returned file descriptor is closed.
 
     Raises:
-        OSError: there is no room.
+        OSError: out of memory.
     """
     fd = os.memfd_create("forge_rl-weights")
     try:
@@ -68,14 +68,14 @@ def create_anonymous(size: int) -> tuple[SegmentRef, int]:
 
 
 def available_bytes() -> int:
-    """Memory that can still be taken on this machine; past it the kernel kills processes."""
+    """Bytes of memory available on this machine; beyond them the kernel kills processes."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     assert found is not None, "/proc/meminfo has MemAvailable since Linux 3.14"
     return int(found[1]) << 10
 
 
 def renew(ref: SegmentRef) -> SegmentRef:
-    """Give a segment that was freed a new token, so that a reader of what it held is refused."""
+    """Give a freed segment a new token, so that readers of its old contents are refused."""
     fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return _stamp(fd, ref.path, ref.bytes)
@@ -84,28 +84,28 @@ def renew(ref: SegmentRef) -> SegmentRef:
 
 
 def readable(ref: SegmentRef) -> torch.Tensor:
-    """A segment's bytes, `[bytes] uint8`; the memory cannot be written through it.
+    """Map a segment's bytes read-only, `[bytes] uint8`.
 
     Raises:
-        WeightsError: it is gone, it is not this user's alone, or it is another one than the reference says.
+        WeightsError: the segment is gone, not private to this user, or does not match the reference.
     """
     return _MAPPINGS.get(ref, writable=False)
 
 
 def writable(ref: SegmentRef) -> torch.Tensor:
-    """A segment's bytes, `[bytes] uint8`, to be written.
+    """Map a segment's bytes for writing, `[bytes] uint8`.
 
     Raises:
-        WeightsError: in the cases of `readable`.
+        WeightsError: as for `readable`.
     """
     return _MAPPINGS.get(ref, writable=True)
 
 
 def check(ref: SegmentRef) -> None:
-    """Check, after reading, that the segment still holds what it held. A mapping of one without a name then goes.
+    """Check, after reading, that the segment was not reused meanwhile; drops the mapping of an anonymous one.
 
     Raises:
-        WeightsError: it was freed, and perhaps written again, meanwhile: what was read must not be used.
+        WeightsError: it was freed, and perhaps rewritten, meanwhile: the data read must not be used.
     """
     _MAPPINGS.get(ref, writable=False)
     if _is_anonymous(ref.path):
@@ -126,14 +126,14 @@ class SegmentBucket:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Give views of the tensors while the block runs, as `TensorBucket.open` says."""
+        """Yield views of the tensors while the block runs; see `TensorBucket.open`."""
         memory = readable(self.segment)
         tensors = {entry.name: entry.of(memory) for entry in self.entries}
         del memory
         try:
             yield tensors
         finally:
-            tensors.clear()  # a mapping that the caller still names keeps no memory
+            tensors.clear()  # so that a dict the caller keeps holds no memory
         check(self.segment)
 
 
@@ -144,7 +144,7 @@ class _Mapping:
     payload: torch.Tensor
     fd: int
     registered: bool
-    """True if CUDA copies straight to and from these pages."""
+    """True if CUDA copies directly to and from these pages."""
 
 
 class _Mappings:
@@ -232,15 +232,15 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
         header=memoryview(memory)[: _HEADER.size],
         payload=payload,
         fd=fd,
-        # A segment without a name is read once: pinning its pages would take longer than copying them.
+        # An anonymous segment is read once: pinning its pages would take longer than copying them.
         registered=(writable or not _is_anonymous(ref.path)) and _register(payload, writable=writable),
     )
 
 
 def _register(payload: torch.Tensor, *, writable: bool) -> bool:
-    """Pin pages for CUDA, if this process uses it: copies to and from the GPU are then several times as fast.
+    """Pin pages for CUDA, if this process uses it: copies to and from the GPU are then several times faster.
 
-    Not every driver pins pages that can only be read; copies of those are then as slow as of any other memory.
+    Not every driver can pin read-only pages; copies are then as slow as for unpinned memory.
     """
     import torch
 
@@ -250,13 +250,13 @@ def _register(payload: torch.Tensor, *, writable: bool) -> bool:
     flags = 0 if writable else _REGISTER_READ_ONLY
     if int(torch.cuda.cudart().cudaHostRegister(begin, PAGE + payload.nbytes, flags)) == 0:
         return True
-    with contextlib.suppress(RuntimeError):  # the next use of CUDA would report this error, which costs speed alone
+    with contextlib.suppress(RuntimeError):  # the next use of CUDA would report this error, which only costs speed
         torch.zeros(1, device="cuda")
     return False
 
 
 def _unmap(mapping: _Mapping) -> None:
-    """Forget a mapping: its pages go with the last tensor that uses them."""
+    """Drop a mapping; its pages are freed with the last tensor that uses them."""
     if mapping.registered:
         import torch
 

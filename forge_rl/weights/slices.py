@@ -1,4 +1,4 @@
-"""Slices: the part of a tensor that a rank holds or a reader wants. Every parallel layout comes down to them."""
+"""Slices: the part of a tensor that a rank holds or a reader needs. Every parallel layout reduces to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TensorSlice:
         return math.prod(self.size)
 
     def intersect(self, other: TensorSlice) -> TensorSlice:
-        """Block that both hold; its numel is 0 where that is nothing."""
+        """Intersection of both; its numel is 0 if they do not overlap."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return TensorSlice(start=start, size=tuple(max(0, end - at) for end, at in zip(ends, start, strict=True)))
@@ -45,7 +45,7 @@ class TensorSlice:
         return TensorSlice(start=tuple(a + b for a, b in zip(self.start, block.start, strict=True)), size=self.size)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of this block of a whole tensor."""
+        """Return a view of this block of a whole tensor."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor

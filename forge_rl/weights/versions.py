@@ -1,8 +1,7 @@
-"""The rules of versions: immutable, committed whole, leased while read, retired by age. Pure; the store runs it.
+"""Rules of weight versions: immutable, committed whole, leased while read, retired by age. Pure; the store runs it.
 
-A run that goes back to an earlier version, because its trainer continues from a checkpoint, forgets what came after and
-begins a new epoch, in which the same numbers come again. What is still read of an older epoch stays until it is
-released.
+When the trainer resumes from a checkpoint, the store rolls back: it forgets later versions and begins a new epoch that
+reuses their numbers. Versions of older epochs stay until their readers release them.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from forge_rl.weights.manifest import Manifest
 
 
 class VersionIndex:
-    """Index of the versions that exist, and of the buckets that they keep.
+    """Index of existing versions and their buckets.
 
-    `commit`, `abort`, `rollback` and `release` return the keys of the buckets that nothing needs any more. Those of a
-    version that is given up while it is written are not among them: they are its writer's to free.
+    `commit`, `abort`, `rollback` and `release` return the keys of buckets no longer needed, except those of a version
+    abandoned while being written, which its writer frees.
 
     Args:
-        keep_versions: number of newest versions that retention keeps, the one that is being written included.
-        keep_bytes: the most bytes that kept versions may take; the newest is kept whatever its size.
+        keep_versions: number of newest versions to keep, including the one being written.
+        keep_bytes: maximum bytes of kept versions; the newest is kept regardless of size.
     """
 
     def __init__(self, *, keep_versions: int, keep_bytes: int) -> None:
@@ -31,13 +30,13 @@ class VersionIndex:
         self._keep_bytes = keep_bytes
         self._versions: dict[int, Manifest] = {}
         self._writing: dict[int, Manifest | None] = {}
-        """Versions that are being written, each with the one before, whose buckets it may share."""
+        """Versions being written, each with its predecessor, whose buckets it may share."""
         self._needed: dict[str, int] = {}
         """Size by key of the buckets that versions keep, or those that are being written."""
         self._leases: Counter[tuple[int, int]] = Counter()
         """Number of leases by version and epoch."""
         self._forgotten: dict[tuple[int, int], Manifest] = {}
-        """Versions of earlier epochs that are still being read."""
+        """Versions of earlier epochs that are still leased."""
         self._changed = asyncio.Condition()
         self._failure = ""
         self.epoch = 0
@@ -45,14 +44,14 @@ class VersionIndex:
 
     @property
     def latest(self) -> int | None:
-        """The newest committed version, or None before the first."""
+        """Newest committed version; None before the first."""
         return max(self._versions, default=None)
 
     def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...]]:
-        """Reserve a version for writing; what retention will give up for it is given up now, so that its room is there.
+        """Reserve a version for writing; retires versions right away to make room for it.
 
         Returns:
-            The version before, which stays until this one is committed or aborted, and keys of buckets to be freed.
+            The previous version, which stays until this one is committed or aborted, and keys of buckets to free.
 
         Raises:
             WeightsError: it exists, is being written, or is not newer than the latest.
@@ -70,8 +69,8 @@ class VersionIndex:
         """Make a written version visible and move `latest`.
 
         Raises:
-            WeightsError: the version was not begun, was aborted, or another one was committed meanwhile, which is newer
-                or which its unchanged tensors do not come from.
+            WeightsError: the version was not begun, was aborted, or another one was committed meanwhile that is newer
+                or does not hold its unchanged tensors.
         """
         version = manifest.version
         if manifest.epoch != self.epoch or version not in self._writing:
@@ -90,9 +89,9 @@ class VersionIndex:
         return await self._tell_waiters()
 
     async def abort(self, version: int, reason: str, *, epoch: int = 0) -> tuple[str, ...]:
-        """Give up a version that is being written; it stays invisible, and those who wait for it fail at once.
+        """Abandon a version being written; it stays invisible, and its waiters fail at once.
 
-        Nothing happens for one that is not being written, or no more because the run went back since.
+        A no-op for a version that is not being written, or no longer after a rollback.
         """
         if epoch != self.epoch or version not in self._writing:
             return ()
@@ -101,9 +100,9 @@ class VersionIndex:
         return await self._tell_waiters()
 
     def rollback(self, version: int) -> tuple[str, ...]:
-        """Forget all versions above this one, which will be written anew; what is being written is given up.
+        """Forget all later versions, which will be rewritten; abandons any version being written.
 
-        Those who wait for a forgotten version wait for the new one. Those who read one go on.
+        Waiters for a forgotten version wait for the new one. Readers of one continue.
         """
         self.epoch += 1
         self._writing.clear()
@@ -115,7 +114,7 @@ class VersionIndex:
         return self._retire()
 
     def needs(self, key: str) -> bool:
-        """True if a version that is kept, read, or written upon has this bucket."""
+        """True if a version that is kept, leased or the base of a write has this bucket."""
         return key in self._needed
 
     async def wait_for(self, version: int) -> int:
@@ -128,10 +127,10 @@ class VersionIndex:
             return self.latest
 
     def lease(self, version: int | None = None) -> Manifest:
-        """The manifest of a version (the latest by default), which retention keeps until it is released.
+        """Return a version's manifest (the latest by default), and keep it until it is released.
 
         Raises:
-            WeightsError: there is no such version.
+            WeightsError: the version does not exist.
         """
         wanted = self.latest if version is None else version
         if wanted is None or wanted not in self._versions:
@@ -152,14 +151,14 @@ class VersionIndex:
         return self._retire()
 
     async def _tell_waiters(self) -> tuple[str, ...]:
-        """Retire, then wake all who wait; returns what _retire does."""
+        """Retire versions, then wake all waiters; returns the result of `_retire`."""
         unneeded = self._retire()
         async with self._changed:
             self._changed.notify_all()
         return unneeded
 
     def _retire(self, coming: int = 0) -> tuple[str, ...]:
-        """Drop versions past the bounds; `coming` bytes of one more, if not 0, are about to be written."""
+        """Drop versions beyond the limits; if not 0, `coming` bytes of another one are about to be written."""
         kept, seen = (1, {"": coming}) if coming else (0, {})
         for version in sorted(self._versions, reverse=True):
             if self._leases[version, self._versions[version].epoch]:
@@ -175,5 +174,5 @@ class VersionIndex:
 
 
 def _buckets(manifests: Iterable[Manifest]) -> dict[str, int]:
-    """Bytes by key of all their buckets."""
+    """Bytes of all their buckets by key."""
     return {bucket.key: bucket.bytes for manifest in manifests for bucket in manifest.buckets}

@@ -1,1 +1,1 @@
-"""Transports: what carries a version's bytes from trainer to engines, one file each."""
+"""Transports carry a version's bytes from trainer to engines, one file each."""

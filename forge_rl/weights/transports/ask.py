@@ -1,4 +1,4 @@
-"""Calls of the store's actors from any process; apart from the transports, which load torch."""
+"""Calls to the store's actors from any process; apart from the transports, which load torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ async def ask(actor: Any, method: str, *args: object, what: str) -> Any:
     """Call an actor of the store from any process.
 
     Raises:
-        ForgeError: what the actor raised, if it was one.
-        WeightsError: it raised something else, died, or did not answer in time; names it as `what`.
+        ForgeError: raised by the actor.
+        WeightsError: the actor raised another error, died or timed out; calls it `what`.
     """
     try:
         async with asyncio.timeout(_DEADLINE_S):

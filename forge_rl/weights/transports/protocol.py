@@ -1,4 +1,4 @@
-"""Protocol of transports of weights; they share one conformance test."""
+"""Protocol of weight transports, which share one conformance test."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class LocalShard:
 
 
 class TensorBucket(Protocol):
-    """Named tensors of a version that arrive together, wherever their bytes lie: shared memory, or a GPU.
+    """Named tensors of a version that arrive together, in shared memory or on a GPU.
 
-    It pickles, and any process of this host can open it:
+    It can be pickled and opened in any process on this host:
 
         async for bucket in transport.fetch(manifest):
             with bucket.open() as tensors:
@@ -41,19 +41,19 @@ class TensorBucket(Protocol):
         """Name, shape and dtype of each tensor."""
 
     def open(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Make the tensors readable, by name, while the block runs; nobody may write to them or keep them.
+        """Make the tensors readable by name while the block runs; they must not be written or kept.
 
         Raises:
-            WeightsError: the bytes are gone, or, at the end of the block, were replaced while it ran: what was read
-                must not be used.
+            WeightsError: the bytes are gone or, when the block ends, were replaced meanwhile: the data read must not be
+                used.
         """
 
 
 def to_write(drafted: Manifest, shards: Iterable[LocalShard]) -> Iterator[tuple[TensorEntry, LocalShard]]:
-    """A rank's shards of the tensors that the version writes, with their places.
+    """Yield a rank's shards of the tensors that the version writes, with their entries.
 
     Raises:
-        WeightsError: a shard is of a tensor that the draft does not have.
+        WeightsError: a shard's tensor is not in the draft.
     """
     entries = {entry.name: entry for entry in drafted.tensors}
     for shard in shards:
@@ -65,7 +65,7 @@ def to_write(drafted: Manifest, shards: Iterable[LocalShard]) -> Iterator[tuple[
 
 
 def to_read(manifest: Manifest, names: Collection[str] | None) -> list[tuple[Bucket, tuple[TensorEntry, ...]]]:
-    """The buckets that hold the named tensors (all by default), with those tensors, in the manifest's order."""
+    """Return the buckets that hold the named tensors (all by default), with these tensors, in the manifest's order."""
     held: dict[str, list[TensorEntry]] = {}
     for entry in manifest.tensors:
         if names is None or entry.name in names:
@@ -74,31 +74,31 @@ def to_read(manifest: Manifest, names: Collection[str] | None) -> list[tuple[Buc
 
 
 class Transport(Protocol):
-    """Moves versions between processes. An instance is bound to one host and pickles: it works in any process there."""
+    """Moves versions between processes. An instance is bound to one host; pickled, it works in any process there."""
 
     async def reserve(self, drafted: Manifest) -> Manifest:
-        """Make room for the buckets that a version writes; called once, before any rank writes.
+        """Reserve memory for the buckets that a version writes; called once, before any rank writes.
 
         Returns:
-            The draft, its buckets with their places.
+            The draft with its buckets' segments.
 
         Raises:
-            WeightsError: there is no room; nothing was taken, and the message has the bytes needed and free.
+            WeightsError: out of memory; nothing was reserved, and the message has the bytes needed and free.
         """
 
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
         """Cast one rank's shards and write those that the version writes; called in each trainer process.
 
         Raises:
-            WeightsError: a shard is of a tensor that the draft does not have, or the version was given up meanwhile.
+            WeightsError: a shard's tensor is not in the draft, or the version was abandoned meanwhile.
         """
 
     def fetch(self, manifest: Manifest, names: Collection[str] | None = None) -> AsyncGenerator[TensorBucket, None]:
-        """The buckets that hold the named tensors (all by default), one after the other as they come.
+        """Yield the buckets that hold the named tensors (all by default) as they arrive.
 
-        A bucket may be gone as soon as the next one is asked for. The caller holds a lease on the version, and closes
-        the generator (contextlib.aclosing).
+        A bucket may be gone once the next one is requested. The caller holds a lease on the version and closes the
+        generator (contextlib.aclosing).
         """
 
     async def free(self, keys: Collection[str]) -> None:
-        """Free buckets; nothing happens for one that is not there."""
+        """Free buckets; missing ones are ignored."""
