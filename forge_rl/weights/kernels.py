@@ -1,7 +1,7 @@
-"""Compiled loops over weights on CPU: copy, cast and fingerprint rows of words in one pass, at the speed of memory.
+"""Compiled CPU loops that copy, cast and fingerprint rows of words in one pass, at memory speed.
 
-Numba compiles them at first use and keeps the result on disk. Rows lie in a one-dimensional array, `step` items from
-the beginning of one to that of the next; a plain stride-1 loop over each is what LLVM vectorises.
+Numba compiles them at first use and caches the result on disk. Rows are in a one-dimensional array with a stride of
+`step` items; LLVM vectorises the plain stride-1 loop over each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY_LOW, KEY_HIGH, KEY_SHIFT = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.
 Words = np.ndarray[tuple[int], np.dtype[Any]]
 
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_CHUNK_WORDS = 4096  # they stay in the first cache between being cast and being fingerprinted
+_CHUNK_WORDS = 4096  # stay in the L1 cache between cast and fingerprint
 
 
 @numba.njit(nogil=True, cache=True)
@@ -60,8 +60,8 @@ _LANES = 8
 def _stream(typing: Any, target: Any, source: Any, vectors: Any, first: Any) -> Any:
     """Copy and fingerprint `vectors` times _LANES words by stores that bypass the cache, to an address aligned to 64.
 
-    As memcpy does for large copies: it saves reading the target's lines first, a quarter of the time, and no plain
-    loop of numba's says it.
+    Like memcpy for large copies, this avoids reading the target's cache lines first, a quarter of the time. Plain numba
+    loops cannot express it.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -150,9 +150,9 @@ def copy_rows(
 def cast_rows(
     target: Words, target_step: int, source: Words, step: int, rows: int, words: int, first: int, first_step: int
 ) -> np.uint64:
-    """Write float32 as bfloat16, rounded to nearest even, and fingerprint what was written; a NaN stays one.
+    """Write float32 as bfloat16, rounded to nearest even, and fingerprint the result; NaN stays NaN.
 
-    `source` holds the floats' bits as int32, four for each int64 word of `target`; the rest is as `copy_rows`.
+    `source` holds the floats' bits as int32, four per int64 word of `target`; otherwise as `copy_rows`.
     """
     total = np.uint64(0)
     for row in range(rows):

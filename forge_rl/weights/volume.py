@@ -1,9 +1,8 @@
-"""One host's share of the store: a private folder in shared memory, whose segments are made, freed and used again.
+"""One host's share of the store: a private folder in shared memory with reusable segments.
 
-The folder belongs to one process, which locks the file `lock` in it for as long as it lives. A folder whose lock is
-free was left behind by a process that was killed: the next volume on the host removes it. Writers share a lock on the
-folder itself while they write: what is freed meanwhile is not used again before they have ended, for a rank of a
-publish that was given up may still be writing into it.
+The folder belongs to one process, which locks the file `lock` in it while it lives. A folder whose lock is free was
+left by a killed process, and the next volume on the host removes it. Writers hold a shared lock on the folder: segments
+freed meanwhile are not reused until they finish, as a rank of an abandoned publish may still be writing to them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LOCK = "lock"
 
 
 class Volume:
-    """Segments of this host: made, freed and used again.
+    """Creates, frees and reuses the segments of a host.
 
     Args:
         root: a folder in shared memory, such as /dev/shm.
@@ -36,7 +35,7 @@ class Volume:
 
     def __init__(self, root: Path) -> None:
         self.reclaimed = reclaim(root)
-        """Bytes that processes which were killed had left behind."""
+        """Bytes reclaimed from killed processes."""
         with _home(root) as home:
             self.folder = home / secrets.token_hex(16)
             self.folder.mkdir(mode=0o700)
@@ -45,17 +44,17 @@ class Volume:
         self._root = root
         self._used: dict[str, SegmentRef] = {}
         self._freed: list[SegmentRef] = []
-        """Freed segments that are perhaps still written into."""
+        """Freed segments that may still be written to."""
         self._spare: list[SegmentRef] = []
 
     def reserve(self, sizes: Mapping[str, int]) -> dict[str, SegmentRef]:
-        """Take a segment for each key; all or none.
+        """Reserve a segment for each key, all or none.
 
         Args:
             sizes: bytes by key; the keys are new.
 
         Raises:
-            WeightsError: there is no room, or a key is in use.
+            WeightsError: out of memory, or a key is in use.
         """
         if taken := [key for key in sizes if key in self._used]:
             raise WeightsError(f"bucket {taken[0]} is held already")
@@ -67,7 +66,7 @@ class Volume:
                 self._spare.remove(spare)
                 with contextlib.suppress(OSError):  # somebody removed the file
                     found[key] = renew(spare)
-        self._drop_spare()  # of sizes that are no longer asked for
+        self._drop_spare()  # of sizes no longer needed
         missing = {key: size for key, size in sizes.items() if key not in found}
         needed = sum(PAGE + -(-size // PAGE) * PAGE for size in missing.values())
         try:
@@ -84,14 +83,14 @@ class Volume:
         return {key: found[key] for key in sizes}
 
     def find(self, key: str) -> SegmentRef | None:
-        """The segment of a key, or None."""
+        """Return a key's segment, or None."""
         return self._used.get(key)
 
     def free(self, keys: Collection[str]) -> list[SegmentRef]:
-        """Give segments back; nothing happens for a key that is not held. Their memory waits for the next version.
+        """Free segments, keeping their memory for the next version; unknown keys are ignored.
 
         Returns:
-            The segments, as they were known.
+            The segments, as they were before.
         """
         freed = [self._used.pop(key) for key in keys if key in self._used]
         for ref in freed:
@@ -103,7 +102,7 @@ class Volume:
         return freed
 
     def close(self) -> None:
-        """Remove the folder and all that is in it; who has mapped a segment keeps its memory."""
+        """Remove the folder and its contents; mapped segments keep their memory."""
         for ref in (*self._used.values(), *self._freed, *self._spare):
             release(ref)
         self._used.clear()
@@ -114,7 +113,7 @@ class Volume:
         os.close(self._lock)
 
     def _recycle(self) -> None:
-        """Let freed segments be used again if nobody is writing now."""
+        """Make freed segments reusable if nobody is writing."""
         if not self._freed:
             return
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -136,7 +135,7 @@ class Volume:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Tell a volume that its segments are written into; the writer checks them once it is told so, and at the end.
+    """Hold a volume's lock while writing to its segments; check the segments after entering and at the end.
 
     Raises:
         WeightsError: the volume is gone.
@@ -156,13 +155,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def free_bytes(root: Path) -> int:
-    """Bytes that can still be taken in a folder of shared memory: up to its own limit, or the machine's memory."""
+    """Bytes available in a shared memory folder, within its own limit and the machine's memory."""
     space = os.statvfs(root)
     return min(space.f_bavail * space.f_frsize, available_bytes())
 
 
 def problem(root: Path, needed: int) -> str | None:
-    """Say why a folder cannot hold so many bytes of weights; None if it can."""
+    """Describe why a folder cannot hold `needed` bytes of weights; None if it can."""
     if not root.is_dir():
         return f"{root} is no folder"
     if not os.access(root, os.W_OK | os.X_OK):
@@ -172,10 +171,10 @@ def problem(root: Path, needed: int) -> str | None:
 
 
 def reclaim(root: Path) -> int:
-    """Remove what volumes of this user whose processes have ended left behind.
+    """Remove the folders of this user's volumes whose processes have ended.
 
     Returns:
-        Bytes that were freed.
+        Bytes freed.
     """
     freed = 0
     with _home(root) as home:
@@ -193,7 +192,7 @@ def reclaim(root: Path) -> int:
 
 @contextlib.contextmanager
 def _home(root: Path) -> Iterator[Path]:
-    """This user's folder under the root, which nobody else can enter, locked against this user's other processes.
+    """This user's private folder under the root, locked against this user's other processes.
 
     It is removed at the end if it is empty.
     """
@@ -208,7 +207,7 @@ def _home(root: Path) -> Iterator[Path]:
             raise WeightsError(wrong, hint="set --weights.shm to a folder in shared memory") from error
         try:
             fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:  # the last one that left has just removed it
+        except FileNotFoundError:  # the last process to leave has just removed it
             continue
         except OSError as error:
             raise not_private from error

@@ -1,7 +1,7 @@
-"""Weights from another host: buckets travel once, by RDMA, from its segments into this host's.
+"""Weights from another host: each bucket is copied once, by RDMA, from its segments to this host's.
 
-Monarch takes ibverbs where there is hardware for it, else TCP. A transfer cannot be stopped once it has begun: one that
-is given up goes on, under the lock that keeps its segment from being used again (volume.writing).
+Monarch uses ibverbs if the hardware has it, else TCP. A transfer cannot be stopped: an abandoned one runs to its end,
+under the lock that keeps its segment from being reused (volume.writing).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 READS_IN_FLIGHT = 2
-"""Reads at a time from one host. While one bucket is checked, another one travels."""
+"""Concurrent reads from one host, so that one bucket transfers while another is checked."""
 
 _LEAST_RATE = 4 << 20  # bytes/s
 _LEAST_TIMEOUT_S = 60
@@ -41,13 +41,13 @@ class Shared:
         self._held: dict[str, tuple[torch.Tensor, RDMABuffer]] = {}
 
     async def buffers(self, refs: Sequence[SegmentRef]) -> list[RDMABuffer]:
-        """RDMA buffers over segments; those of a segment that stays are made once.
+        """Return RDMA buffers over segments, created once per segment.
 
         Raises:
-            WeightsError: a segment is gone, or holds something else.
+            WeightsError: a segment is gone, or was reused.
         """
         for ref in refs:
-            memory = writable(ref)  # hardware wants to be able to write what it registers
+            memory = writable(ref)  # hardware can only register writable memory
             if ref.path in self._held and self._held[ref.path][0] is not memory:
                 await self.forget(ref.path)
             if ref.path not in self._held:
@@ -57,13 +57,13 @@ class Shared:
         return [self._held[ref.path][1] for ref in refs]
 
     async def forget(self, path: str) -> None:
-        """Let go of a segment that was freed: until then its memory stays, even if the file is gone."""
+        """Drop a freed segment's buffers, which keep its memory even if the file is gone."""
         if path in self._held:
             await self._held.pop(path)[1].drop()
 
 
 class Puller:
-    """Brings versions to this host, each bucket once however many wait for it.
+    """Pulls versions to this host, each bucket once however many wait for it.
 
     Used in endpoints of one actor: RDMA needs an actor's context, which tasks inherit.
 
@@ -90,9 +90,9 @@ class Puller:
         self._tasks: set[asyncio.Future[None]] = set()
 
     def pull(self, manifest: Manifest) -> None:
-        """Begin to pull a version's buckets, in the manifest's order; those that are here, or on the way, stay.
+        """Start pulling a version's buckets, in the manifest's order, unless present or in flight.
 
-        What failed before is tried again.
+        Failed buckets are retried.
         """
         missing: dict[str, dict[Bucket, _Arrival]] = {}
         for bucket in manifest.buckets:
@@ -106,18 +106,18 @@ class Puller:
             self._keep(asyncio.create_task(self._pull(manifest, origin, arrivals)))
 
     async def bucket(self, key: str) -> SegmentRef:
-        """A bucket's segment on this host, as soon as it is whole and checked; `pull` comes first.
+        """Return a bucket's segment on this host, once complete and checked; call `pull` first.
 
         Raises:
-            AttestationError: other bytes came than were published; names the tensors.
-            WeightsError: the other host died, there is no room, or the bucket was forgotten.
+            AttestationError: the bytes received differ from the published ones; names the tensors.
+            WeightsError: the other host died, this one is out of memory, or the bucket was forgotten.
         """
         if key not in self._buckets:
             raise WeightsError(f"bucket {key} was not pulled to host {self._host!r}", hint="hold a lease while reading")
         return await asyncio.shield(self._buckets[key])
 
     def forget(self, keys: Collection[str]) -> None:
-        """Drop buckets that are about to be freed; one that is still on its way is given up."""
+        """Drop buckets that are about to be freed, abandoning those in flight."""
         for key in keys:
             future = self._buckets.pop(key, None)
             if future is not None and not future.done():
@@ -126,7 +126,7 @@ class Puller:
                 )
 
     async def close(self) -> None:
-        """Give up all that is on its way."""
+        """Abandon all transfers in flight."""
         self.forget(tuple(self._buckets))
         for task in self._tasks:
             task.cancel()
@@ -170,7 +170,7 @@ class Puller:
                     await asyncio.to_thread(_check, manifest, bucket, memory, origin)
                     writable(ref)
             except WeightsError:
-                if not arrival.done():  # else it was forgotten, and its segment is no longer ours
+                if not arrival.done():  # else it was forgotten, and its segment was freed
                     raise
             if not arrival.done():
                 arrival.set_result(ref)
@@ -183,7 +183,7 @@ class Puller:
 
 async def _read(source: RDMABuffer, ref: SegmentRef, memory: torch.Tensor) -> None:
     with writing(Path(ref.path).parent):
-        writable(ref)  # it is still what was reserved
+        writable(ref)  # checks that it was not reused
         await source.read_into(memory, timeout=_LEAST_TIMEOUT_S + ref.bytes // _LEAST_RATE)
 
 

@@ -1,10 +1,10 @@
-"""The torchstore transport: buckets lie in a storage volume of torchstore, in a process of its own.
+"""The torchstore transport: buckets are stored in a torchstore volume, in its own process.
 
-torchstore is optional: nothing here imports it before a store is opened.
+torchstore is optional, and imported only when a store is opened.
 
-What a rank writes of a bucket is one part, under a key with a random end: what a publish that was given up still writes
-is never taken for what a later one wrote. The bucket's own key says that the bucket is wanted: whoever finds it gone
-after storing a part takes the part back.
+Each rank writes its part of a bucket under a key with a random suffix, so that late writes of an abandoned publish are
+never taken for a later one's. The bucket's own key marks it as wanted: a rank that finds it gone after storing a part
+deletes the part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TorchStoreTransport:
     """Client of one torchstore: a `Transport`. It pickles, since it holds actor handles only."""
 
     imports = ("torchstore",)
-    """Modules that the store's process must import first: several actors share it."""
+    """Modules that the store's process must import first, as several actors share it."""
 
     def __init__(self, controller: object, strategy: object) -> None:
         self._controller = controller
@@ -55,8 +55,8 @@ class TorchStoreTransport:
     async def open(mesh: ProcMesh) -> TorchStoreTransport:
         """Spawn a store on a process mesh; it lives as long as the mesh.
 
-        Its controller is an actor of ours on that mesh, not torchstore's singleton: the singleton lives in the client's
-        process, and after a crash every later look-up fails.
+        Its controller is a separate actor on that mesh. torchstore's singleton lives in the client's process, and after
+        a crash every later look-up fails.
         """
         from torchstore.storage_volume import StorageVolume
         from torchstore.strategy import SingletonStrategy
@@ -70,21 +70,21 @@ class TorchStoreTransport:
         return TorchStoreTransport(controller, await controller.get_controller_strategy.call_one())
 
     async def reserve(self, drafted: Manifest) -> Manifest:
-        """Mark the buckets as wanted. torchstore has no bound of its own: past the free memory the kernel kills it."""
+        """Mark the buckets as wanted, if memory allows: torchstore has no limit, and the kernel would kill it."""
         needed = sum(bucket.bytes for bucket in drafted.written)
         _check_room(f"version {drafted.version} in torchstore", needed)
         await asyncio.gather(*(self._ask("put", bucket.key, "wanted") for bucket in drafted.written))
         return drafted
 
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
-        """Put a rank's part of each bucket. When it ends, also by an error, nothing of it is under way any more.
+        """Put a rank's part of each bucket. Nothing is in flight when it ends, even by an error.
 
         Raises:
-            WeightsError: the version was given up meanwhile.
+            WeightsError: the version was abandoned meanwhile.
         """
         held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.tensor_slice.numel)
         reports: list[ShardReport] = []
-        putting: asyncio.Task[None] | None = None  # a bucket travels while the next one is filled
+        putting: asyncio.Task[None] | None = None  # a bucket is sent while the next one is filled
         try:
             for bucket, shards_of in groupby(held, key=lambda pair: pair[0].bucket):
                 part = f"{bucket}/{rank}-{secrets.token_hex(8)}"
@@ -103,7 +103,7 @@ class TorchStoreTransport:
     async def fetch(
         self, manifest: Manifest, names: Collection[str] | None = None
     ) -> AsyncGenerator[SegmentBucket, None]:
-        """Get buckets one by one. At most two buckets' bytes are in memory: one to be read, the other on its way."""
+        """Get buckets one by one. At most two are in memory: one being read, the next in flight."""
         wanted = to_read(manifest, names)
         coming: asyncio.Task[dict[str, torch.Tensor]] | None = None
         try:
@@ -119,14 +119,14 @@ class TorchStoreTransport:
                 await asyncio.gather(coming, return_exceptions=True)
 
     async def free(self, keys: Collection[str]) -> None:
-        """Delete buckets with all parts, also those that no manifest names because a publish was given up."""
+        """Delete buckets with all parts, including those of abandoned publishes, which no manifest names."""
         await asyncio.gather(*(self._delete(key) for key in keys))
         gone = set(keys)
         parts = [key for key in await self._ask("keys") if key.rpartition("/")[0] in gone]
         await asyncio.gather(*(self._delete(part) for part in parts))
 
     async def _put(self, bucket: str, part: str, buffer: torch.Tensor) -> None:
-        # First one byte: from then on the part is listed, and can be freed if this process dies while the rest travels.
+        # Put one byte first: the part is then listed, and can be freed if this process dies during the transfer.
         await self._ask("put", part, buffer[:1].clone())
         await self._ask("put", part, buffer)
         if not await self._ask("exists", bucket):
@@ -191,7 +191,7 @@ def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[to
 
 
 def _unpack(parts: Mapping[str, torch.Tensor], segment: SegmentRef, entries: Sequence[TensorEntry]) -> None:
-    """Copy the ranks' slices to their places in the bucket; each part is `[bytes] uint8`."""
+    """Copy the ranks' slices into the bucket; each part is `[bytes] uint8`."""
     bucket = writable(segment)
     for entry in entries:
         for piece in entry.pieces:
@@ -205,7 +205,7 @@ def _unpack(parts: Mapping[str, torch.Tensor], segment: SegmentRef, entries: Seq
 
 @contextlib.contextmanager
 def _anonymous(bucket: Bucket) -> Iterator[SegmentRef]:
-    """Shared memory for a bucket, which is gone with the block."""
+    """Shared memory for a bucket, freed when the block ends."""
     _check_room(f"bucket {bucket.key} in shared memory", bucket.bytes)
     try:
         segment, fd = create_anonymous(bucket.bytes)
@@ -222,15 +222,15 @@ def _anonymous(bucket: Bucket) -> Iterator[SegmentRef]:
 
 
 async def _to_its_end(work: Callable[..., object], *args: object) -> None:
-    """Run a function in a thread, and wait for its end even if this is cancelled: then what it uses may go."""
+    """Run a function in a thread and wait for its end even if cancelled, so that its arguments can be freed."""
     thread = asyncio.create_task(asyncio.to_thread(work, *args))
     try:
         await asyncio.shield(thread)
     finally:
         while not thread.done():
-            with contextlib.suppress(asyncio.CancelledError):  # the first one is raised, and a second adds nothing
+            with contextlib.suppress(asyncio.CancelledError):  # the first one is raised
                 await asyncio.wait((thread,))
-        thread.exception()  # is retrieved, so that asyncio prints nothing
+        thread.exception()  # retrieved so that asyncio prints nothing
 
 
 def _check_room(what: str, needed: int) -> None:
@@ -240,13 +240,13 @@ def _check_room(what: str, needed: int) -> None:
 
 
 def _is_missing(error: Exception) -> bool:
-    """True if an actor of torchstore's says that it does not hold a key."""
-    if isinstance(error, KeyError):  # its client makes one of whatever went wrong
+    """True if a torchstore actor reports a missing key."""
+    if isinstance(error, KeyError):  # its client raises it for any error
         return "Unable to locate" in str(error)
     return isinstance(getattr(error, "exception", None), KeyError)
 
 
 def _cause_of(error: Exception) -> str:
-    """The last line of what Monarch says."""
+    """Last line of Monarch's error."""
     said = str(error.args[0] if error.args else error).strip()
     return said.splitlines()[-1].strip() if said else type(error).__name__

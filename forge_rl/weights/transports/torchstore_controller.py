@@ -1,4 +1,4 @@
-"""torchstore's controller with async endpoints only: that of 0.1.2 mixes in sync ones, which Monarch 0.7 refuses."""
+"""torchstore's controller with async endpoints only: torchstore 0.1.2 mixes in sync ones, which Monarch 0.7 rejects."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ def _endpoints() -> dict[str, Any]:
 
 
 AsyncController = type("AsyncController", (Controller,), {**_endpoints(), "__module__": __name__})
-"""Controller whose endpoints are all async; a newer torchstore's is used as it is."""
+"""Controller whose endpoints are all async; unchanged for newer versions of torchstore."""
