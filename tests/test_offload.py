@@ -136,6 +136,16 @@ def check_steps(folder: Path, settings: dict[str, Any], ranks: int) -> None:
     assert {f"exp_avg.{name}" for name in trained} <= now.keys()
 
 
+def test_state_that_stays_by_the_settings_does_not_leave(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path, stays_on_device=True)
+    step(engine, 0)
+    before = sizes(engine)
+    assert (engine.offload(), engine.onload()) == (0, 0)
+    assert sizes(engine) == before
+    assert 0 not in before.values()
+
+
 def check_ranks(rank: int, folders: list[Path]) -> None:
     for settings, folder in zip(CASES.values(), folders, strict=True):
         check_steps(folder, settings, ranks=2)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.long_row import row_of
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.data.packing import Minibatch, Row
-from forge_rl.engines import decode_layout, degrees
+from forge_rl.engines import decode_layout, degrees, memory
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.protocol import TrainSettings
@@ -20,10 +20,11 @@ from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.rollout import placement
-from forge_rl.run import plan
-from forge_rl.run.plan import Need, check_state_fits, plan_run, refuse
-from forge_rl.services import trainer as trainer_service
+from forge_rl.run import defaults, plan
+from forge_rl.run.plan import Need, check_state_fits, plan_run, refuse, show_plan
+from forge_rl.services import trainer_config
 from forge_rl.services.generator import Generator
+from forge_rl.services.trainer import Trainer
 from recipes.grpo import Config
 from tests.fakes import make_model
 
@@ -147,9 +148,11 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
     )
 
 
-def test_on_gpus_a_plan_counts_what_moves_to_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     make_model(tmp_path, **SHAPE)
-    for module in (plan, placement, degrees, decode_layout, trainer_service):
+    for module in (plan, placement, degrees, decode_layout, trainer_config):
         monkeypatch.setattr(module, "device_type", lambda: "cuda", raising=False)
         monkeypatch.setattr(module, "gpus", lambda: 1, raising=False)
     monkeypatch.setattr(plan, "gpu_bytes", lambda: 80 << 30)
@@ -161,7 +164,17 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(tmp_path: Path, monkeyp
                 found |= {f"{need.who}: {part}": size for part, size in need.parts.items() if part != "process"}
         return found
 
-    config = Config(model=str(tmp_path), generator=Generator.Config(dtype="bfloat16"))
+    for module in (defaults, memory):
+        monkeypatch.setattr(module, "gpu_bytes", lambda: 80 << 30)
+    monkeypatch.setattr(defaults, "gpus", lambda: 1)
+    monkeypatch.setattr(plan, "resolve_model", lambda *_: tmp_path)  # it has no tokenizer
+    show_plan(Config(model=str(tmp_path)))
+    shown = capsys.readouterr().out
+    assert "chosen: --trainer.row-tokens 8192" in shown
+    assert "activations of 8192 tokens" in shown
+    assert "state that comes here" not in shown, "it stays where both have room"
+    given = Trainer.Config(row_tokens=1024)
+    config = Config(model=str(tmp_path), trainer=given, generator=Generator.Config(dtype="bfloat16"))
     rank = plan_training(tmp_path, config.trainer, ranks=1, reference=True)
     weights = 2 * read_architecture(tmp_path).weights
     trainer = "trainer rank, in host memory: "

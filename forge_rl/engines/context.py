@@ -57,4 +57,4 @@ def _cache_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
     if device_type() == "cpu":
         return int(settings.kv_cache_gib * 2**30 / settings.devices)
     weights = architecture.weights * resolve_dtype(settings.dtype).itemsize // settings.tensor_parallel
-    return int(settings.memory_share * gpu_bytes()) - weights
+    return int(settings.gpu_share * gpu_bytes()) - weights

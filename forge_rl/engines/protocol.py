@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and a process that only hold
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 TrainDtype = Literal["auto", "float32", "bfloat16", "float64"]
+_WHOLE_GPU = 0.9
+"""Share of the memory of a GPU that an engine takes which has it to itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,11 @@ class DecodeSettings:
     """Disable compilation and CUDA graphs: starts sooner, decodes slower. Always the case on CPU."""
     stall_s: float = 180.0
     """Timeout for one step of an engine, including long prompts; an engine that exceeds it is replaced."""
+
+    @property
+    def gpu_share(self) -> float:
+        """Share of a GPU's memory that an engine may take."""
+        return self.memory_share or _WHOLE_GPU
 
     @property
     def devices(self) -> int:
@@ -132,6 +139,9 @@ class TrainSettings:
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU when needed (FSDP2's
     CPU offload). For models that do not fit: slower, and the optimizer runs on the CPU."""
+    stays_on_device: bool = False
+    """Keep the trainer's state on a GPU that it shares with engines while they decode, instead of moving it to host
+    memory each time. A run chooses this by itself where both fit."""
     frozen: tuple[str, ...] = ()
     """Weights not to train, as patterns of Hugging Face names such as "model.embed_tokens.*" "model.layers.[0-9].*".
     Frozen weights are published once."""
@@ -224,7 +234,7 @@ class TrainEngine(Protocol):
     def offload(self) -> int:
         """Move weights, optimizer state and reference to host memory.
 
-        Returns the number of bytes moved; 0 if they were offloaded already.
+        Returns the number of bytes moved; 0 if they were offloaded already, or stay on the device by the settings.
         """
 
     def onload(self) -> int:

@@ -157,17 +157,21 @@ class DeviceHandover:
             self._seconds[name] += self._clock() - began
 
 
-def shares_devices(placement: Placement, *, ranks: int, engines: int, decodes_while_training: bool) -> bool:
+def shares_devices(
+    placement: Placement, *, ranks: int, engines: int, decodes_while_training: bool, there: int | None = None
+) -> bool:
     """Decide whether the trainer's ranks and the engines share devices.
 
     Args:
         engines: devices of all engines together.
         decodes_while_training: the schedule's.
+        there: number of GPUs; this machine's by default.
 
     Raises:
         ConfigError: there are too few GPUs for each to have its own, and they must not share them.
     """
-    needed, there = ranks + engines, gpus()
+    needed = ranks + engines
+    there = gpus() if there is None else there
     if 0 < there < needed and (placement == "separate" or (placement == "auto" and decodes_while_training)):
         share = "--schedule.kind pipelined" if decodes_while_training else "--placement colocated"
         raise ConfigError(

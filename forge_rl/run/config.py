@@ -44,8 +44,8 @@ class RunConfig:
     mixture: Adapting = field(default_factory=Adapting)
     placement: Placement = "auto"
     """colocated: trainer and engines share the devices; engines sleep while it trains, and its state is offloaded while
-    they decode. separate: each has its own. auto: colocated where there are too few GPUs; on a CPU, whose memory
-    both have, separate."""
+    they decode. separate: each has its own. auto: colocated where there are too few GPUs, or where they take turns and
+    both fit; on a CPU, whose memory both have, separate."""
     seed: int = 0
     """Seed of the tasks' order and of the sampling."""
     evaluation: EvalConfig = field(default_factory=EvalConfig)
@@ -111,7 +111,7 @@ class RunConfig:
                 f"{self.groups_per_batch} groups cannot be cut into {self.trainer.minibatches} minibatches",
                 hint="lower --trainer.minibatches, or raise --groups-per-batch",
             )
-        if self.generator.max_model_tokens > self.trainer.longest_row:
+        if 0 < self.trainer.longest_row < self.generator.max_model_tokens:
             needed = -(-self.generator.max_model_tokens // self.trainer.row_tokens)
             raise ConfigError(
                 f"episodes can have {self.generator.max_model_tokens} tokens, but a row of the trainer only "

@@ -18,6 +18,7 @@ from forge_rl.engines.platform import device_type, gpu_bytes, host_bytes, resolv
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.config import RunConfig
+from forge_rl.run.defaults import with_defaults
 
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.row-tokens"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.memory-share"
@@ -62,7 +63,9 @@ def show_plan(config: object) -> None:
     if loss is not None:
         try_loss(loss)
     model = resolve_model(config.model, config.cache).resolve()
-    needs = plan_run(config, model, reference=bool(getattr(loss, "needs_reference", False)))
+    reference = bool(getattr(loss, "needs_reference", False))
+    config, chosen = with_defaults(config, model, reference=reference)
+    needs = plan_run(config, model, reference=reference)
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")
@@ -77,6 +80,8 @@ def show_plan(config: object) -> None:
         table.add_row("each of the GPUs has", f"{gpu / 2**30:.2f}")
     table.add_row("this machine has", f"{host_bytes() / 2**30:.2f}")
     console = Console(highlight=False)
+    for line in chosen:
+        console.print(f"chosen: {line}", markup=False)
     console.print(table)
     if loss is None:
         console.print(
@@ -122,7 +127,7 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
         if trainer.cpu_offload:
             for name in ("weights, float32", "gradients", "optimizer state", "frozen reference"):
                 host[name] = parts.pop(name)
-        elif _colocated(config):
+        elif _colocated(config) and not trainer.stays_on_device:
             host["state that comes here while engines decode"] = moved
         host["process"] = _CUDA_PROCESS_BYTES
     else:
@@ -148,7 +153,7 @@ def check_state_fits(config: RunConfig, architecture: Architecture, *, reference
     needs = [
         Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)
     ]
-    if on_gpu and not kept and _colocated(config):
+    if on_gpu and not kept and _colocated(config) and not config.trainer.stays_on_device:
         moved = state - 4 * count // split  # there are no gradients while engines decode
         needs.append(Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved}, hint=_HOST_FLAGS))
     refuse(needs + _decoding(config, architecture, on_gpu=on_gpu), host=host_bytes(), gpu=gpu_bytes())
@@ -197,10 +202,11 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
     )
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
     if on_gpu:
-        share = round(generator.memory_share * gpu_bytes())
+        share = round(generator.gpu_share * gpu_bytes())
         parts = {f"weights, {itemsize} bytes each": weights, "keys and values": max(0, share - weights)}
         asleep = {"weights, while it sleeps": weights} if _colocated(config) else {}
-        who = "engine, while the trainer's state is in host memory" if asleep else "engine"
+        beside = config.trainer.stays_on_device or config.trainer.cpu_offload or not asleep
+        who = "engine" if beside else "engine, while the trainer's state is in host memory"
         host = Need(
             who="worker of an engine, in host memory",
             count=generator.replicas * generator.devices,

@@ -36,7 +36,7 @@ _FREE = (
     *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
     *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens"),
     *("trainer.tensor_parallel", "trainer.context_parallel", "trainer.expert_parallel", "trainer.replicate"),
-    *("trainer.activation_checkpointing", "trainer.cpu_offload"),
+    *("trainer.activation_checkpointing", "trainer.cpu_offload", "trainer.stays_on_device"),
     "trainer.max_skipped_updates",
     *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
     *("generator.tensor_parallel", "generator.data_parallel", "generator.expert_parallel"),

@@ -49,6 +49,7 @@ from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.config import RunConfig
 from forge_rl.run.control import Control, serving_control
+from forge_rl.run.defaults import with_defaults
 from forge_rl.run.evaluator import HELD_OUT, Evaluator
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
@@ -194,7 +195,12 @@ class Starting(Generic[C]):
                 # What cannot be trained, or not in this layout, or cannot fit, is refused before anything starts.
                 architecture = read_architecture(model)
                 check_model(config.trainer, config.trainer.ranks, architecture)
-                check_state_fits(config, architecture, reference=self.loss.needs_reference)
+                needs_reference = self.loss.needs_reference
+                config, chosen = await asyncio.to_thread(with_defaults, config, model, reference=needs_reference)
+                for line in chosen:
+                    log.event(f"chosen: {line}")
+                shared = shared or config.placement == "colocated"
+                check_state_fits(config, architecture, reference=needs_reference)
                 if architecture.quantized:
                     log.event(f"{config.model} is quantised: engines and trainer have its weights in bfloat16")
                     model = await asyncio.to_thread(dequantized, model, config.cache, display.progress)
@@ -221,7 +227,7 @@ class Starting(Generic[C]):
                         folder=folder,
                         model=model,
                         resume=checkpoint.training.resolve() if checkpoint else None,
-                        reference=self.loss.needs_reference,
+                        reference=needs_reference,
                         shares_devices=shared,
                         reward=self.reward,
                         environment=self.environment if self.agent is None and callable(self.environment) else None,

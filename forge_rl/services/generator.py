@@ -56,6 +56,9 @@ class Generator:
         max_requests: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
         """Most requests that one engine decodes at a time, on each of its data_parallel copies; more wait. By default
         256 on CUDA, 64 on CPU."""
+        memory_share: float = field(default_factory=lambda: 0.0 if device_type() == "cuda" else 0.4)
+        """Share of a GPU's memory that an engine may take. 0, the default on CUDA, is what a run's trainer leaves, or
+        0.9 of a GPU that an engine has to itself."""
         max_new_tokens: int = 16
         """Most tokens of one completion."""
         temperature: float = 1.0
@@ -69,13 +72,11 @@ class Generator:
             check_flags(
                 self,
                 "--generator.",
-                least=dict.fromkeys(
-                    ("replicas", "max_new_tokens", "max_requests", "tensor_parallel", "data_parallel"), 1
-                ),
+                least={"memory_share": 0}
+                | dict.fromkeys(("replicas", "max_new_tokens", "max_requests", "tensor_parallel", "data_parallel"), 1),
                 above={
                     "temperature": 0,
                     "kv_cache_gib": 0,
-                    "memory_share": 0,
                     "request_deadline_s": 0,
                     "stall_s": 0,
                     "max_model_tokens": self.max_new_tokens,

@@ -7,26 +7,23 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.data.packing import Layout, Minibatch, Packed
 from forge_rl.engines.architecture import read_architecture
-from forge_rl.engines.degrees import check_model, check_ranks, least_ranks
+from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import train_environment
 from forge_rl.engines.platform import device_type
-from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import (
     CheckpointError,
-    ConfigError,
     DeadlineError,
     ForgeError,
     LossError,
     ReplicaError,
     ServiceError,
-    check_flags,
 )
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.runtime.cluster import Cluster
@@ -35,6 +32,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.trainer_actor import TrainerActor
+from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, TrainerConfig
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import TensorSpec
 
@@ -55,70 +53,11 @@ class Trainer:
     version = await run.trainer.publish(run.weights, dtype="bfloat16")
     """
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(TrainSettings):
-        """Settings of the trainer: its processes, its rows, its optimizer."""
-
-        ranks: int = 1
-        """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU. 1 is raised to what the
-        parallel flags need; beyond that, more ranks shard the policy further and train more rows at a time."""
-        minibatches: int = 1
-        """Parts that a batch is cut into, each for an update of its own."""
-        epochs: int = 1
-        """Times that a batch is trained on before the next one, each time cut into other minibatches."""
-        max_skipped_updates: int = 3
-        """Updates in a row whose gradient is not finite that end the run; fewer are skipped, and saved to look at."""
-        port: int = 0
-        """Port at which the ranks meet; 0 finds a free one."""
-        max_restarts: int = 3
-        """Most restarts from the last checkpoint in one sitting of the run, each because a rank died or hung; after
-        that, or at 0, such a death ends the run."""
-        deadline_s: float = 1800.0
-        """Longest time for one call of the ranks, such as a step; past it they count as hung, and start again. Once a
-        call of its kind was measured, 20 times the slowest one's time for as many tokens, or 5 minutes, is enough."""
-
-        def __post_init__(self) -> None:
-            check_flags(
-                self,
-                "--trainer.",
-                least={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
-                | {"tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1, "replicate": 1}
-                | {"port": 0, "max_restarts": 0, "row_tokens": 1},
-                above={"deadline_s": 0},
-                below={"port": 65536},
-            )
-            if self.dtype == "float64" and device_type() == "cuda":
-                raise ConfigError(
-                    "attention has no float64 on a GPU",
-                    hint="set --trainer.dtype to bfloat16 or float32, or train on a CPU",
-                )
-            if self.cpu_offload and device_type() == "cpu":
-                raise ConfigError(
-                    "weights and optimizer state are in host memory already, where the ranks are on a CPU",
-                    hint="leave out --trainer.cpu-offload",
-                )
-            if self.row_tokens % (multiple := _pad_multiple()):
-                raise ConfigError(
-                    f"a row of {self.row_tokens} tokens cannot be packed",
-                    hint=f"set --trainer.row-tokens to a multiple of {multiple}",
-                )
-            if self.ranks == 1:
-                object.__setattr__(self, "ranks", least_ranks(self))
-            check_ranks(self, self.ranks)
-
-        @property
-        def shares(self) -> int:
-            """Number of data-parallel shares of a batch: runs of `peers` neighbouring ranks train one each."""
-            return self.ranks // self.peers
-
-        @property
-        def updates_per_batch(self) -> int:
-            """Number of optimizer steps that a batch takes, if every minibatch gives one."""
-            return self.minibatches * self.epochs
+    Config: TypeAlias = TrainerConfig
 
     def __init__(
         self,
-        config: Config,
+        config: TrainerConfig,
         service: Service,
         faults: Faults,
         spawn: Callable[[], Replica],
@@ -162,7 +101,7 @@ class Trainer:
     @classmethod
     async def start(
         cls,
-        config: Config,
+        config: TrainerConfig,
         cluster: Cluster,
         faults: Faults,
         *,
@@ -268,12 +207,13 @@ class Trainer:
     @property
     def layout(self) -> Layout:
         """Layout that `pack` must give a batch for this trainer."""
+        on_gpu = device_type() == "cuda"
         return Layout(
             shares=self.config.shares,
             row_tokens=self.config.row_tokens,
             context_parallel=self.config.context_parallel,
-            pad_multiple=_pad_multiple(),
-            least_tokens=2 * _pad_multiple() if device_type() == "cuda" else 1,
+            pad_multiple=PAD_MULTIPLE if on_gpu else 1,
+            least_tokens=LEAST_ROW if on_gpu else 1,
             tensor_parallel=self.config.tensor_parallel,
             minibatches=self.config.minibatches,
             epochs=self.config.epochs,
@@ -555,8 +495,3 @@ class Trainer:
                 call=method,
                 hint=f"see {replica.log}",
             ) from error
-
-
-def _pad_multiple() -> int:
-    """FlexAttention works in blocks of 128 tokens; the CPU's attention takes any length."""
-    return 128 if device_type() == "cuda" else 1

@@ -198,6 +198,9 @@ class TitanEngine:
     def offload(self) -> int:
         if self._offloaded is not None:
             return 0
+        if self._settings.stays_on_device:
+            release_memory()
+            return 0
         on_device = (tensor for tensor in self._held() if tensor.device.type == self.device.type)
         self._offloaded = OffloadedState(on_device)
         return self._offloaded.bytes

@@ -287,7 +287,7 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         # the smallest size that its fast kernels support.
         block_size=32 if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30) / settings.devices) if on_cpu else None,
-        gpu_memory_utilization=settings.memory_share,
+        gpu_memory_utilization=settings.gpu_share,
         enforce_eager=settings.eager or on_cpu,
         enable_sleep_mode=not on_cpu,
         tensor_parallel_size=settings.tensor_parallel,

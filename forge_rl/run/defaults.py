@@ -1,0 +1,130 @@
+"""Settings that depend on a GPU's memory and on the model, chosen where the user gave none. On a CPU there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from forge_rl.data.trees import round_up
+from forge_rl.engines.architecture import Architecture, read_architecture
+from forge_rl.engines.factory import plan_training
+from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.platform import gpu_bytes, gpus
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.rollout.placement import shares_devices
+from forge_rl.run.config import RunConfig
+from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE
+
+C = TypeVar("C", bound=RunConfig)
+
+_ROWS = 8192, 4096, 2048, 1024
+"""Tokens of a row to choose from. Longer ones keep a GPU no busier."""
+_MOST_SHARE = 0.9
+_LEAST_SHARE = 0.4
+"""Share of a GPU that an engine must find beside the trainer's state, if that is to stay there."""
+_USABLE = 0.95
+"""Share of the memory that is left to a process which it can use: between its tensors lie gaps."""
+_CONTEXT_BYTES = 2 << 30
+"""CUDA's context, libraries' workspaces and the like, of a trainer's rank."""
+_ASLEEP_BYTES = 3 << 30
+"""Memory that an engine which sleeps keeps on its GPU: a context, and CUDA graphs."""
+
+
+def with_defaults(config: C, model: Path, *, reference: bool) -> tuple[C, list[str]]:
+    """Choose what the user left to us, for this machine, and say so; takes seconds where there are GPUs.
+
+    Args:
+        model: Hugging Face folder, of which config.json is read.
+        reference: whether the trainer keeps a frozen copy.
+
+    Raises:
+        ConfigError: there are too few GPUs, see `shares_devices`.
+    """
+    gpu, ranks = gpu_bytes(), config.trainer.ranks
+    if not gpu:
+        return config, []
+
+    def memory(settings: TrainSettings) -> TrainMemory:
+        return plan_training(model, settings, ranks=ranks, reference=reference)
+
+    return choose(config, read_architecture(model), gpu=gpu, there=gpus(), memory=memory)
+
+
+def choose(
+    config: C, architecture: Architecture, *, gpu: int, there: int, memory: Callable[[TrainSettings], TrainMemory]
+) -> tuple[C, list[str]]:
+    """Choose for a machine of so many GPUs; returns the settings, and a line on each choice. A pure function.
+
+    Rows of the trainer get as long as memory allows; engines get what the trainer leaves them; state stays on a GPU
+    that both share if the engines have room beside it; where nothing fits otherwise, activations are computed again,
+    and only if that is not enough the state moves to host memory for good; trainer and engines that take turns share
+    GPUs where that costs nothing.
+
+    Args:
+        gpu: bytes of each GPU.
+        there: number of GPUs.
+        memory: plans a rank of the trainer.
+    """
+    trainer, generator, lines = config.trainer, config.generator, list[str]()
+    needed = max(LEAST_ROW, round_up(-(-generator.max_model_tokens // trainer.context_parallel), PAD_MULTIPLE))
+    tokens = trainer.row_tokens or needed
+    found = memory(replace(trainer, row_tokens=tokens))
+    engines = generator.replicas * generator.devices
+    turns = not config.schedule.decodes_while_training
+    shared = shares_devices(
+        config.placement,
+        ranks=trainer.ranks,
+        engines=engines,
+        decodes_while_training=not turns,
+        there=there,
+    )
+
+    beside = gpu - round(found.state / _USABLE) - _CONTEXT_BYTES
+    weights = 2 * architecture.weights // generator.tensor_parallel
+    wanted = generator.memory_share * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
+    stays = trainer.stays_on_device or (turns and not trainer.cpu_offload and beside >= wanted)
+    if config.placement == "auto" and turns and not shared and stays and trainer.ranks == engines:
+        shared = True
+        lines.append(
+            f"placement colocated: under the {config.schedule.kind} schedule trainer and engines take turns, and both "
+            f"fit on {engines} of {there} GPUs; --trainer.ranks and --generator.replicas put the others to work"
+        )
+    stays = stays and shared
+
+    def room(of: TrainMemory, tokens_of: int) -> bool:
+        """Tell whether a rank that was planned for `tokens` has room for rows of so many."""
+        grown = of.total + of.activations * (tokens_of - tokens) // tokens
+        return grown <= _USABLE * (gpu - _CONTEXT_BYTES - shared * _ASLEEP_BYTES)
+
+    def on_device(of: TrainMemory) -> TrainMemory:
+        return replace(of, weights=0, gradients=0, optimizer=0, reference=0)
+
+    if trainer.cpu_offload:
+        found = on_device(found)
+    elif not room(found, tokens):
+        less = replace(trainer, row_tokens=tokens, activation_checkpointing="full")
+        for other in (less, replace(less, cpu_offload=True)):
+            planned = on_device(memory(other)) if other.cpu_offload else memory(other)
+            if room(planned, tokens):
+                trainer, found = replace(other, row_tokens=trainer.row_tokens), planned
+                stays = stays and not other.cpu_offload
+                flags = "--trainer.activation-checkpointing full" + " --trainer.cpu-offload" * other.cpu_offload
+                lines.append(f"{flags}: the trainer has no room otherwise; more --trainer.ranks share its state")
+                break
+
+    if not trainer.row_tokens:
+        longest = next((each for each in _ROWS if each > needed and room(found, each)), needed)
+        trainer = replace(trainer, row_tokens=longest)
+        lines.append(f"--trainer.row-tokens {longest}: of {gpu / 2**30:.0f} GiB a GPU")
+    if stays and not trainer.stays_on_device:
+        trainer = replace(trainer, stays_on_device=True)
+        lines.append("--trainer.stays-on-device: its state has room beside the engines, which then decode at once")
+    if not generator.memory_share:
+        left = beside if stays else gpu - shared * _CONTEXT_BYTES
+        share = max(0.01, min(_MOST_SHARE, left * 100 // gpu / 100))
+        generator = replace(generator, memory_share=share)
+        lines.append(f"--generator.memory-share {share:g}: of a GPU that engines {'share' if shared else 'have'}")
+    placement = "colocated" if shared else config.placement
+    return replace(config, trainer=trainer, generator=generator, placement=placement), lines

@@ -1,0 +1,170 @@
+"""Settings that are chosen by a GPU's memory and the model, on tables of GPUs and models; a CPU's stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forge_rl import RunConfig
+from forge_rl.engines import platform
+from forge_rl.engines.context import _cache_bytes
+from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.protocol import DecodeSettings, TrainSettings
+from forge_rl.errors import ConfigError
+from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run.config import Trainer
+from forge_rl.run.defaults import choose, with_defaults
+from forge_rl.services import generator as generator_service
+from forge_rl.services import trainer_config
+from forge_rl.services.generator import Generator
+
+GB, GIB = 10**9, 2**30
+GPUS = {"24 GB": 24 * GB, "80 GB": 80 * GB, "141 GB": 141 * GB}
+WEIGHTS = {"135M": 134_479_872, "8B": 8_190_427_136, "30B-A3B": 30_531_911_680}
+ACTIVATIONS = {"135M": 0.99, "8B": 12.99, "30B-A3B": 12.30}
+"""GiB of a row of 1,024 tokens in bfloat16, as `plan_training` counts them."""
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings have the defaults that they have on CUDA."""
+    for module in (trainer_config, generator_service):
+        monkeypatch.setattr(module, "device_type", lambda: "cuda")
+
+
+def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettings], TrainMemory]:
+    """A plan in which bytes are those of the model's weights, and of a row by its tokens."""
+
+    def plan(settings: TrainSettings) -> TrainMemory:
+        weights = WEIGHTS[model] // ranks
+        kept = ACTIVATIONS[model] / (1 if settings.activation_checkpointing == "none" else 8)
+        return TrainMemory(
+            weights=4 * weights,
+            gradients=4 * weights,
+            optimizer=8 * weights,
+            reference=reference * weights,
+            gathered=2 * weights if ranks == 1 else 2 * WEIGHTS[model] // 24,
+            activations=round(kept * GIB * settings.row_tokens / 1024),
+            head=GIB // 2,
+            masks=0,
+            heap=0,
+            largest=0,
+        )
+
+    return plan
+
+
+def chosen(model: str, gpu: str, *, there: int = 1, reference: int = 0, **settings: Any) -> tuple[RunConfig, list[str]]:
+    ranks = settings.pop("ranks", 1)
+    replicas = settings.pop("replicas", 1)
+    given = {each: settings.pop(each) for each in ("row_tokens", "cpu_offload") if each in settings}
+    share = {"memory_share": settings.pop("memory_share")} if "memory_share" in settings else {}
+    config = RunConfig(
+        trainer=Trainer.Config(ranks=ranks, **given),
+        generator=Generator.Config(replicas=replicas, **share),
+        **settings,
+    )
+    architecture: Any = SimpleNamespace(weights=WEIGHTS[model])
+    memory = plan_of(model, ranks, reference)
+    return choose(config, architecture, gpu=GPUS[gpu], there=there, memory=memory)
+
+
+def told(config: RunConfig) -> tuple[int, bool, bool, float, str]:
+    trainer = config.trainer
+    share = config.generator.memory_share
+    return trainer.row_tokens, trainer.stays_on_device, trainer.cpu_offload, share, config.placement
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "ranks", "expected"),
+    [  # tokens of a row, state stays, CPU offload, share of the engines, placement
+        ("135M", "24 GB", 1, (8192, True, False, 0.83, "colocated")),
+        ("135M", "80 GB", 1, (8192, True, False, 0.9, "colocated")),
+        ("135M", "141 GB", 1, (8192, True, False, 0.9, "colocated")),
+        ("8B", "24 GB", 1, (1024, False, False, 0.9, "colocated")),  # refused by the plan: no mode fits
+        ("8B", "80 GB", 1, (8192, False, True, 0.9, "colocated")),
+        ("8B", "141 GB", 1, (8192, False, True, 0.9, "colocated")),
+        ("8B", "80 GB", 8, (2048, True, False, 0.81, "colocated")),
+        ("8B", "141 GB", 8, (4096, True, False, 0.89, "colocated")),
+        ("30B-A3B", "141 GB", 8, (4096, False, False, 0.9, "colocated")),
+        ("30B-A3B", "80 GB", 8, (4096, False, False, 0.9, "colocated")),
+    ],
+)
+def test_on_gpus_that_both_share_rows_state_and_engines_get_what_there_is(
+    model: str, gpu: str, ranks: int, expected: tuple[object, ...]
+):
+    config, lines = chosen(model, gpu, ranks=ranks, replicas=ranks, there=ranks)
+    assert told(config) == expected
+    recomputes = config.trainer.activation_checkpointing == "full"
+    assert recomputes == (config.trainer.cpu_offload or (model, gpu) == ("30B-A3B", "80 GB")), "before CPU offload"
+    assert len(lines) == 2 + config.trainer.stays_on_device + recomputes
+    again, nothing = choose(
+        config, SimpleNamespace(weights=WEIGHTS[model]), gpu=GPUS[gpu], there=ranks, memory=plan_of(model, ranks)
+    )  # type: ignore[arg-type]
+    assert told(again) == expected
+    assert [line for line in nothing if "stays" not in line] == []
+
+
+def test_what_the_user_gave_stays():
+    config, lines = chosen("135M", "80 GB", row_tokens=1024, memory_share=0.5, placement="colocated")
+    assert told(config) == (1024, True, False, 0.5, "colocated")
+    assert len(lines) == 1
+    config, _ = chosen("135M", "24 GB", memory_share=0.89, placement="colocated")
+    assert not config.trainer.stays_on_device, "the engines' share leaves it no room"
+
+
+def test_turns_are_taken_on_shared_gpus_where_that_costs_nothing():
+    config, lines = chosen("135M", "80 GB", there=2)
+    assert told(config) == (8192, True, False, 0.9, "colocated")
+    assert "on 1 of 2 GPUs" in lines[0]
+    apart, lines = chosen("8B", "141 GB", there=2)
+    assert (apart.placement, apart.generator.memory_share) == ("auto", 0.9)
+    assert not any("placement" in line for line in lines), "its state would move each time"
+    for settings in ({"ranks": 2}, {"placement": "separate"}, {"schedule": ScheduleConfig(kind="one_step")}):
+        found, _ = chosen("135M", "80 GB", there=4, **settings)  # type: ignore[arg-type]
+        assert not found.trainer.stays_on_device
+        assert found.placement == settings.get("placement", "auto")
+
+
+def test_a_reference_leaves_engines_less():
+    without, _ = chosen("8B", "80 GB", ranks=8, replicas=8, there=8)
+    with_one, _ = chosen("8B", "80 GB", ranks=8, replicas=8, there=8, reference=2)
+    assert with_one.generator.memory_share < without.generator.memory_share
+
+
+def test_rows_hold_the_longest_episode():
+    config = RunConfig(trainer=Trainer.Config(), generator=Generator.Config(max_model_tokens=10_000))
+    architecture: Any = SimpleNamespace(weights=WEIGHTS["135M"])
+    found, _ = choose(config, architecture, gpu=GPUS["24 GB"], there=1, memory=plan_of("135M", 1))
+    assert found.trainer.row_tokens == 10_112, "a multiple of 128, and longer than rows need be"
+
+
+def test_without_a_run_an_engine_takes_most_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forge_rl.engines.context.device_type", lambda: "cuda")
+    monkeypatch.setattr("forge_rl.engines.context.gpu_bytes", lambda: 1000)
+    architecture: Any = SimpleNamespace(weights=100)
+    alone = Generator.Config(dtype="bfloat16")
+    assert (alone.memory_share, alone.gpu_share) == (0, 0.9)
+    assert _cache_bytes(architecture, alone) == 700
+    assert _cache_bytes(architecture, replace(alone, memory_share=0.5)) == 300
+    assert DecodeSettings().gpu_share == 0.4
+
+
+def test_on_a_cpu_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch):
+    for module in (trainer_config, generator_service):
+        monkeypatch.setattr(module, "device_type", platform.device_type)
+    config = RunConfig()
+    assert (config.trainer.row_tokens, config.generator.memory_share) == (1024, 0.4)
+    assert with_defaults(config, Path("nowhere"), reference=True) == (config, [])
+
+
+@pytest.mark.parametrize("tokens", [128, 1000])
+def test_rows_that_flex_attention_cannot_take_are_refused(tokens: int):
+    with pytest.raises(ConfigError, match="cannot be packed") as caught:
+        Trainer.Config(row_tokens=tokens)
+    assert "a multiple of 128, from 256" in caught.value.hint
