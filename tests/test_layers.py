@@ -41,7 +41,7 @@ ONLY_IN = {
     "os.environ": (
         *("forge_rl.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
         *("forge_rl.runtime.private_network", "forge_rl.rewards.judge", "forge_rl.envs.user"),
-        *("forge_rl.envs.openenv",),
+        *("forge_rl.envs.openenv", "forge_rl.engines.platform"),
         *("apps", "recipes.agents"),
     ),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),
