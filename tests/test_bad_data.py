@@ -169,9 +169,9 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "an unknown key": (
         named("a.jsonl:qestion=problem", "a.jsonl"),
-        "have no key 'qestion'.*keys are: question, answer",
+        "have unknown keys: 'qestion'.*use any of: question, answer",
     ),
-    "a question and messages": (named("a.jsonl:question=a,messages=b", "a.jsonl"), "both a question and messages"),
+    "a question and messages": (named("a.jsonl:question=a,messages=b", "a.jsonl"), "set both question and messages"),
     "a key without a value": (named("a.jsonl:question=", "a.jsonl"), "cannot read 'question=' in the tasks"),
     "a key that is given twice": (named("a.jsonl:question=a,question=b", "a.jsonl"), "'question' is given twice"),
     "a weight below 0": (named("a.jsonl*-1", "a.jsonl"), "the weight '-1' of the tasks 'a.jsonl[*]-1' is not a number"),
@@ -252,7 +252,7 @@ def test_a_scan_counts_what_is_left_out_and_what_comes_twice(tmp_path: Path, tok
     assert (scan.rows, scan.bad, scan.duplicates, len(scan.too_long)) == (44, 1, 2, 2)
     said = scan.describe(200)
     assert re.fullmatch(
-        r"44 rows; \d+ held out; 2 left out, as their prompts are longer than 200 tokens; 1 bad rows passed over, the "
+        r"44 rows; \d+ held out; 2 left out, as their prompts are longer than 200 tokens; 1 bad rows skipped, the "
         r"first: .*a.jsonl, line 44: the row is not JSON.*; 2 duplicates",
         said,
     ), said

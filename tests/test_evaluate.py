@@ -134,7 +134,7 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
         ({"temperature": -1.0}, "--temperature"),
         ({"json": Path("/nowhere/out.json")}, "no folder /nowhere"),
         ({"tasks": ("chain_summ",)}, "chain_sum"),
-        ({"tasks": ("chain_sum", "chain_sum")}, "named twice"),
+        ({"tasks": ("chain_sum", "chain_sum")}, "given twice"),
         ({"tasks": ()}, "no tasks are named"),
     ],
 )

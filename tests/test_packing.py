@@ -206,7 +206,7 @@ def test_minibatches_are_of_whole_groups_and_count_those_left_out():
     assert sorted(part.tokens - own for part, own in zip(result.minibatches, tokens, strict=True)) == [0, 0, 4]
     assert result.trained_tokens == 2 + 5 + 3 + 6
     assert [len(minibatch.rows) for minibatch in result.minibatches] == [2, 2, 2]
-    with pytest.raises(ConfigError, match="5 groups cannot be cut into 6 minibatches"):
+    with pytest.raises(ConfigError, match="5 groups cannot be split into 6 minibatches"):
         packed(batch_of(*groups), Layout(minibatches=6))
 
 

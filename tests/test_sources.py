@@ -224,7 +224,7 @@ def test_specs_of_one_data_set_get_names_of_their_own() -> None:
 
 
 def test_the_same_spec_twice_is_an_error() -> None:
-    with pytest.raises(TaskError, match="named twice"):
+    with pytest.raises(TaskError, match="given twice"):
         _make("chain_sum", "chain_sum")
 
 

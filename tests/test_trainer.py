@@ -261,7 +261,7 @@ def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypat
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"minibatches": 4}, "2 groups cannot be cut into 4 minibatches"),
+        ({"minibatches": 4}, "2 groups cannot be split into 4 minibatches"),
         (
             {"minibatches": 2, "epochs": 2, "optimizer": OptimizerConfig(warmup_updates=13)},
             "the warm-up of 13 updates is longer than the run of 12",

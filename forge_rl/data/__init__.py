@@ -1,1 +1,1 @@
-"""Data: the tokenizer, the sources of tasks and their mixture, and packing."""
+"""Data: tokenizer, task sources and their mixture, and packing."""

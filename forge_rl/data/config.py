@@ -1,4 +1,4 @@
-"""Data configs that recipes share."""
+"""Data config shared by recipes."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ _HUB_KEYS = ("config", "split", "revision")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Tasks from files, the hub or reasoning-gym: how they are asked, and which of them are held out.
+    """Settings for tasks from files, the hub or reasoning-gym: how prompts are built and which tasks are held out.
 
     sources = DataConfig().build(["data/train.jsonl:question=problem,answer=solution*0.7", "chain_sum*0.3"], seed=0)
     """
 
     instruction: str | None = None
-    """Text that is added to every question. By default " Answer with a number." to those of reasoning-gym, and nothing
-    to those of files."""
+    """Text appended to every question. Defaults to " Answer with a number." for reasoning-gym and to nothing for
+    files."""
     system: str = ""
-    """System message of every task that has none; the model's own default if empty."""
+    """System message for tasks without their own; if empty, the chat template's default applies."""
     template: str = ""
-    """Jinja template that makes the user's message of a row's columns, or a file that holds one (.jinja). Its block
-    `messages`, if it has one, makes a JSON list of chat messages instead."""
+    """Jinja template, or a .jinja file, that renders a row's columns into the user message. If it has a block
+    `messages`, the block renders a JSON list of chat messages instead."""
     held_out_share: float | None = None
-    """Share of all problems that is set apart for evaluation; which ones depends on what a problem asks, not on the
-    seed. By default 0.25 of what is generated, and of files 0.1, or nothing where --eval-tasks are given."""
+    """Share of problems held out for evaluation, selected by the problem's content, not by the seed. Defaults to 0.25
+    for generated tasks and 0.1 for files, or 0 for files if --eval-tasks is set."""
     max_bad_rows: float = 0.0
-    """Most bad rows of a file, as a share of all; they are passed over and counted. With 0 the first is an error."""
+    """Maximum share of a file's rows that may be bad; they are skipped and counted. With 0, the first is an error."""
     overlap: Literal["refuse", "leave-out"] = "refuse"
-    """Answer to problems of --eval-tasks that are among those to train on: an error, or they are left out there."""
+    """Handling of problems in --eval-tasks that are also training tasks: an error, or leave them out of training."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--data.", least={"max_bad_rows": 0}, below={"max_bad_rows": 1})
@@ -68,21 +68,21 @@ class DataConfig:
             )
 
     def build(self, tasks: Sequence[str], *, seed: int, eval_tasks: Sequence[str] = ()) -> Mixture:
-        """Makes the mixture of these tasks, `[title=]name[:key=value,...][*weight]`; the seed orders those to train on.
+        """Build the mixture of tasks given as `[title=]name[:key=value,...][*weight]`; the seed orders training tasks.
 
-        A name is a data set of reasoning-gym, a file, a folder or a pattern of files, a hub id, or FILE.py:NAME, which
-        is a list of tasks or rows, or a function that returns an iterator of them. Several of one name are told apart
-        by their parameters too.
+        A name is a reasoning-gym data set, a file, a folder, a glob pattern, a hub id, or FILE.py:NAME, where NAME is a
+        list of tasks or rows, or a function that returns an iterator of them. Sources of the same name are labelled
+        with their parameters as well.
 
         Args:
-            eval_tasks: tasks for evaluation alone, of the same form; see Mixture.eval_sets.
+            eval_tasks: evaluation-only tasks, in the same form; see Mixture.eval_sets.
 
         Raises:
-            ConfigError: no tasks are named.
-            TaskError: an unknown data set, file or parameter, or the same one twice.
+            ConfigError: `tasks` is empty.
+            TaskError: a data set, file or parameter is unknown, or a source is given twice.
         """
         if not tasks:
-            raise ConfigError("no tasks are named", hint="give --tasks at least one data set, or a file of tasks")
+            raise ConfigError("no tasks are given", hint="set --tasks to at least one data set or file of tasks")
         specs = [parse_source(text) for text in tasks]
         sources = self._sources(specs, seed, trained=True, evaluated=bool(eval_tasks))
         held_apart = self.eval_sources(eval_tasks, seed=seed)
@@ -95,10 +95,10 @@ class DataConfig:
         )
 
     def eval_sources(self, tasks: Sequence[str], *, seed: int) -> dict[str, Source]:
-        """Makes sources of tasks for evaluation alone, by the name of their set: whole files, and held-out parts.
+        """Build evaluation-only sources by set name: all rows of files, and the held-out part of generated tasks.
 
         Raises:
-            TaskError: as `build`.
+            TaskError: as for `build`.
         """
         return self._sources([parse_source(text) for text in tasks], seed, trained=False, evaluated=True)
 
@@ -109,7 +109,7 @@ class DataConfig:
             name = short if names.count(short) == 1 else spec.label
             if name in sources:
                 raise TaskError(
-                    f"the tasks {name!r} are named twice", hint="name them once, with the sum of the weights"
+                    f"the tasks {name!r} are given twice", hint="give them once, with the sum of the weights"
                 )
             sources[name] = self._source(name, spec, seed, trained=trained, evaluated=evaluated)
         return sources
@@ -137,13 +137,13 @@ class DataConfig:
         allowed = (*_COLUMNS, *others)
         if unknown := [key for key in spec.params if key not in allowed]:
             raise TaskError(
-                f"the tasks {spec.name!r} have no key {', '.join(map(repr, unknown))}",
-                hint=f"a file's keys are: {', '.join(allowed)}",
+                f"the tasks {spec.name!r} have unknown keys: {', '.join(map(repr, unknown))}",
+                hint=f"use any of: {', '.join(allowed)}",
             )
         given = {key: _text(spec, key) for key in _COLUMNS if key in spec.params}
         if "question" in given and "messages" in given:
             raise TaskError(
-                f"the tasks {spec.name!r} have both a question and messages", hint="give one: both are what is shown"
+                f"the tasks {spec.name!r} set both question and messages", hint="set one: either is the whole prompt"
             )
         template = "" if "question" in given or "messages" in given else self.template
         common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
@@ -153,7 +153,7 @@ class DataConfig:
 def _is_generated(spec: SourceSpec) -> bool:
     if spec.is_code or is_path(spec.name):
         return False
-    # A plain name is a data set before it is a folder: that one is written ./name.
+    # A data set takes precedence over a folder of the same name, which can be written ./name.
     return not hub.is_hub_id(spec.name) and (not Path(spec.name).exists() or has_dataset(spec.name))
 
 
@@ -164,13 +164,13 @@ def _paths(spec: SourceSpec) -> list[Path]:
 
 
 def _text(spec: SourceSpec, key: str) -> str:
-    """Return a parameter that is a text, such as a column's name, which may look like a number."""
+    """Return a string parameter, such as a column name, as written even if it was parsed as a number."""
     value = spec.params.get(key, "")
     return value if isinstance(value, str) else spec.written[key]
 
 
 def _short_name(spec: SourceSpec) -> str:
-    """Name a source in a word: the data set, the file without its suffix, or the folder."""
+    """Return a short name for a source: the data set, the file without its suffix, or the folder."""
     if spec.is_code:
         return spec.name.rpartition(":")[2]
     if not is_path(spec.name):

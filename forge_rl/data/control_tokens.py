@@ -1,4 +1,4 @@
-"""Keeps the text of messages apart from the control tokens that their chat template writes."""
+"""Separates message text from the control tokens that the chat template writes."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ if TYPE_CHECKING:
     import tokenizers
 
 _LOOKED_UP = ("role", "type")
-"""Keys whose values templates compare with names of their own."""
+"""Keys whose values templates compare with fixed names."""
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _PRIVATE_CODES = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Messages in which no control token can be read any more: `control.encode(render(*hidden.parts), hidden)`."""
+    """Messages without anything that reads as a control token: `control.encode(render(*hidden.parts), hidden)`."""
 
     parts: tuple[object, ...]
-    """Messages and tools as they were, but with private characters in place of some."""
+    """Messages and tools with some characters replaced by private-use ones."""
     characters: Mapping[str, str]
-    """Original character by the private one that stands in its place."""
+    """Original character by its private-use replacement."""
 
     def uncover(self, text: str) -> str:
-        """Return a text that was rendered of the parts, with the characters that were hidden."""
+        """Restore the hidden characters in a text rendered from the parts."""
         for private, character in self.characters.items():
-            # JSON that was written in ASCII holds it escaped.
+            # ASCII JSON escapes it.
             text = text.replace(private, character).replace(json.dumps(private)[1:-1], character)
         return text
 
 
 class ControlTokens:
-    """Finds out which control tokens of a rendered conversation its template wrote, and encodes it with only those.
+    """Finds the control tokens of a rendered conversation that its template wrote, and encodes only those as tokens.
 
-    Messages are rendered a second time with characters in place of those that control tokens need; what still reads as
-    a control token there was written by the template, also where text of several messages and of the template would
-    have come together to form one.
+    Messages are rendered a second time with the characters that control tokens need replaced. What still reads as a
+    control token was written by the template; one that forms across several messages or template text no longer does.
 
-    Control tokens are the special ones, and the added ones that look like tags, such as <think> and <tool_call>. Runs
-    of blanks and words that were added to the vocabulary are text. An assistant's message is what the model wrote, so
-    tags in it are tokens, and only special tokens are text.
+    Control tokens are the special tokens, and added tokens that look like tags, such as <think> and <tool_call>. Added
+    words and runs of blanks are text. The model wrote the assistant's messages, so tags in them are tokens, and only
+    special tokens become text.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -71,26 +70,26 @@ class ControlTokens:
         self._id_of = {content: id for id, content in self._contents.items()}
 
     def may_occur(self, parts: Iterable[object], rendered: str) -> bool:
-        """Return False if no text in messages and tools can be part of a control token, which is quick to see.
+        """Return False if no text in messages and tools can be part of a control token; a fast check.
 
         Args:
-            rendered: what the template makes of them.
+            rendered: the parts as rendered by the template.
         """
         if self._changes_letters or (self._normalizes and not rendered.isascii()):
-            return True  # other characters may become those of control tokens
+            return True  # normalisation may turn other characters into those of control tokens
         texts, names = _strings(parts)
         joined = "\n".join(itertools.chain(texts, names))
         return any(letter in joined for letter in self._telling) or any(map(self._all.completes, texts))
 
     def hide(self, parts: tuple[Sequence[object], ...], rendered: str) -> Hidden:
-        """Hide what can be part of a control token.
+        """Replace characters that can be part of a control token with private-use ones.
 
         Args:
-            parts: messages, tools, and what else the template is given.
-            rendered: what the template makes of them.
+            parts: messages, tools, and any other inputs of the template.
+            rendered: the parts as rendered by the template.
 
         Raises:
-            ModelError: they hold every character that could stand for another, or are nested too deep.
+            ModelError: the parts leave too few private-use characters unused, or are nested too deeply.
         """
         texts = "".join(itertools.chain([rendered], *_strings(parts)))
         used = set() if texts.isascii() else set(_PRIVATE.findall(texts))
@@ -98,8 +97,8 @@ class ControlTokens:
         table = dict(zip(self._alphabet, free, strict=False))
         if len(table) < len(self._alphabet):
             raise ModelError(
-                "the messages hold all of Unicode's private characters, and control tokens beside them",
-                hint="send text",
+                "the messages use nearly all of Unicode's private-use characters, and control tokens as well",
+                hint="send text without private-use characters",
             )
         hiding = _Hiding(self._all, self._special, self._heads, table)
         try:
@@ -108,18 +107,18 @@ class ControlTokens:
                 for place, part in enumerate(parts)
             )
         except RecursionError as error:
-            raise ModelError("messages or tools are nested too deep", hint="send less deeply nested JSON") from error
+            raise ModelError("messages or tools are nested too deeply", hint="send less deeply nested JSON") from error
         return Hidden(hidden, {private: letter for letter, private in table.items()})
 
     def only_those_of(self, rendered: str, ids: Sequence[int]) -> bool:
-        """Return True if the control tokens among some ids are exactly those that a text holds, in their order."""
+        """Return True if the control tokens among the ids are exactly those in the rendered text, in order."""
         if self._all.overlap:
             return False
         written = [self._id_of[form] for form in self._all.pattern.findall(rendered)]
         return [id for id in ids if id in self._contents] == written
 
     def encode(self, rendered: str, hidden: Hidden) -> tuple[int, ...]:
-        """Token ids of what a template made of hidden messages: of what was hidden in them come no control tokens."""
+        """Return the token ids of rendered hidden messages; text that was hidden yields no control tokens."""
         twin, names, ids = self._twin
         text = hidden.uncover(self._all.pattern.sub(lambda found: names[found.group()], rendered))
         encoding = twin.encode(text, add_special_tokens=False)
@@ -135,10 +134,10 @@ class ControlTokens:
 
     @cached_property
     def _twin(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int | None, int]]:
-        """The tokenizer with other, secret names for the control tokens: names by content, and ids by new id.
+        """Copy of the tokenizer with secret names for the control tokens; also names by content, and ids by new id.
 
-        It shares the vocabulary, and differs in nothing else: blanks around control tokens, normalisation and what a
-        text begins with are treated as they were.
+        It shares the vocabulary, and otherwise treats text the same: blanks around control tokens, normalisation, and
+        the beginning of a text.
         """
         import tokenizers
 
@@ -149,10 +148,10 @@ class ControlTokens:
         secret = secrets.token_hex(16)
         names: dict[str, str] = {}
         for id, token in self._added.items():
-            # Its neighbours see the same characters.
+            # Keep the first and last character, which the neighbouring text may depend on.
             content = token.content
             names[content] = f"{content[0]}{id}x{secret}{content[-1]}" if id in self._contents else content
-        # New ids follow the number of the vocabulary's, some of which may be larger.
+        # New ids start at the size of the vocabulary, whose own ids may be larger.
         model, first = self._tokenizer.model, self._tokenizer.get_vocab_size(with_added_tokens=False)
         free = first
         while any(model.id_to_token(id) is not None for id in range(free, free + len(names))):
@@ -167,11 +166,11 @@ class ControlTokens:
         return twin, names, ids
 
     def _is_vocabulary_of_its_own(self, token: str, id: int) -> bool:
-        """Return True for a control token that is in the trained vocabulary too, and not for an unknown character."""
+        """Return True for a control token that is also in the trained vocabulary; False for the unknown token."""
         return self._contents.get(id) == token and token != getattr(self._tokenizer.model, "unk_token", None)
 
     def _spelled(self, piece: str) -> list[int]:
-        """Token ids of a piece of the vocabulary, as the vocabulary has it without that piece."""
+        """Return the token ids of a vocabulary piece when spelled with other pieces."""
         found: list[int] = []
         for part in (piece[:1], piece[1:]) if len(piece) > 1 else ():
             for token in self._tokenizer.model.tokenize(part):
@@ -181,7 +180,7 @@ class ControlTokens:
 
 
 class _Forms:
-    """Texts of control tokens, and pieces of them."""
+    """Texts of control tokens and their fragments."""
 
     def __init__(self, contents: Iterable[str]) -> None:
         known = sorted(contents)
@@ -191,18 +190,18 @@ class _Forms:
         self._beginnings = {form[:length] for form in known for length in range(1, len(form))}
         self._ends = {form[length:] for form in known for length in range(1, len(form))}
         self.overlap = not self._beginnings.isdisjoint(self._ends)
-        """True if the end of one can be the beginning of another."""
+        """True if one token's suffix can be another's prefix."""
 
     def completes(self, text: str) -> bool:
-        """Return True if a text is one of them or some words of one: a template could write the rest around it."""
+        """Return True if a text is a control token or words of one, which a template could write the rest around."""
         return text.strip() in self._words
 
     def begun_by(self, text: str) -> int:
-        """Length of the longest end of a text that begins one of them."""
+        """Return the length of the longest suffix of a text that begins a control token."""
         return next((length for length in self._lengths(text) if text[-length:] in self._beginnings), 0)
 
     def ended_by(self, text: str) -> int:
-        """Length of the longest beginning of a text that ends one of them."""
+        """Return the length of the longest prefix of a text that ends a control token."""
         return next((length for length in self._lengths(text) if text[:length] in self._ends), 0)
 
     def _lengths(self, text: str) -> range:
@@ -210,7 +209,7 @@ class _Forms:
 
 
 class _Hiding:
-    """Puts private characters in place of those that control tokens need, one for one."""
+    """Replaces the characters that control tokens need with private-use ones, one for one."""
 
     def __init__(self, strict: _Forms, special: _Forms, heads: str, table: Mapping[str, str]) -> None:
         self._strict = strict
@@ -219,7 +218,7 @@ class _Hiding:
         self._table = str.maketrans(dict(table))
 
     def value(self, value: object, *, by_model: bool) -> object:
-        """Hide in all strings of a value; `by_model`: the model wrote them."""
+        """Hide characters in all strings of a value; `by_model`: the model wrote them."""
         if isinstance(value, str):
             return self._text(value, by_model=by_model)
         if isinstance(value, Mapping):
@@ -234,7 +233,7 @@ class _Hiding:
         return value
 
     def _name(self, name: object) -> object:
-        """Hide in a word that templates know, so that it is not hidden for lying within a control token."""
+        """Hide characters in a name that templates compare: a name that is only a word of a control token stays."""
         return self._mark(self._ends(name, self._strict)) if isinstance(name, str) else name
 
     def _text(self, text: str, *, by_model: bool) -> str:
@@ -251,7 +250,7 @@ class _Hiding:
         return text
 
     def _ends(self, text: str, forms: _Forms) -> str:
-        """Hide ends of a text that what stands around it could complete; templates may strip blanks."""
+        """Hide the ends of a text that the surrounding text could complete; templates may strip blanks."""
         if length := forms.ended_by(bare := text.lstrip()):
             blanks = len(text) - len(bare)
             text = text[:blanks] + bare[:length].translate(self._table) + bare[length:]
@@ -262,7 +261,7 @@ class _Hiding:
 
 
 def _strings(parts: Iterable[object]) -> tuple[list[str], list[str]]:
-    """All strings in nested lists and objects: texts, and names, which are keys and what templates compare."""
+    """Return all strings in nested lists and objects: texts, and names (keys and values that templates compare)."""
     texts: list[str] = []
     names: list[str] = []
     pending = list(parts)
@@ -280,7 +279,7 @@ def _strings(parts: Iterable[object]) -> tuple[list[str], list[str]]:
 
 
 def _longest_of(forms: Iterable[str]) -> str:
-    """Regular expression for the longest of some texts; their number makes hardly any difference to its speed."""
+    """Return a regular expression that matches the longest of some texts; its speed hardly depends on their number."""
     by_first: dict[str, list[str]] = {}
     is_end = False
     for form in forms:
@@ -294,7 +293,7 @@ def _longest_of(forms: Iterable[str]) -> str:
 
 
 def _words_of(form: str) -> Iterable[str]:
-    """All parts of a control token that cut no word of it in two."""
+    """Return all substrings of a control token that split none of its words."""
     inner = (cut for cut in range(1, len(form)) if not (form[cut - 1].isalnum() and form[cut].isalnum()))
     return (form[begin:end] for begin, end in itertools.combinations([0, *inner, len(form)], 2))
 
@@ -304,7 +303,7 @@ def _is_answer(message: object) -> bool:
 
 
 def _is_control(token: tokenizers.AddedToken) -> bool:
-    """Return True for special tokens, and for others that look like tags: not for blanks and words."""
+    """Return True for special tokens and for added tokens that look like tags, not for blanks and words."""
     content = token.content.strip(" \t\r\n▁")
     if not content or token.special:
         return bool(content)
@@ -312,6 +311,6 @@ def _is_control(token: tokenizers.AddedToken) -> bool:
 
 
 def _head(content: str) -> str:
-    """The first character by which a control token differs from words."""
+    """Return the first character that distinguishes a control token from words."""
     marks = (letter for letter in content if not (letter.isalnum() or letter.isspace() or letter in "_▁"))
     return next(marks, content[0])

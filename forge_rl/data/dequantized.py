@@ -1,7 +1,7 @@
-"""Quantised models in bfloat16, written once into a cache folder.
+"""Dequantises models to bfloat16, once, into a cache folder.
 
-An engine that is started from MXFP4 weights packs them for kernels of their own and takes no bfloat16 version, which is
-what a trainer publishes. So both start from a copy in bfloat16.
+An engine started from MXFP4 weights packs them for special kernels and cannot load the bfloat16 weights that a trainer
+publishes, so both start from a bfloat16 copy.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _INDEX = "model.safetensors.index.json"
 
 
 def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
-    """Return a copy of a folder with MXFP4 weights in which they are bfloat16; the first call writes it.
+    """Return the bfloat16 copy of a folder with MXFP4 weights; the first call writes it.
 
-    The copy takes four times the bytes. Several processes may call at once: one writes, the others wait.
+    The copy is four times as large. Safe to call from several processes: one writes, the others wait.
 
     Args:
-        folder: Hugging Face folder, whose `_blocks` and `_scales` are MXFP4; see `mxfp4.read_slice`.
-        cache: folder that the copy is made in.
-        progress: called now and then.
+        folder: Hugging Face folder whose `_blocks` and `_scales` are MXFP4; see `mxfp4.read_slice`.
+        cache: folder for the copy.
+        progress: called per file.
 
     Raises:
-        ModelError: the cache cannot be written, others have written to it, or a file cannot be read.
+        ModelError: the cache is not writable, other users can write to it, or a file cannot be read.
     """
     files = [path for path in sorted(folder.resolve().iterdir()) if path.is_file()]
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -53,7 +53,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
         with open(cache / f".{target.name}.lock", "a", opener=_open_no_link) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
-                for left_over in cache.glob(f".{target.name}-*"):  # a killed process left it
+                for left_over in cache.glob(f".{target.name}-*"):  # from a killed process
                     shutil.rmtree(left_over, ignore_errors=True)
                 with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=cache) as place:
                     work = Path(place) / "new"
@@ -64,7 +64,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
     except OSError as error:
         raise ModelError(
             f"cannot write {folder} in bfloat16 to {target}: {error.strerror or error}",
-            hint="free space there, or name another folder with --cache",
+            hint="free space there, or choose another folder with --cache",
         ) from error
     return target
 
@@ -74,7 +74,7 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _write(files: list[Path], target: Path, report: Progress) -> None:
-    """Write a file for each of the folder's, a weight at a time in memory beside the file's own."""
+    """Write a dequantised copy of each safetensors file, and the config and tokenizer files."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
@@ -110,7 +110,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
 def _tensors(
     names: list[str], places: Mapping[str, Path], files: Mapping[Path, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the bfloat16 values of each weight of a file; of a quantised one where its blocks lie."""
+    """Yield the name and bfloat16 values of each weight of a file; a quantised weight belongs to its blocks' file."""
     import torch
 
     from forge_rl.data import mxfp4

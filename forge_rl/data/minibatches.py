@@ -1,4 +1,4 @@
-"""Deals the groups of a batch to minibatches, so that each update sees every source."""
+"""Deals a batch's groups to minibatches so that each update sees every source."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 
 
 def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, seed: Sequence[int]) -> list[list[int]]:
-    """Deal groups to minibatches at random, each source's as evenly as their number allows; deterministic.
+    """Deal groups to minibatches at random, each source as evenly as possible; deterministic for a seed.
 
         deal(["a", "a", "b", "b"], [True] * 4, 2, seed=(0, 3))  # such as [[0, 3], [1, 2]]
 
-    Of each source no minibatch has two groups more than another, and of those that are trained neither: they are dealt
-    before the others, which give an update nothing.
+    Per source, the number of groups differs by at most one between minibatches, and so does the number of trained
+    groups, which are dealt first: the others contribute nothing to an update.
 
     Args:
         sources: source of each group.
-        trained: False for groups that are left out.
-        seed: whole numbers from 0 up.
+        trained: False for groups that are left out of training.
+        seed: non-negative integers.
 
     Returns:
-        Indexes of each minibatch's groups, in ascending order.
+        Indexes of each minibatch's groups, ascending.
     """
     if minibatches == 1:
         return [list(range(len(sources)))]

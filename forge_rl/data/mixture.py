@@ -1,4 +1,4 @@
-"""The mixture: a weighted set of sources, whose weights can change while a run is live."""
+"""Mixture: a weighted set of sources whose weights can change during a run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from forge_rl.types import Group, Task
 
 
 class Mixture:
-    """Sources and their weights; a source's share of every batch is its weight over the sum of weights.
+    """Weighted sources; a source's share of every batch is its weight over the sum of weights.
 
         mixture = Mixture({"math": math, "words": words}, {"math": 3, "words": 1})
         mixture["words"] = 2  # from the next batch on
-        mixture.adapt(Adapting(adapt="success"))  # shares follow the success at each source, between bounds
+        mixture.adapt(Adapting(adapt="success"))  # shares follow each source's success rate, within bounds
 
-    Weights are from 0 up and not all 0; all equal when not given. While they adapt they are shares, which add up to 1;
-    one that is set then stays, whatever the bounds, until `adapt` is called again, and the others share the rest.
+    Weights are at least 0 and not all 0; by default all are equal. While adapting, weights are shares that sum to 1; a
+    share set by hand then stays, even outside the bounds, until `adapt` is called again, and the others divide the
+    rest.
 
     Args:
-        evaluation: sources of tasks for evaluation alone, by the name of their set.
-        holds_out: evaluate on the held-out part of the sources, too.
-        overlap: what is done with training tasks that are also in `evaluation`, see `scan.check_tasks`.
+        evaluation: evaluation-only sources by set name.
+        holds_out: also evaluate on the sources' held-out parts.
+        overlap: handling of training tasks that are also in `evaluation`, see `scan.check_tasks`.
 
     Raises:
         TaskError: no sources, unknown names, or weights out of range.
@@ -43,13 +44,13 @@ class Mixture:
         overlap: Literal["refuse", "leave-out"] = "refuse",
     ) -> None:
         if not sources:
-            raise TaskError("a mixture needs at least one source", hint="name the tasks to train on")
+            raise TaskError("the mixture has no sources", hint="give the tasks to train on")
         self._sources = dict(sources)
         given = dict.fromkeys(self._sources, 1.0) if weights is None else dict(weights)
         if set(given) != set(self._sources):
             raise TaskError(
                 f"the weights are for {sorted(given)}, the sources are {sorted(self._sources)}",
-                hint="give one weight for each source",
+                hint="give one weight per source",
             )
         self._weights = self._checked({name: given[name] for name in self._sources})
         self._owed = dict.fromkeys(self._sources, 0.0)
@@ -58,11 +59,11 @@ class Mixture:
         self.overlap = overlap
         self._adaptive: AdaptiveShares | None = None
         self.changed: list[Callable[[str], None]] = []
-        """Callbacks, run with a line that says what somebody changed."""
+        """Callbacks that take a one-line description of each change."""
 
     @property
     def adapting(self) -> Adapting:
-        """Settings by which the weights adapt, if they do."""
+        """Settings of the adaptive weights; the default, off, if the weights are fixed."""
         return self._adaptive.config if self._adaptive else Adapting()
 
     @property
@@ -72,12 +73,12 @@ class Mixture:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """Passes so far over each source whose tasks come again."""
+        """Passes so far over each source that repeats its tasks."""
         found = {name: getattr(source, "epoch", None) for name, source in self._sources.items()}
         return {name: epoch for name, epoch in found.items() if isinstance(epoch, int | float)}
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of each source if there are several, its epoch if it has one, and bad rows passed over."""
+        """Return each source's share if there are several, its epoch if it has one, and the bad rows it skipped."""
         values = {f"data/{name}/epoch": epoch for name, epoch in self.epochs.items()}
         if len(self._sources) > 1:
             values |= {f"mixture/{name}": share for name, share in self.shares.items()}
@@ -86,7 +87,7 @@ class Mixture:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Weights scaled so that they add up to 1."""
+        """Weights scaled to sum to 1."""
         total = math.fsum(self._weights.values())
         return {name: weight / total for name, weight in self._weights.items()}
 
@@ -97,7 +98,7 @@ class Mixture:
         return self._weights[self._known(name)]
 
     def __setitem__(self, name: str, weight: float) -> None:
-        """Change a weight from the next batch on; while weights adapt, a share."""
+        """Set a weight, or a share while weights adapt, from the next batch on."""
         before = self[name]
         if self._adaptive is not None:
             self._adaptive.pin(name, weight)
@@ -108,10 +109,10 @@ class Mixture:
         self._tell(f"mixture {name} {before:g} -> {weight:g}")
 
     def adapt(self, config: Adapting) -> None:
-        """Let the weights adapt from the next batch on, also those that were set by hand; with "off", stay as they are.
+        """Adapt all weights from the next batch on, even those set by hand; with "off", keep the current weights.
 
         Raises:
-            ConfigError: the bounds leave no room for so many sources.
+            ConfigError: the bounds cannot hold for this many sources.
         """
         if config.adapt == "off":
             if self._adaptive is not None:
@@ -127,7 +128,7 @@ class Mixture:
         self._tell(f"mixture adapts: shares by success, {bounds}, target {config.target:g}")
 
     def observe(self, groups: Iterable[Group]) -> None:
-        """Count in the groups of a batch that is delivered: weights that adapt change from the next batch on."""
+        """Update adaptive weights with the groups of a delivered batch, from the next batch on."""
         if self._adaptive is not None:
             self._adaptive.observe(groups)
             self._weights = self._adaptive.shares()
@@ -144,24 +145,24 @@ class Mixture:
     def source_order(self, groups: int) -> list[str]:
         """Allot the next batch's P groups to sources, interleaved.
 
-        Rounds by largest remainder and carries the remainders to the next batch: while weights stay, the difference
-        from the exact shares does not grow with the number of batches.
+        Rounds by largest remainder and carries the remainders over to the next batch, so the deviation from the exact
+        shares does not grow with the number of batches while the weights are constant.
         """
         return _largest_remainder(self._owed, self.shares, groups)
 
     def draw_from(self, source: str) -> Task:
-        """Return the next task of a source; its share is not touched."""
+        """Return the next task of a source, regardless of its share."""
         return self._sources[self._known(source)].draw()
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
-        """Return held-out tasks by the current shares: the same for every seed; fewer where a source has fewer."""
+        """Return held-out tasks by the current shares, the same for every seed; fewer if a source has too few."""
         counts = Counter(_largest_remainder(dict.fromkeys(self._sources, 0.0), self.shares, tasks))
         return tuple(task for name, source in self._sources.items() for task in source.held_out(counts[name]))
 
     def eval_sets(self, tasks: int) -> dict[str, tuple[Task, ...]]:
-        """Return the tasks to evaluate on by the name of their set, at most so many of each, the same for every seed.
+        """Return the evaluation tasks by set name, at most `tasks` per set, the same for every seed.
 
-        The set "held_out" is the held-out part of the sources, if there is any; the others are those of `evaluation`.
+        The set "held_out" is the held-out part of the sources, if there is any; the other sets are `evaluation`.
         """
         if tasks == 0:
             return {}
@@ -171,7 +172,7 @@ class Mixture:
         }
 
     def state(self) -> dict[str, object]:
-        """Weights, remainders, and the position of each source, as JSON."""
+        """Return weights, remainders, and the position of each source, as JSON."""
         return {
             "weights": dict(self._weights),
             "owed": dict(self._owed),
@@ -180,10 +181,10 @@ class Mixture:
         }
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Continue from a saved state, with the weights that were set then.
+        """Resume from a saved state, with the saved weights.
 
         Raises:
-            TaskError: the state is of a mixture of other sources.
+            TaskError: the saved mixture has other sources.
         """
         match state:
             case {"weights": dict(weights), "owed": dict(owed), "sources": dict(sources)} if (
@@ -191,7 +192,7 @@ class Mixture:
                 and all(isinstance(number, int | float) for number in (*weights.values(), *owed.values()))
                 and all(isinstance(source, Mapping) for source in sources.values())
             ):
-                adaptive = state.get("adaptive")  # absent in runs of before there was one
+                adaptive = state.get("adaptive")  # absent in states of older versions
                 found = AdaptiveShares.restored(adaptive, self._sources) if isinstance(adaptive, Mapping) else None
                 for name, source in self._sources.items():
                     source.restore(sources[name])
@@ -203,14 +204,14 @@ class Mixture:
                 saved = sorted(saved) if isinstance(saved, Mapping) else saved
                 raise TaskError(
                     f"the saved mixture has the sources {saved}, this one {sorted(self._sources)}",
-                    hint="resume with the tasks of the first start, or start a new run",
+                    hint="resume with the original tasks, or start a new run",
                 )
 
     def restore_sources(self, state: Mapping[str, object]) -> None:
-        """Put the sources where a saved state has them, and leave the weights: a state that cannot be is seen early.
+        """Restore the sources' positions but not the weights, so that an unusable state fails early.
 
         Raises:
-            TaskError: a source refuses, as files have changed.
+            TaskError: a source cannot resume, for example because its files have changed.
         """
         saved = state.get("sources")
         for name, source in self._sources.items():
@@ -229,27 +230,27 @@ class Mixture:
     def _checked(self, weights: dict[str, float]) -> dict[str, float]:
         for name, weight in weights.items():
             if not 0 <= weight < math.inf:
-                raise TaskError(f"the weight of {name!r} is {weight}", hint="choose a number from 0 up")
+                raise TaskError(f"the weight of {name!r} is {weight}", hint="set a finite number of at least 0")
         if not any(weights.values()):
             raise TaskError(f"all weights are 0: {weights}", hint="give at least one source a weight above 0")
         return weights
 
 
 AnySources = Mixture | Source | Mapping[str, Source | Items] | Items
-"""Anything that tasks are taken from, see `as_mixture`."""
+"""Anything that can be turned into a mixture, see `as_mixture`."""
 
 
 def as_mixture(sources: AnySources, *, seed: int) -> Mixture:
-    """Make a mixture of a source, of an iterable of tasks or rows, of a function that returns one, or of several.
+    """Make a mixture from a source, an iterable of tasks or rows, a function that returns one, or a mapping of these.
 
         as_mixture([{"question": "2+3?", "answer": "5"}], seed=0)
         as_mixture({"sums": sums, "words": generate_words}, seed=0)
 
     Args:
-        seed: orders sequences.
+        seed: shuffles sequences.
 
     Raises:
-        TaskError: they are nothing of that kind.
+        TaskError: `sources` is none of these.
     """
     if isinstance(sources, Mixture):
         return sources
@@ -264,12 +265,12 @@ def as_mixture(sources: AnySources, *, seed: int) -> Mixture:
 
 
 def _largest_remainder(owed: dict[str, float], shares: Mapping[str, float], groups: int) -> list[str]:
-    """Give each group to the source that is owed the most; leave in `owed` what rounding left."""
+    """Give each group to the source that is owed the most; leave the rounding remainders in `owed`."""
     for name, share in shares.items():
         owed[name] += share * groups
     order = []
     for _ in range(groups):
-        # Rounded, so that sums that differ by float error tie, and the first of the sources wins.
+        # Rounded so that sums that differ only by float error tie; the first source then wins.
         name = max((name for name, share in shares.items() if share > 0), key=lambda name: round(owed[name], 9))
         owed[name] -= 1
         order.append(name)

@@ -1,4 +1,4 @@
-"""Finds the folder of a model by its name: bundled, local, or on the Hugging Face hub."""
+"""Resolves a model's name to its folder: bundled, local, or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from forge_rl.errors import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Files fetched from the hub: weights as safetensors only, configs, tokenizer and chat template."""
+"""Files fetched from the hub: weights (safetensors only), configs, tokenizer and chat template."""
 _INDEX = "model.safetensors.index.json"
 _OBJECTS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", _INDEX),
 )
-"""Files that must hold a JSON object, where there are such."""
+"""Files that must hold a JSON object, if they exist."""
 _AGAIN = "download or export the model again"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -33,11 +33,11 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         folder = resolve_model("Qwen/Qwen3-0.6B", default_cache())
 
     Args:
-        name: name of a bundled model, a local folder, or a hub id. Downloads are kept in the hub's own cache.
+        name: bundled model, local folder, or hub id. Downloads are kept in the hub's own cache.
         cache, progress: as for bundled_model.
 
     Raises:
-        ModelError: there is no model of that name, or its files are missing, broken, or links out of its folder.
+        ModelError: no such model exists, or its files are missing, broken, or links out of its folder.
     """
     if name in BUNDLED:
         return bundled_model(cache, progress)
@@ -47,17 +47,17 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     if _HUB_ID.fullmatch(name):
         return _checked(_download(name))
     if "/" in name:
-        raise ModelError(f"no such folder: {name}", hint='name a folder that exists, or a hub id "org/name"')
+        raise ModelError(f"no such folder: {name}", hint='give an existing folder, or a hub id "org/name"')
     close = difflib.get_close_matches(name.lower(), BUNDLED, n=1, cutoff=0.4)
     meant = f"did you mean {close[0]!r}? " if close else ""
     raise ModelError(
         f"no model named {name!r}",
-        hint=f'{meant}bundled: {", ".join(BUNDLED)}; otherwise name a folder, or a hub id "org/name"',
+        hint=f'{meant}give a bundled model ({", ".join(BUNDLED)}), a folder, or a hub id "org/name"',
     )
 
 
 def _checked(folder: Path) -> Path:
-    """Check what can be checked before anything is loaded: the folder may be incomplete, broken or crafted."""
+    """Validate a folder before loading anything from it: it may be incomplete, broken or malicious."""
     files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
     _check_links(folder, files)
     _check_owners(folder, files)
@@ -74,7 +74,7 @@ def _checked(folder: Path) -> Path:
     if missing:
         raise ModelError(
             f"{folder} is not a complete model: it lacks {', '.join(missing)}",
-            hint="name a folder that save_pretrained wrote for both the model and its tokenizer",
+            hint="give a folder to which save_pretrained wrote both the model and its tokenizer",
         )
     for part in weights:
         _check_header(folder / part)
@@ -82,33 +82,33 @@ def _checked(folder: Path) -> Path:
 
 
 def _check_links(folder: Path, files: Sequence[Path]) -> None:
-    """Check that no link leads out of the folder; the hub's cache links to files beside its snapshots."""
+    """Check that no link leads out of the folder; the hub's cache links to files next to its snapshots."""
     home = folder.resolve()
     home = home.parent.parent if home.parent.name == "snapshots" else home
     for path in files:
         if not (target := Path(os.path.realpath(path))).is_relative_to(home):
             raise ModelError(
-                f"{path} is a link out of the model's folder, to {target}", hint=f"copy it: cp -rL {folder} COPY"
+                f"{path} links out of the model's folder, to {target}", hint=f"copy it: cp -rL {folder} COPY"
             )
 
 
 def _check_owners(folder: Path, files: Sequence[Path]) -> None:
-    """Check that all of it is the folder's owner's, this user's or root's, and that nobody else may write to it."""
+    """Check that all files belong to the folder's owner, this user or root, and are not world-writable."""
     top = folder.stat()
     owners = {top.st_uid, os.geteuid(), 0}
     for path in (folder, *files):
-        with contextlib.suppress(FileNotFoundError):  # a link to nothing is told as what it lacks
+        with contextlib.suppress(FileNotFoundError):  # a dangling link is reported as missing
             status, problem = path.stat(), ""
             if status.st_uid not in owners:
-                problem = f"{path} belongs to user {status.st_uid}, and the folder to user {top.st_uid}"
+                problem = f"{path} belongs to user {status.st_uid}, but the folder to user {top.st_uid}"
             elif status.st_mode & stat.S_IWOTH and top.st_mode & stat.S_IXOTH:
-                problem = f"anybody may write to {path} (mode {stat.S_IMODE(status.st_mode):o})"
+                problem = f"{path} is world-writable (mode {stat.S_IMODE(status.st_mode):o})"
             elif path != folder and not stat.S_ISREG(status.st_mode):
-                problem = f"{path} is no file"
+                problem = f"{path} is not a regular file"
             if problem:
                 raise ModelError(
                     f"{folder} cannot be trusted: {problem}",
-                    hint=f"if you know what is in it: chown -R and chmod -R o-w, or copy it: cp -rL {folder} COPY",
+                    hint=f"if you trust its contents: chown -R and chmod -R o-w, or copy it: cp -rL {folder} COPY",
                 )
 
 
@@ -116,20 +116,20 @@ def _read_object(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it does not hold a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
     return found
 
 
 def _parts(path: Path, index: Mapping[str, object]) -> list[str]:
-    """List the files that an index names, which lie beside it."""
+    """List the files that an index names, which must be in its folder."""
     files = index.get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{path} lists no weights", hint=_AGAIN)
     for name in files.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{path} names {name!r:.80}, which is no safetensors file beside it", hint=_AGAIN)
+            raise ModelError(f"{path} names {name!r:.80}, not a safetensors file in the same folder", hint=_AGAIN)
     return sorted(set(files.values()))
 
 
@@ -151,14 +151,14 @@ def _download(hub_id: str) -> Path:
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         match error:
             case errors.GatedRepoError():
-                cause, hint = "access to it is gated", "ask for access on its page, log in with `hf auth login`"
+                cause, hint = "access to it is gated", "request access on its page, log in with `hf auth login`"
             case errors.RepositoryNotFoundError():
-                cause, hint = "there is no such model, or it is private", "check the name, log in with `hf auth login`"
+                cause, hint = "the model does not exist or is private", "check the name, log in with `hf auth login`"
             case errors.LocalEntryNotFoundError():
-                cause, hint = "the hub cannot be reached, and no copy is in its cache", "check the network"
+                cause, hint = "the hub cannot be reached, and the model is not in its cache", "check the network"
             case _:
                 cause, hint = (str(error).splitlines() or [type(error).__name__])[0], "try again"
         raise ModelError(
             f"cannot get {hub_id!r} from the hub: {cause}",
-            hint=f"{hint}, or name a folder or a bundled model ({', '.join(BUNDLED)})",
+            hint=f"{hint}, or give a folder or a bundled model ({', '.join(BUNDLED)})",
         ) from error

@@ -1,7 +1,7 @@
 """Packing: lays a scored batch into rows in which the episodes of a group share their prompt.
 
-A tree is a prefix that several segments have in common, stored and computed once, and one branch for the rest of each.
-A row holds whole trees. The attention mask (`attends`) lets a branch see its prefix and itself, and nothing else.
+A tree is a prefix shared by several segments, stored and computed once, and one branch for the rest of each segment. A
+row holds whole trees. The attention mask (`attends`) lets a branch see only its prefix and itself.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from forge_rl.types import Advantages, Batch, Episode, Segment
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Shape of the rows that the trainer needs."""
+    """Row layout that the trainer requires."""
 
     shares: int = 1
-    """Number of data-parallel shares, each trained by a rank or by some that split its rows or the model; the number of
-    rows is a multiple of it."""
+    """Number of data-parallel shares, each trained by one rank or by several that split its rows or the model; the
+    number of rows is a multiple of it."""
     row_tokens: int = 2048
-    """Maximum tokens of a row that one device holds, padding included."""
+    """Maximum tokens of a row per device, padding included."""
     context_parallel: int = 1
-    """Number of devices that split a row, whose maximum length is so many times row_tokens."""
+    """Number of devices that split a row, whose maximum length is row_tokens times this."""
     pad_multiple: int = 1
-    """A device's part of a row is rounded up to a multiple of this: 128 where FlexAttention's blocks need it."""
+    """Multiple to which a device's part of a row is padded: 128 if FlexAttention's blocks need it."""
     least_tokens: int = 1
-    """Fewest tokens of a device's part of a row, padding included: 256 where fewer would need graphs of their own."""
+    """Minimum tokens of a device's part of a row, padding included: 256 if shorter ones would need extra graphs."""
     tensor_parallel: int = 1
-    """Number of devices that split the activations of one part of a row: its length is rounded up to a multiple of this
-    too, by padding that row_tokens does not count."""
+    """Number of devices that split the activations of one part of a row; its length is also padded to a multiple of
+    this, and row_tokens does not count that padding."""
     minibatches: int = 1
-    """Number of parts that a batch is cut into, each for an update of its own. A group is in one part, and every source
-    in all of them, as evenly as the number of its groups allows."""
+    """Number of minibatches per batch, each for one update. A group is in one minibatch; each source's groups are
+    spread over the minibatches as evenly as possible."""
     epochs: int = 1
-    """Times that a batch is cut into minibatches, each time otherwise; with one minibatch it is once."""
+    """Number of times that a batch is split into minibatches, differently each time; ignored with one minibatch."""
     seed: int = 0
-    """Decides with the batch's version, and the epoch, which groups are in which minibatch."""
+    """Seed that, with the batch's version and the epoch, assigns groups to minibatches."""
     share_prefixes: bool = True
-    """Store and compute a common prefix once. Off, each segment is a tree of its own with one branch."""
+    """Store and compute a common prefix once. If off, each segment is its own tree with one branch."""
 
     def __post_init__(self) -> None:
         sizes = "shares", "row_tokens", "context_parallel", "pad_multiple", "tensor_parallel", "minibatches", "epochs"
@@ -57,31 +57,31 @@ class Layout:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
         if self.row_tokens % self.pad_multiple:
             raise ConfigError(
-                f"row_tokens is {self.row_tokens}, not a multiple of {self.pad_multiple}, to which rows are padded",
+                f"row_tokens is {self.row_tokens}, not a multiple of pad_multiple {self.pad_multiple}",
                 hint=f"set --trainer.row-tokens to {round_up(self.row_tokens, self.pad_multiple)}",
             )
 
     @property
     def longest(self) -> int:
-        """Maximum tokens of a row, over the devices that split it."""
+        """Maximum tokens of a row, summed over the devices that split it."""
         return self.row_tokens * self.context_parallel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One packed row. All fields are [L]; entry t of those from `targets` to `lengths` describes targets[t], that is,
+    """One packed row. All fields are [L]; in those from `targets` to `lengths`, entry t describes targets[t], that is,
     token t+1."""
 
     token_ids: torch.Tensor
     """int64; 0 in padding."""
     positions: torch.Tensor
-    """int64, position within the token's own segment: each tree starts at 0, each branch where its prefix ends."""
+    """int64, position within the token's segment: each tree starts at 0, each branch where its prefix ends."""
     trees: torch.Tensor
     """int32, index of the token's tree, from 0 in each row; -1 in padding."""
     branches: torch.Tensor
     """int32, 0 for the shared prefix and padding, 1 and up for the branches of a tree."""
     targets: torch.Tensor
-    """int64, the token that follows in the same prefix or branch; 0 where there is none."""
+    """int64, next token in the same prefix or branch; 0 where there is none."""
     mask: torch.Tensor
     """bool, True where the target is trained."""
     behaviour: torch.Tensor
@@ -99,14 +99,14 @@ class Row:
     lengths: torch.Tensor
     """int32, number of trained tokens of the target's episode, over all rows; 1 where not mask."""
     routed: torch.Tensor | None = None
-    """Experts that the engine sent the token itself to, [L, layers, top_k] int16, dense layers included; -1 in padding
-    and where they are not known. None where they are known of no token."""
+    """Experts to which the engine routed the token itself, [L, layers, top_k] int16, dense layers included; -1 in
+    padding and where unknown. None if unknown for all tokens."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Tensors pickle by a class that torch makes for each, which is left to the garbage collector.
+        # Pickling a tensor makes torch create a class for each, which only the garbage collector frees.
         return _read_row, ({name: each.numpy() for name, each in vars(self).items() if each is not None},)
 
 
@@ -116,62 +116,62 @@ def _read_row(arrays: Mapping[str, npt.NDArray[Any]]) -> Row:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Minibatch:
-    """Rows that one update is taken on. It has none where all advantages are 0; there is no update then."""
+    """Rows of one update; empty if all advantages are 0, and then there is no update."""
 
     rows: tuple[Row, ...]
-    """A multiple of Layout.shares. Share s trains rows[s::shares]; rows side by side are about equally long."""
+    """Rows, a multiple of Layout.shares. Share s trains rows[s::shares]; rows of the same step have similar lengths."""
     tokens: int
-    """Number of trained tokens, those of groups that were left out included."""
+    """Number of trained tokens, including groups that were left out."""
     sequences: int
-    """Number of episodes, those of groups that were left out included."""
+    """Number of episodes, including groups that were left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A batch, packed."""
+    """A packed batch."""
 
     minibatches: tuple[Minibatch, ...]
-    """Parts for an update each, those of the first epoch first."""
+    """Minibatches of all epochs, in order; one update each."""
     epochs: int
-    """Number of epochs that these are for."""
+    """Number of epochs in `minibatches`."""
     trained_tokens: int
     """Number of targets with mask True, over all rows of an epoch."""
     sequence_tokens: int
     """Input tokens of all packed segments, before sharing and padding."""
     unscored_tokens: int
-    """Completion tokens that are masked because the engine gave no finite logprob for them."""
+    """Completion tokens that are masked because the engine returned no finite logprob for them."""
     uniform_share: float
     """Share of groups whose advantages are all 0."""
     version: int
-    """Version of the batch: a target's lag is this minus its own version."""
+    """Version of the batch: a target's lag is this minus the target's version."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Rows of the first epoch: each trained token is a target in one of them."""
+        """Rows of the first epoch: each trained token is a target in exactly one of them."""
         first = self.minibatches[: len(self.minibatches) // self.epochs]
         return tuple(row for minibatch in first for row in minibatch.rows)
 
     @property
     def packed_tokens(self) -> int:
-        """Input tokens after sharing, padding included: the positions that the trainer computes in an epoch."""
+        """Input tokens after sharing, padding included: the positions that the trainer computes per epoch."""
         return sum(len(row) for row in self.rows)
 
 
 def attends(trees: torch.Tensor, branches: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """True where the query at index q of a row sees the key at index k; bool, of the broadcast shape of q and k.
+    """Return True where the query at index q of a row sees the key at index k; bool, broadcast shape of q and k.
 
-    It does iff k <= q, both are of the same tree, and the key is in the shared prefix or in the query's own branch.
-    Padding sees only padding, so that no softmax is empty. Serves as FlexAttention's mask_mod and, by broadcasting, as
-    dense_mask. `trees` and `branches` are those of the Row.
+    It does iff k <= q, both are in the same tree, and the key is in the shared prefix or the query's branch. Padding
+    sees only padding, so that no softmax is empty. Serves as FlexAttention's mask_mod and, by broadcasting, as
+    dense_mask. `trees` and `branches` are fields of the Row.
     """
     seen = (branches[k] == 0) | (branches[k] == branches[q])
     return (k <= q) & (trees[k] == trees[q]) & seen
 
 
 def dense_mask(row: Row, first: int = 0, end: int | None = None) -> torch.Tensor:
-    """Attention mask of a row, [L, L] bool: True where the query (first dim) sees the key (second dim).
+    """Return the attention mask of a row, [L, L] bool: True where the query (first dim) sees the key (second dim).
 
-    With `first` and `end`, that of these tokens alone.
+    With `first` and `end`, return the mask among those tokens only.
     """
     index = torch.arange(first, len(row) if end is None else end, device=row.trees.device)
     return attends(row.trees, row.branches, index[:, None], index[None, :])
@@ -184,23 +184,23 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
 
     The shared prefix of a tree ends before the token that predicts the first completion token of any of its branches,
     so each trained token is the target of exactly one position. Tokens after the last trained token's predictor are
-    left out: nothing depends on them. Completion tokens without a finite logprob are masked and counted in
+    dropped, as nothing depends on them. Completion tokens without a finite logprob are masked and counted in
     unscored_tokens.
 
     Args:
-        advantages: [P, G] float32, one for each episode, which its segments share; or one for each of its tokens.
-        drop_uniform: leave out groups whose advantages are all 0: the surrogate has no gradient there. They count in
-            the loss's mean all the same. Keep them when another term (a KL penalty) should still reach them.
+        advantages: [P, G] float32, one per episode, shared by its segments; or one per token of each episode.
+        drop_uniform: leave out groups whose advantages are all 0, where the surrogate has no gradient. They still count
+            in the loss's mean. Keep them if another term (such as a KL penalty) should apply to them.
 
     Raises:
-        ConfigError: a segment does not fit in a row, there are fewer groups than minibatches, or advantages do not
+        ConfigError: a segment does not fit in a row, there are fewer groups than minibatches, or the advantages do not
             match the batch.
     """
     shape = [len(batch.groups), len(batch.groups[0].episodes) if batch.groups else 0]
     _check(batch, advantages, shape)
     if batch.groups and len(batch.groups) < layout.minibatches:
         raise ConfigError(
-            f"{len(batch.groups)} groups cannot be cut into {layout.minibatches} minibatches",
+            f"{len(batch.groups)} groups cannot be split into {layout.minibatches} minibatches",
             hint="lower --trainer.minibatches, or raise --groups-per-batch",
         )
     groups: list[_Group] = []
@@ -228,10 +228,10 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
     if needed > layout.longest:
         on_one = round_up(-(-needed // layout.context_parallel), layout.pad_multiple)
         raise ConfigError(
-            f"an episode needs a row of {needed} tokens and row_tokens is {layout.row_tokens}"
+            f"an episode needs a row of {needed} tokens, but row_tokens is {layout.row_tokens}"
             + (f" on each of {layout.context_parallel} devices" if layout.context_parallel > 1 else ""),
             hint=f"set --trainer.row-tokens to at least {on_one}, or --trainer.context-parallel to at least "
-            f"{-(-needed // layout.row_tokens)}, which splits each row over so many; or let episodes be shorter",
+            f"{-(-needed // layout.row_tokens)} to split each row over that many devices; or shorten episodes",
         )
     sources, has_trees = [group.task.source for group in batch.groups], [bool(group.trees) for group in groups]
     epochs = layout.epochs if layout.minibatches > 1 else 1
@@ -252,7 +252,7 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int]) -> None:
     given = list(advantages.shape) if isinstance(advantages, torch.Tensor) else [len(advantages), *map(len, advantages)]
     if batch.groups and given[:2] != shape:
         raise ConfigError(
-            f"advantages have shape {given[:2]} and the batch is of shape [P, G] = {shape}",
+            f"the advantages have shape {given[:2]}, but the batch has shape [P, G] = {shape}",
             hint="compute them from the batch, with batch_advantages",
         )
     if not isinstance(advantages, torch.Tensor):
@@ -267,7 +267,7 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int]) -> None:
 def _of_segment(
     advantages: torch.Tensor | npt.NDArray[np.float32], episode: Episode, segment: Segment
 ) -> float | npt.NDArray[np.float32]:
-    """Advantage of an episode, or those of a segment's tokens, [T]."""
+    """Return the advantage of an episode, or the advantages of a segment's tokens, [T]."""
     if isinstance(advantages, torch.Tensor):
         return float(advantages)
     ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
@@ -279,12 +279,12 @@ def _of_segment(
 
 @dataclass
 class _Group:
-    """A group as it goes to a minibatch."""
+    """A group's trees and lengths, to be put into a minibatch."""
 
     trees: list[Tree] = field(default_factory=list)
-    """None if it is left out."""
+    """Trees; empty if the group is left out."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Number of trained tokens of each episode, also where it is left out."""
+    """Number of trained tokens of each episode, even if the group is left out."""
 
 
 def _minibatch(groups: list[_Group], layout: Layout) -> Minibatch:
@@ -321,9 +321,9 @@ def _row(trees: list[Tree], pad_multiple: int, least: int, lengths: Mapping[int,
         shared = slice(at, at + tree.prefix)
         row["token_ids"][shared] = tree.branches[0].token_ids[: tree.prefix]
         row["positions"][shared] = np.arange(tree.prefix)
-        # The last shared token is followed by another token in each branch, so it has no target.
+        # The last shared token has a different next token in each branch, so it has no target.
         row["targets"][at : at + max(0, tree.prefix - 1)] = tree.branches[0].token_ids[1 : tree.prefix]
-        # A branch may have been computed anew, under other weights; the first that is known counts.
+        # A branch may have been recomputed under other weights; the first known routing is used.
         known = next((branch.routed for branch in tree.branches if branch.routed is not None), None)
         if known is not None:
             row["routed"][shared] = known[: tree.prefix]

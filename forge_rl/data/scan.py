@@ -1,4 +1,4 @@
-"""One pass over files before a run: bad rows, prompts that are too long, duplicates, overlap with evaluation."""
+"""Scans files before a run: bad rows, overlong prompts, duplicates, overlap with evaluation."""
 
 from __future__ import annotations
 
@@ -29,49 +29,49 @@ Progress = Callable[[str, float], None]
 _VERSION = 1
 _ROWS_AT_ONCE = 512
 _MOST_KEYS = 1 << 21
-"""Number of problems' keys past which only half of them are kept, and so on; then duplicates are estimated."""
+"""Number of problem keys at which half are dropped, repeatedly; duplicates are then estimated."""
 _BIG_BYTES = 1 << 25
-"""Size of files from which progress is shown."""
+"""Minimum total size of files for which progress is shown."""
 _CACHED_BYTES = 1 << 22
-"""Size of files from which what was found is kept for the next run."""
+"""Minimum total size of files for which the findings are cached."""
 _MESSAGE_TOKENS = 32
-"""Most tokens that a chat template puts around a message."""
+"""Maximum tokens that a chat template adds around a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """Findings of a pass over the files of a source."""
+    """Findings of a scan of a source's files."""
 
     rows: int
     """Number of rows, bad ones included."""
     held_out: int = 0
-    """Rows that are held out."""
+    """Number of held-out rows."""
     bad: int = 0
-    """Rows that no task can be made of."""
+    """Number of rows that yield no task."""
     example: str = ""
     """The first bad row: file, line, column and value."""
     duplicates: int = 0
-    """Rows whose problem came before."""
+    """Number of rows whose problem occurred before."""
     estimated: bool = False
-    """True if duplicates are estimated from a part of the problems."""
+    """True if duplicates are estimated from a subset of the problems."""
     too_long: tuple[Place, ...] = ()
     """Rows whose prompt leaves no room for an answer."""
     overlap: Mapping[str, tuple[Place, ...]] = dataclasses.field(default_factory=dict)
-    """Rows to train on whose problem is also in a set for evaluation, by the set's name."""
+    """Training rows whose problem is also in an evaluation set, by set name."""
 
     @property
     def trained(self) -> int:
-        """Number of rows that are trained on in an epoch."""
+        """Number of rows trained on per epoch."""
         return self.rows - self.held_out - self.bad - len(self.too_long)
 
     def describe(self, limit: int) -> str:
-        """Say in a line what was found; `limit` is that of the prompts, in tokens."""
+        """Summarise the findings in one line; `limit` is the prompt limit in tokens."""
         parts = [f"{self.rows:,} rows"]
         parts += [f"{self.held_out:,} held out"] if self.held_out else []
         if self.too_long:
             parts.append(f"{len(self.too_long):,} left out, as their prompts are longer than {limit:,} tokens")
         if self.bad:
-            parts.append(f"{self.bad:,} bad rows passed over, the first: {self.example}")
+            parts.append(f"{self.bad:,} bad rows skipped, the first: {self.example}")
         if self.duplicates:
             parts.append(f"{'about ' if self.estimated else ''}{self.duplicates:,} duplicates")
         return "; ".join(parts)
@@ -85,21 +85,21 @@ def check_tasks(
     cache: Path,
     progress: Progress = lambda what, fraction: None,
 ) -> dict[str, Scan]:
-    """Read all files of a mixture once, and leave out what cannot be used; returns what was found by source.
+    """Read all files of a mixture once and leave out unusable rows; return the findings by source.
 
         found = check_tasks(mixture, partial(Tokenizer, model), limit=1008, cache=default_cache())
 
-    Prompts that are too long, in the sources and in the sets for evaluation, are left out from now on. Sources that
-    are no files are not looked at. What was found in large files is kept in the cache.
+    From then on, the sources and evaluation sets leave out overlong prompts. Sources that are not files are not
+    scanned. Findings for large files are cached.
 
     Args:
         make_tokenizer: called if there are files.
-        limit: most tokens of a prompt.
-        progress: called for large files with what is done and the fraction that is done.
+        limit: maximum tokens of a prompt.
+        progress: called for large files with the current step and the fraction done.
 
     Raises:
-        TaskError: a bad row, or more than are borne; a row that the chat template refuses; nothing is left; problems
-            of the sets for evaluation are also trained on, and the mixture says that this is an error.
+        TaskError: too many bad rows; the chat template refuses a row; no row is left; or evaluation problems are also
+            trained on and the mixture's overlap is "refuse".
     """
     if not any(isinstance(source, TableSource) for source in (*mixture.sources.values(), *mixture.evaluation.values())):
         return {}
@@ -120,7 +120,7 @@ def check_tasks(
                     raise TaskError(
                         f"{len(places):,} tasks of {name!r} are also in the evaluation {other!r}, the first is "
                         f"{source.describe(places[0])}",
-                        hint="take them out of one of the two, or set --data.overlap leave-out",
+                        hint="remove them from one of the two, or set --data.overlap leave-out",
                     )
             if scan.trained <= 0:
                 raise TaskError(f"no task of {name!r} can be trained on: {scan.describe(limit)}", hint=_hint(scan))
@@ -130,10 +130,10 @@ def check_tasks(
 
 
 class PromptLengths:
-    """Tells prompts that are too long; most without making tokens of them, as no token is shorter than a byte.
+    """Finds overlong prompts; most need no tokenization, as no token is shorter than a byte.
 
     Args:
-        limit: most tokens of a prompt.
+        limit: maximum tokens of a prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
@@ -142,7 +142,7 @@ class PromptLengths:
         self._frame = len(tokenizer.render([{"role": "user", "content": "x"}]))
 
     def too_long(self, tasks: Sequence[Task]) -> list[bool]:
-        """Tell of each task whether its prompt has more tokens than the limit.
+        """Return for each task whether its prompt exceeds the limit.
 
         Raises:
             ModelError: the chat template refuses a task.
@@ -158,7 +158,7 @@ class PromptLengths:
         return len(self.tokenizer.render(task.messages, tools=task.tools))
 
     def digest(self) -> str:
-        """Return a digest of all that lengths depend on."""
+        """Return a digest of everything that the lengths depend on."""
         files = (self.tokenizer.folder / name for name in ("tokenizer.json", "chat_template.jinja"))
         seen = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
         seen.update(str(self.tokenizer.hf.chat_template).encode())
@@ -166,7 +166,7 @@ class PromptLengths:
 
 
 def _text_bytes(task: Task) -> int:
-    """Most bytes of a task's texts; more than any limit if they cannot be told without its template."""
+    """Return an upper bound on a task's text in bytes; above any limit if only the template can tell."""
     total = 0
     for message in task.messages:
         content = message.get("content", "")
@@ -177,7 +177,7 @@ def _text_bytes(task: Task) -> int:
 
 
 class _Keys:
-    """Counts keys that came before: exactly at first, later by a part of them that fits in memory."""
+    """Counts repeated keys: exactly at first, later from a subset that fits in memory."""
 
     def __init__(self) -> None:
         self._kept = array("Q")
@@ -195,7 +195,7 @@ class _Keys:
             self._kept = array("Q", kept.tobytes())
 
     def duplicates(self) -> tuple[int, bool]:
-        """Return how many keys came before, and True if that is an estimate."""
+        """Return the number of repeated keys, and True if it is an estimate."""
         repeated = len(self._kept) - len(np.unique(np.frombuffer(self._kept, np.uint64))) if self._kept else 0
         return repeated * (self._mask + 1), self._mask > 0
 
@@ -208,11 +208,11 @@ def _scan(
     others: Mapping[str, set[int]] | None = None,
     progress: Progress,
 ) -> Scan:
-    """Read all rows of a source.
+    """Read all rows of a source and return the findings.
 
     Args:
-        problems: set to put the keys of its problems into.
-        others: keys of problems that are evaluated on, by the name of their set.
+        problems: set to which the keys of the source's problems are added.
+        others: keys of evaluation problems by set name.
     """
     rows = held_out = bad = 0
     example = ""
@@ -246,7 +246,7 @@ def _scan(
         raise TaskError(
             f"{bad:,} of {rows:,} rows of {source.name!r} are bad, more than --data.max-bad-rows "
             f"{source.max_bad_rows:g}; the first: {example}",
-            hint="mend them, or raise --data.max-bad-rows",
+            hint="fix them, or raise --data.max-bad-rows",
         )
     duplicates, estimated = keys.duplicates()
     return Scan(
@@ -264,7 +264,7 @@ def _scan(
 def _too_long(source: TableSource, lengths: PromptLengths, rows: Sequence[ReadRow], *, first: bool) -> list[bool]:
     tasks = [read.task for read in rows if read.task is not None]
     try:
-        if first and tasks:  # the template may refuse what these files hold
+        if first and tasks:  # the template may refuse these messages, and too_long rarely renders
             lengths.length(tasks[0])
         return lengths.too_long(tasks)
     except ModelError as error:
@@ -296,7 +296,7 @@ def _parts(rows: Iterable[ReadRow]) -> Iterator[list[ReadRow]]:
 def _cached(
     source: TableSource, lengths: PromptLengths, others: Mapping[str, set[int]], cache: Path, progress: Progress
 ) -> Scan:
-    """Scan a source, or return what an earlier run found in the same files with the same settings."""
+    """Scan a source, or return an earlier run's findings for the same files and settings."""
     if sum(each.size for each in source.files) < _CACHED_BYTES:
         return _scan(source, lengths, others=others, progress=progress)
     of = [
@@ -307,7 +307,7 @@ def _cached(
     path = cache / "scans" / f"{hashlib.sha256(repr(of).encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(
         OSError, ValueError, TypeError, KeyError, AttributeError, ForgeError
-    ):  # without it, the files are read again
+    ):  # on a cache miss, scan the files
         make_private(path.parent, TaskError)
         return _from_json(json.loads(path.read_bytes()))
     scan = _scan(source, lengths, others=others, progress=progress)
@@ -320,7 +320,7 @@ def _cached(
 
 
 def _template_text(source: TableSource) -> str:
-    """Text of a template that is a file, which may have changed."""
+    """Return the text of a template file, which may have changed; "" if the template is not a file."""
     path = Path(source.columns.template or ".").expanduser()
     with contextlib.suppress(OSError):
         return path.read_text() if path.is_file() else ""
@@ -338,4 +338,4 @@ def _from_json(found: dict[str, Any]) -> Scan:
 def _hint(scan: Scan) -> str:
     if scan.too_long:
         return "raise --generator.max-model-tokens, or lower --generator.max-new-tokens"
-    return "give more rows, or a smaller --data.held-out-share"
+    return "provide more rows, or lower --data.held-out-share"

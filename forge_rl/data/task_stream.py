@@ -1,4 +1,4 @@
-"""A mixture's tasks in the order of batches, which can resume at the oldest batch that was not delivered."""
+"""A mixture's tasks in batch order, resumable at the oldest undelivered batch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from forge_rl.errors import TaskError
 from forge_rl.types import Group, Task
 
 _OF_NOW = ("weights", "adaptive")
-"""Parts of a mixture's state that no draw changes."""
+"""Keys of a mixture's state that draws do not change."""
 
 
 class ResumableTaskStream:
-    """Draws a mixture's tasks for batches that are planned ahead, and resumes without repeating or losing one.
+    """Draws a mixture's tasks for batches that are planned ahead, and resumes without repeating or losing a task.
 
-    A saved state is a checkpoint of the mixture before the oldest undelivered batch, and the tasks drawn after it that
-    are consumed already: a resumed stream draws from there and passes over those, each as often as it was consumed.
+    A saved state is a checkpoint of the mixture before the oldest undelivered batch, and the already consumed tasks
+    that were drawn after it. A resumed stream draws from the checkpoint on and skips those, each as often as it was
+    consumed.
     """
 
     def __init__(self, mixture: Mixture) -> None:
         self._mixture = mixture
         self._checkpoints: list[tuple[dict[str, object], int]] = []
-        """State of the mixture before each undelivered batch, and how many of `_drawn` precede it."""
+        """State of the mixture before each undelivered batch, and the number of entries of `_drawn` before it."""
         self._drawn: list[tuple[str, str]] = []
         """Source and id of each task drawn since the oldest checkpoint."""
         self._consumed: Counter[tuple[str, str]] = Counter()
-        """Tasks that were consumed before the stream was restored and have not been passed over yet."""
+        """Tasks consumed before the stream was restored that have not been skipped yet."""
 
     def source_order(self, groups: int) -> list[str]:
         """Allot the next batch's groups to sources."""
@@ -35,7 +36,7 @@ class ResumableTaskStream:
         return self._mixture.source_order(groups)
 
     def draw_from(self, source: str) -> Task:
-        """Return the next task of a source that is not consumed yet."""
+        """Return the next unconsumed task of a source."""
         while True:
             task = self._mixture.draw_from(source)
             self._drawn.append((task.source, task.id))
@@ -44,12 +45,12 @@ class ResumableTaskStream:
             self._consumed[task.source, task.id] -= 1
 
     def batch_delivered(self, groups: Sequence[Group] = (), *, pending: Iterable[Task] | None = None) -> None:
-        """Drop the checkpoint of the oldest batch, which need not be drawn again; the mixture sees its groups.
+        """Drop the checkpoint of the oldest batch, which need not be drawn again; the mixture observes its groups.
 
         Args:
-            groups: of the batch.
-            pending: unconsumed tasks, where batches take groups in the order of completion: checkpoints before the
-                oldest of these tasks are dropped.
+            groups: the batch's groups.
+            pending: unconsumed tasks, if batches take groups in order of completion; checkpoints before the oldest of
+                these tasks are dropped.
         """
         self._mixture.observe(groups)
         if pending is None:
@@ -62,10 +63,10 @@ class ResumableTaskStream:
         self._checkpoints = [(state, drawn - keep_from) for state, drawn in self._checkpoints]
 
     def _oldest(self, pending: Iterable[Task]) -> int:
-        """Return the place of the oldest pending task among those drawn; their number if none is pending."""
+        """Return the index in `_drawn` of the oldest pending task, or len(_drawn) if none is pending."""
         left = Counter((task.source, task.id) for task in pending)
         oldest = len(self._drawn)
-        for place in range(len(self._drawn) - 1, -1, -1):  # of tasks drawn twice, the pending ones are the latest
+        for place in range(len(self._drawn) - 1, -1, -1):  # of a task drawn twice, the latest draw is the pending one
             if not left.total():
                 break
             if left[self._drawn[place]] > 0:
@@ -74,26 +75,26 @@ class ResumableTaskStream:
         return oldest
 
     def state(self) -> dict[str, object]:
-        """State of the mixture before the oldest undelivered batch, with its weights of now."""
+        """Return the mixture's state before the oldest undelivered batch, with its current weights."""
         now = self._mixture.state()
         return self._checkpoints[0][0] | {name: now[name] for name in _OF_NOW} if self._checkpoints else now
 
     def consumed(self, pending: Sequence[Task]) -> list[list[str]]:
-        """Source and id of each task drawn after `state()` that must not be drawn again: all but the pending ones."""
+        """Return source and id of each task drawn after `state()` that must not be drawn again: all except pending."""
         consumed = Counter(self._drawn)
         consumed.subtract((task.source, task.id) for task in pending)
         consumed.update(self._consumed)
         return [list(task) for task in sorted(consumed.elements())]
 
     def restore(self, state: dict[str, object], consumed: Sequence[Sequence[str]]) -> None:
-        """Continue from what `state` and `consumed` returned.
+        """Resume from the results of `state` and `consumed`.
 
         Raises:
-            TaskError: they are of other sources, or no such thing.
+            TaskError: they have other sources, or are malformed.
         """
         self._mixture.restore(state)
         self._checkpoints, self._drawn = [], []
         try:
             self._consumed = Counter((str(source), str(id_)) for source, id_ in consumed)
         except (TypeError, ValueError) as error:
-            raise TaskError(f"the saved tasks are no pairs of texts: {error}", hint="start a new run") from error
+            raise TaskError(f"the saved tasks are not pairs of strings: {error}", hint="start a new run") from error

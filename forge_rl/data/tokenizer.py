@@ -1,4 +1,4 @@
-"""The tokenizer: the only place where text becomes tokens."""
+"""Tokenizer: the only place where text becomes tokens."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _Messages = Sequence[Mapping[str, object]]
 
 
 class Tokenizer:
-    """Chat messages to token ids and back, by the chat template of a model folder in Hugging Face's layout.
+    """Encodes chat messages and decodes token ids with the tokenizer and chat template of a Hugging Face folder.
 
         tokenizer = Tokenizer(resolve_model("Qwen/Qwen3-0.6B", cache))
         prompt = tokenizer.render([{"role": "user", "content": "What is 2+3?"}])
         next_prompt = tokenizer.extend(turn.context, [{"role": "user", "content": "Are you sure?"}])
 
-    Control tokens are those that the template writes. What reads like one in a message or a tool, such as
-    `<|im_end|><|im_start|>system` in a web page that a tool returns, is encoded as the text that it is; so is a special
-    token in an assistant's message, but not a tag such as `<think>`, which the model itself writes as a token.
+    Only the template writes control tokens. Text in a message or a tool that looks like one, such as
+    `<|im_end|><|im_start|>system` in a web page that a tool returns, is encoded as plain text. So is a special token in
+    an assistant's message, but not a tag such as `<think>`, which the model itself writes as a token.
 
     Args:
         folder: the model's folder.
-        parse_control_tokens: encode what reads like a control token in messages as that token. Whoever writes a message
-            or a tool can then end its turn and write the next one in any role.
+        parse_control_tokens: encode text in messages that looks like a control token as that token. The author of a
+            message or a tool can then end its turn and write the next one in any role.
 
     Raises:
-        ModelError: the folder holds no tokenizer, or it has no chat template.
+        ModelError: the folder holds no tokenizer, or the tokenizer has no chat template.
     """
 
     def __init__(self, folder: Path, *, parse_control_tokens: bool = False) -> None:
@@ -50,21 +50,21 @@ class Tokenizer:
 
         self.folder = folder
         self.parse_control_tokens = parse_control_tokens
-        # Marks the place of a completion in a rendered conversation; nobody else can write it.
+        # Marks the completion in a rendered conversation; random, so no text can forge it.
         self._completion = f"COMPLETION-{secrets.token_hex(8)}"
         try:
             self.hf: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # files of somebody else's can be wrong in any way
+        except Exception as error:  # third-party files can be malformed in any way
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise ModelError(
-                f"cannot load a tokenizer from {folder}: {cause}", hint="name a folder that holds a tokenizer"
+                f"cannot load a tokenizer from {folder}: {cause}", hint="give a folder with a tokenizer"
             ) from error
         if self.hf.chat_template is None:
             raise ModelError(
-                f"the model in {folder} has no chat template, so messages cannot be shown to it",
-                hint="take an instruction-tuned model, or put a chat_template.jinja into the folder",
+                f"the model in {folder} has no chat template, so it cannot read messages",
+                hint="use an instruction-tuned model, or add a chat_template.jinja to the folder",
             )
 
     def __repr__(self) -> str:
@@ -78,12 +78,12 @@ class Tokenizer:
         tools: _Messages | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, by default up to where the completion begins.
+        """Return the token ids of a conversation, by default up to where the completion begins.
 
         Args:
             add_generation_prompt: end with the opening of an assistant's turn.
-            tools: JSON schemas of the tools that the model may call. Templates that show none get them as text.
-            settings: other variables of the template, such as {"enable_thinking": False}; never text of users.
+            tools: JSON schemas of the tools that the model may call; passed as text to templates without tools.
+            settings: other variables of the template, such as {"enable_thinking": False}; never user text.
 
         Raises:
             ModelError: the template refuses these messages, or they hold a lone surrogate.
@@ -109,13 +109,14 @@ class Tokenizer:
     ) -> npt.NDArray[np.int32]:
         """Append new messages, such as a tool's output, to a finished turn, up to where the next completion begins.
 
-        Starts with `ids` as they are: what the engine produced is never tokenised again, so turns join by exact prefix.
+        The result starts with `ids` unchanged: the engine's output is never retokenised, so each turn is an exact
+        prefix of the next.
 
         Args:
-            ids: everything up to and with the completion. When it does not end with a stop token (it was cut by a
-                token limit), the template's own end of turn is added.
-            calls: names of the completion's tool calls with their ids, {"id": ..., "function": {"name": ...}}, for
-                templates that want to see a call before its output.
+            ids: all tokens up to and including the completion. If they do not end with a stop token (the completion
+                was truncated at a token limit), the template's end of turn is added.
+            calls: names and ids of the completion's tool calls, {"id": ..., "function": {"name": ...}}, for templates
+                that require a call before its output.
             settings: other variables of the template, as for `render`.
 
         Raises:
@@ -131,19 +132,19 @@ class Tokenizer:
             delta = self._encode_rendered(partial(self._after_text, settings=settings), messages, tools)
         if delta is None:
             raise ModelError(
-                f"the chat template of {self.folder} drops earlier completions, so a conversation cannot go on",
-                hint="take a model whose template keeps all turns",
+                f"the chat template of {self.folder} drops earlier completions, so a conversation cannot continue",
+                hint="use a model whose template keeps all turns",
             )
         end = next((index for index, token in enumerate(delta) if token in self.stop_ids), None)
         if end is not None:
-            # Up to `end` is what the template puts behind a completion; one that stopped has that already.
+            # `delta` up to and including `end` closes the completion; one that stopped already contains that.
             delta = delta[end + 1 :] if len(ids) and ids[-1] in self.stop_ids else delta[end:]
         return np.concatenate([np.asarray(ids, np.int32), np.asarray(delta, np.int32)])
 
     def encode(self, text: str, *, add_special: bool = False) -> tuple[int, ...]:
-        """Token ids of a bare text, with the model's BOS and the like only if asked for: templates write their own.
+        """Return the token ids of raw text; `add_special` adds the BOS etc., which templates write themselves.
 
-        What reads like a control token becomes one: whoever writes the whole text also writes the template's part.
+        Text that looks like a control token becomes one: the author of raw text also writes the template's part.
 
         Raises:
             ModelError: the text holds a lone surrogate.
@@ -156,17 +157,17 @@ class Tokenizer:
         return tuple(self.hf(text, add_special_tokens=add_special)["input_ids"])
 
     def decode(self, ids: TokenIds, skip_special: bool = True) -> str:
-        """Text of token ids, by default without special tokens such as the end of a turn."""
+        """Return the text of token ids, by default without special tokens such as the end of a turn."""
         return self.hf.decode(
             np.asarray(ids).tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
 
     def text_stream(self, prompt_ids: TokenIds, *, skip_special: bool = True) -> TextStream:
-        """Decode one completion of that prompt, token by token."""
+        """Return a decoder of one completion of the prompt, token by token."""
         return TextStream(self.hf, prompt_ids, skip_special)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes that a token stands for: its own part of a character that is split over tokens."""
+        """Return a token's bytes, which may be part of a character that is split over tokens."""
         piece = self.hf.convert_ids_to_tokens(token)
         if piece is None:  # the model has more logits than the tokenizer has tokens
             return b""
@@ -178,7 +179,7 @@ class Tokenizer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """True if the chat template shows the model its tools and the calls that it made."""
+        """True if the chat template renders tools and tool calls."""
         probe = "probe_5e1c"
         call = {"id": "call00001", "type": "function", "function": {"name": probe, "arguments": {}}}
         tool = {"type": "function", "function": {"name": probe, "description": "", "parameters": {"type": "object"}}}
@@ -192,7 +193,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion: the union of what generation config, config and tokenizer name, ascending."""
+        """Token ids that end a completion: the union of generation config, config and tokenizer, ascending."""
         found = {self.hf.eos_token_id}
         for file in ("generation_config.json", "config.json"):
             value = self._setting(file, "eos_token_id")
@@ -201,17 +202,18 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of the model's logits, V, which may exceed the number of known tokens."""
+        """Number of the model's logits, V, which may exceed the tokenizer's number of tokens."""
         size = self._setting("config.json", "vocab_size")
         return size if isinstance(size, int) else len(self.hf)
 
     @cached_property
     def model_type(self) -> str:
-        """Family of the model, as its config names it; "" if there is none."""
+        """Model family as named in config.json; "" if there is none."""
         return str(self._setting("config.json", "model_type") or "")
 
     def _encode_rendered(self, render: Callable[..., str | None], *given: _Messages) -> tuple[int, ...] | None:
-        """Token ids of what is rendered of messages and tools, with the template's control tokens; None as `render`."""
+        """Return the token ids of rendered messages and tools, with control tokens only from the template; None if
+        `render` returns None."""
         parts = tuple(map(list, given))
         text = render(*parts)
         if text is None:
@@ -228,9 +230,9 @@ class Tokenizer:
     def _after_calls(
         self, messages: _Messages, tools: _Messages, calls: _Messages, *, settings: Mapping[str, object] | None
     ) -> str | None:
-        """Rendered text behind a completion that ends with tool calls; None if the template does not show its end."""
-        # The last call's argument marks the place. What the template puts behind it inside the completion is cut off
-        # with the end of turn, so there must be one.
+        """Return the rendered text after a completion with tool calls; None if the template does not render its end."""
+        # The marker is the last call's argument. The rest of the completion after it is cut off by searching for the
+        # end of turn, so there must be one.
         function = calls[-1]["function"]
         assert isinstance(function, Mapping)
         marked = {**calls[-1], "function": {**function, "arguments": {"at": self._completion}}}
@@ -245,7 +247,7 @@ class Tokenizer:
     def _after_text(
         self, messages: _Messages, tools: _Messages, *, settings: Mapping[str, object] | None
     ) -> str | None:
-        """Rendered text behind a completion without calls; None if the template drops the completion."""
+        """Return the rendered text after a completion without calls; None if the template drops the completion."""
         return self._after({"role": "assistant", "content": self._completion}, messages, tools, settings)
 
     def _after(
@@ -255,7 +257,7 @@ class Tokenizer:
         tools: _Messages,
         settings: Mapping[str, object] | None,
     ) -> str | None:
-        """Rendered text behind the marked completion; None if the template drops the completion."""
+        """Return the rendered text after the marked completion; None if the template drops the completion."""
         conversation: _Messages = [{"role": "user", "content": "?"}, marked, *messages]
         text = self._text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
         _, found, after = text.partition(self._completion)
@@ -277,7 +279,7 @@ class Tokenizer:
                 tokenize=False,
                 **(settings or {}),
             )
-        except Exception as error:  # it did what its texts do not do, or what it was sent has no JSON
+        except Exception as error:  # templates can raise anything, for example for values that are not JSON
             roles = [message.get("role") for message in messages]
             raise ModelError(
                 f"the chat template of {self.folder} refuses messages with the roles {roles}: {error}",
@@ -290,12 +292,12 @@ class Tokenizer:
 
     @cached_property
     def _added(self) -> frozenset[int]:
-        """Tokens beside the trained vocabulary, which stand for themselves."""
+        """Ids of tokens added to the trained vocabulary, whose text is literal."""
         return frozenset(self.hf.added_tokens_decoder)
 
     @cached_property
     def _byte_of(self) -> dict[str, int]:
-        """Byte by the letter that a byte-level vocabulary writes for it (GPT-2); empty for other vocabularies."""
+        """Byte for each character of a byte-level vocabulary (GPT-2); empty for other vocabularies."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         byte_level = "ByteLevel" in str(self.hf.backend_tokenizer.decoder)
@@ -310,22 +312,22 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of one completion, token by token: a character that is split over tokens comes with its last one."""
+    """Decodes one completion token by token; a character that is split over tokens is returned with the last one."""
 
     def __init__(self, hf: PreTrainedTokenizerFast, prompt_ids: TokenIds, skip_special: bool) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer = hf.backend_tokenizer
         self._fresh = lambda ids: DecodeStream(ids=ids, skip_special_tokens=skip_special)
-        # Whether a word begins with a blank depends on what was there before.
+        # Whether a word begins with a blank depends on the preceding tokens.
         self._stream = self._fresh(np.asarray(prompt_ids[-8:]).tolist())
 
     def add(self, token: int) -> str:
-        """Return the text that a token adds, "" while a character is incomplete."""
+        """Return the text that a token adds; "" while a character is incomplete."""
         try:
             return self._stream.step(self._tokenizer, token) or ""
         except Exception as error:
-            # Bytes that form no character can make it lose its place (vLLM's issue 17448).
+            # Invalid UTF-8 can make the stream lose its prefix (vLLM issue 17448).
             if not str(error).startswith("Invalid prefix encountered"):
                 raise
             self._stream = self._fresh([])

@@ -1,4 +1,4 @@
-"""Tools as text, in the manner of Hermes and Qwen: for chat templates that show none."""
+"""Writes tools as text, in the format of Hermes and Qwen, for chat templates without tools."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _Messages = Sequence[Mapping[str, object]]
 
 
 def has_tools(messages: _Messages, tools: _Messages) -> bool:
-    """Tell whether a conversation has anything that a template without tools would not show."""
+    """Return True if a conversation has anything that a template without tools would not show."""
     return bool(tools) or any(each.get("role") == "tool" or each.get("tool_calls") for each in messages)
 
 
 def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
-    """Return messages with tools in a system message, calls in <tool_call> tags, and outputs in users' messages.
+    """Return messages with tools in a system message, calls in <tool_call> tags, and outputs in user messages.
 
-    A tool's output can hold `</tool_response>`, but never as a token: tags around outputs and in them are text.
+    A tool's output may contain `</tool_response>`, but never as a token: the tags are text, around and in outputs.
     """
     texts: list[dict[str, object]] = []
     if tools:

@@ -1,4 +1,4 @@
-"""Prefix trees: groups segments that share a prefix, and assigns the trees to rows of about equal length."""
+"""Prefix trees: groups segments that share a prefix, and assigns the trees to rows of similar length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_rl.types import Segment
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """One segment as the trainer needs it; arrays are [T], entry t about token t, cut after the last target."""
+    """One segment in the trainer's form; arrays are [T], entry t describes token t, truncated after the last target."""
 
     token_ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
@@ -28,16 +28,16 @@ class Branch:
     episode: int
     segment: int
     routed: npt.NDArray[Any] | None
-    """Experts of each token, see `Segment.routed`; None where they are not known."""
+    """Experts of each token, see `Segment.routed`; None if unknown."""
 
     @property
     def inputs(self) -> int:
-        """Number of positions it takes alone: the last token is only a target."""
+        """Number of positions without sharing: the last token is only a target."""
         return len(self.token_ids) - 1
 
     @property
     def shareable(self) -> int:
-        """Tokens that may lie in a shared prefix: those before the first target's predictor."""
+        """Number of tokens that may be in a shared prefix: all before the first target's predictor."""
         return int(self.mask.argmax()) - 1
 
 
@@ -46,7 +46,7 @@ class Tree:
     """A shared prefix and the branches that continue it."""
 
     key: int
-    """Identifies the tree; the pieces of a split tree keep it."""
+    """Identifier of the tree, kept by the pieces of a split tree."""
     prefix: int
     """Number of tokens of the shared prefix."""
     branches: tuple[Branch, ...]
@@ -56,12 +56,12 @@ class Tree:
         return self.prefix + sum(branch.inputs - self.prefix for branch in self.branches)
 
     def split(self, parts: int) -> list[Tree]:
-        """Split into about equal pieces, each with its own copy of the prefix and at least one branch."""
+        """Split into pieces of similar size, each with its own copy of the prefix and at least one branch."""
         bins = _balance([branch.inputs - self.prefix for branch in self.branches], min(parts, len(self.branches)))
         return [replace(self, branches=tuple(self.branches[i] for i in sorted(bin_))) for bin_ in bins if bin_]
 
     def fit(self, limit: int) -> list[Tree]:
-        """Split into as few pieces as stay within limit tokens, which each branch alone does."""
+        """Split into as few pieces as possible of at most limit tokens, which no single branch exceeds."""
         for parts in range(1, len(self.branches) + 1):
             pieces = self.split(parts)
             if max(piece.size for piece in pieces) <= limit:
@@ -70,14 +70,14 @@ class Tree:
 
 
 _place = operator.attrgetter("episode", "segment")
-"""Order of branches in their batch."""
+"""Sort key of branches: their order in the batch."""
 
 
 def make_branch(segment: Segment, episode: int, index: int, advantages: float | npt.NDArray[np.float32]) -> Branch:
     """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained.
 
     Args:
-        advantages: that of the episode, or one for each of the segment's tokens, [T].
+        advantages: the episode's advantage, or one per token of the segment, [T].
     """
     mask = segment.trained & np.isfinite(segment.logprobs)
     assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
@@ -98,8 +98,9 @@ def make_branch(segment: Segment, episode: int, index: int, advantages: float | 
 def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool) -> list[Tree]:
     """Partition the segments of a group into trees so that sharing saves the most tokens.
 
-    In lexicographic order a run of segments shares what its neighbours share, so the best partition into runs is a
-    short dynamic program. best[j] is for the first j: the most tokens saved, and start and prefix of the last run.
+    In lexicographic order, a run of segments shares the shortest prefix common to neighbours, so a small dynamic
+    program finds the best partition into runs. best[j] covers the first j segments: the most tokens saved, and the
+    start and prefix of the last run.
     """
     if not share_prefixes:
         return [Tree(first_key + i, 0, (branch,)) for i, branch in enumerate(branches)]
@@ -126,17 +127,17 @@ def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool)
 
 
 def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     return int(differs.argmax()) if differs.any() else size
 
 
 def assign_rows(trees: list[Tree], *, row_tokens: int, shares: int) -> list[list[Tree]]:
-    """Assign trees to rows: as few as first-fit decreasing finds, rounded up to a multiple of shares, then balanced.
+    """Assign trees to rows: as many as first-fit decreasing needs, rounded up to a multiple of shares, then balanced.
 
-    Shares run their rows in lockstep, so a plan costs the sum, over rows side by side, of the longest. Splitting trees
-    more finely evens the rows out and copies prefixes; of several grains the cheapest plan wins.
+    Shares process their rows in lockstep, so a plan's cost is the length of the longest row of each step, summed over
+    steps. Finer splits of trees balance the rows better but copy prefixes; the cheapest of several grains is used.
     """
     if not trees:
         return []
@@ -159,12 +160,12 @@ def assign_rows(trees: list[Tree], *, row_tokens: int, shares: int) -> list[list
     best = min(plans, key=cost)
     rows = sorted(best, key=row_size, reverse=True)
     sides = [rows[i : i + shares] for i in range(0, count, shares)]
-    # Every other step runs back to front, so that no share gets the longer row each time.
+    # Every other step is reversed, so that no share always gets the longest row.
     return [row for i, side in enumerate(sides) for row in (side[::-1] if i % 2 else side)]
 
 
 def _first_fit(pieces: list[Tree], limit: int) -> list[list[Tree]]:
-    """Put each piece, longest first, into the first row with room (first-fit decreasing)."""
+    """Put each piece, longest first, into the first row with enough room (first-fit decreasing)."""
     rows: list[list[Tree]] = []
     sizes: list[int] = []
     for piece in sorted(pieces, key=lambda piece: -piece.size):
@@ -178,7 +179,7 @@ def _first_fit(pieces: list[Tree], limit: int) -> list[list[Tree]]:
 
 
 def _balance(sizes: list[int], bins: int) -> list[list[int]]:
-    """Distribute the indexes of sizes over bins of about equal load: each, largest first, into the least loaded."""
+    """Distribute indexes of sizes over bins of similar load: largest first, each into the least loaded bin."""
     filled: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0, i) for i in range(bins)]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -189,7 +190,7 @@ def _balance(sizes: list[int], bins: int) -> list[list[int]]:
 
 
 def _merge(row: list[Tree]) -> list[Tree]:
-    """Join the pieces of one tree that met in a row, so that they share one prefix again."""
+    """Join pieces of the same tree that are in one row, so that they share one prefix again."""
     merged: dict[int, Tree] = {}
     for piece in sorted(row, key=lambda piece: piece.key):
         held = merged[piece.key].branches if piece.key in merged else ()

@@ -89,7 +89,7 @@ def test_weights_that_lie_outside_of_their_file_are_refused(model: Path):
 def test_an_index_that_names_anything_but_its_own_files_is_refused(name: object, model: Path):
     shutil.copytree(model, model.parent / "other")
     (model / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    refused(model, "which is no safetensors file beside it")
+    refused(model, "not a safetensors file in the same folder")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_an_index_that_names_anything_but_its_own_files_is_refused(name: object,
 def test_a_link_out_of_a_model_folder_is_refused(file: str, model: Path):
     (model / file).unlink(missing_ok=True)
     (model / file).symlink_to("/etc/passwd")
-    refused(model, f"{file} is a link out of the model's folder, to /etc/passwd")
+    refused(model, f"{file} links out of the model's folder, to /etc/passwd")
 
 
 @pytest.mark.parametrize("file", ["", "config.json", "model.safetensors", "chat_template.jinja"])
@@ -107,7 +107,7 @@ def test_a_model_that_anybody_may_write_to_is_refused(file: str, model: Path):
     model.chmod(0o755)
     path = model / file
     path.chmod(path.stat().st_mode | 0o002)
-    refused(model, f"anybody may write to .*{file}")
+    refused(model, f"{file} is world-writable")
     model.chmod(0o700)
     if file:
         assert resolve_model(str(model), model) == model, "nobody else comes there"
@@ -117,7 +117,7 @@ def test_a_model_that_anybody_may_write_to_is_refused(file: str, model: Path):
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_file_of_another_user_in_a_model_is_refused(file: str, model: Path):
     os.chown(model / file, NOBODY, NOBODY)
-    refused(model, f"{file} belongs to user {NOBODY}, and the folder to user 0")
+    refused(model, f"{file} belongs to user {NOBODY}, but the folder to user 0")
     os.chown(model, NOBODY, NOBODY)
     assert resolve_model(str(model), model) == model, "a folder that is another's is named by who trusts them"
 
@@ -125,7 +125,7 @@ def test_a_file_of_another_user_in_a_model_is_refused(file: str, model: Path):
 def test_a_pipe_in_a_model_is_not_waited_for(model: Path):
     (model / "generation_config.json").unlink(missing_ok=True)
     os.mkfifo(model / "generation_config.json")
-    refused(model, "generation_config.json is no file")
+    refused(model, "generation_config.json is not a regular file")
 
 
 def test_links_of_the_hubs_cache_are_followed(model: Path):
