@@ -64,22 +64,22 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     "a wrong name": (named("trian.jsonl", "train.jsonl"), "no such file: trian.jsonl.*hint: .* has train.jsonl"),
     "a folder that is not there": (named("dta/a.jsonl"), "no such file: dta/a.jsonl.*there is no folder dta"),
     "a pattern without a match": (named("data/*.jsonl"), r"no file matches 'data/\*.jsonl'"),
-    "an unknown kind": (named("./a.txt", "a.txt"), "a.txt is of no kind that can be read.*.jsonl"),
+    "an unknown kind": (named("./a.txt", "a.txt"), "a.txt has an unsupported suffix.*.jsonl"),
     "an empty file": (raw(b""), "a.jsonl is empty"),
     "blank lines alone": (raw(b"\n\n  \n"), "no row of 'a' can be trained on"),
-    "a folder without tasks": (named("./data", "data/readme.txt"), "the folder data holds no file of tasks"),
+    "a folder without tasks": (named("./data", "data/readme.txt"), "the folder data has no file of tasks"),
     "a folder of several kinds": (named("./data", "data/a.jsonl", "data/b.csv"), r"several kinds: .csv, .jsonl"),
     "a folder of splits": (saved, "saved has several splits.*add :split=NAME, one of train, test"),
     "a split that is not there": (keyed("split=dev", saved), "saved has no split 'dev'"),
     "a line that is no JSON": (
         lines("{'question': 'What?'}\n"),
-        r"a.jsonl, line 2: the row is not JSON, at its letter 2: .*\"\{'question'.*mend it, .*--data.max-bad-rows",
+        r"a.jsonl, line 2: the row is not JSON, at character 2: .*\"\{'question'.*fix it, .*--data.max-bad-rows",
     ),
     "a line that is cut": (
         lines('{"question": "Wh'),
-        "line 2: the row is not JSON, at its letter 14: unterminated string",
+        "line 2: the row is not JSON, at character 14: unterminated string",
     ),
-    "a line that is no object": (lines([1, 2]), r"line 2: the row is no JSON object: \[1, 2\]"),
+    "a line that is no object": (lines([1, 2]), r"line 2: the row is not a JSON object: \[1, 2\]"),
     "a line that is nested too deep": (
         lines("[" * 100_000 + "\n"),
         "line 2: the row cannot be read: maximum recursion",
@@ -90,7 +90,7 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "a text that is not UTF-8": (
         raw(GOOD.encode() + b'{"question": "caf\xe9"}\n'),
-        "line 2: the row is not UTF-8 at its byte 18.*caf.xe9.*save it as UTF-8",
+        "line 2: the row is not UTF-8 at byte 18.*caf.xe9.*save it as UTF-8",
     ),
     "a lone surrogate": (
         lines('{"question": "a \\ud800 b"}\n'),
@@ -105,9 +105,9 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
         "line 1: column 'questoin' is missing.*did you mean question[?] the row has: question, answer",
     ),
     "an empty question": (lines({"question": ""}), "line 2: column 'question' is empty"),
-    "a blank question": (lines({"question": " \n"}), r"line 2: column 'question' holds no text: ' \\n'"),
+    "a blank question": (lines({"question": " \n"}), r"line 2: column 'question' is not text: ' \\n'"),
     "a null question": (lines({"question": None}), "line 2: column 'question' is null"),
-    "a question that is a number": (lines({"question": 5}), "line 2: column 'question' holds no text: 5"),
+    "a question that is a number": (lines({"question": 5}), "line 2: column 'question' is not text: 5"),
     "an answer that is missing": (
         keyed("answer=answer", lines({"question": "?"})),
         "line 2: column 'answer' is missing",
@@ -123,9 +123,9 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     "messages that are no list": (lines({"messages": {"role": "user"}}), "line 2: the row has no column 'question'"),
     "messages that are no JSON": (
         keyed("messages=messages", raw(b'{"messages": "hello"}')),
-        "line 1: column 'messages' is no list of messages, and no JSON: .*'hello'",
+        "line 1: column 'messages' is not a list of messages and not JSON: .*'hello'",
     ),
-    "no message": (lines({"messages": []}), "line 2: column 'messages' has no message"),
+    "no message": (lines({"messages": []}), "line 2: column 'messages' has no messages"),
     "a message without a role": (
         lines({"messages": [{"content": "x"}]}),
         "column 'messages' has a message 1 without a role",
@@ -136,14 +136,17 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "messages that end with the answer": (
         lines({"messages": [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]}),
-        "column 'messages' ends with an assistant's message, so the model would be shown its answer: '5'",
+        "column 'messages' ends with an assistant message, so the prompt would contain the answer: '5'",
     ),
-    "tools that are no list": (lines({"question": "?", "tools": "add"}), "column 'tools' is no list of tool schemas"),
+    "tools that are no list": (
+        lines({"question": "?", "tools": "add"}),
+        "column 'tools' is not a list of tool schemas",
+    ),
     "a tool that is no schema": (
         lines({"question": "?", "tools": ["add"]}),
-        "column 'tools' has a tool 1 that is no JSON",
+        "column 'tools' has a tool 1 that is not a JSON",
     ),
-    "an id that is none": (keyed("id=n", raw(b'{"question": "?", "n": [1]}')), r"column 'n' is no id.*: \[1\]"),
+    "an id that is none": (keyed("id=n", raw(b'{"question": "?", "n": [1]}')), r"column 'n' is not an id.*: \[1\]"),
     "a column that would write to the terminal": (
         keyed("question=q", raw(b'{"\\u001b[31mred": 1}')),
         r"column 'q' is missing.*the row has: \\x1b\[31mred",
@@ -151,9 +154,9 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     "a JSON array that is cut": (raw(b'[{"question": "?"}', "a.json"), "a.json is not JSON"),
     "a CSV row with a field too many": (
         raw(b"question,answer\n2+3?,5\n3,4+5?,9\n", "a.csv"),
-        "a.csv, line 3: the row has 3 fields, and the first row names 2 columns",
+        "a.csv, line 3: the row has 3 fields, but the first row names 2 columns",
     ),
-    "a CSV with an open quote": (raw(b'question\n"2+3?\n', "a.csv"), "a.csv has a quote that is not closed"),
+    "a CSV with an open quote": (raw(b'question\n"2+3?\n', "a.csv"), "a.csv has an unclosed quote"),
     "a CSV with text behind a quote": (raw(b'question\n"2"+"3"?\n', "a.csv"), "a.csv, line 2: the row is not CSV"),
     "a CSV with a column twice": (raw(b"a,b,a\n1,2,3\n", "a.csv"), "the first row names the column 'a' twice"),
     "a CSV that is not UTF-8": (
@@ -162,10 +165,10 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "a Parquet file that is none": (raw(b"PAR1 and no more PAR1", "a.parquet"), "a.parquet cannot be read: "),
     "an Arrow file that is none": (raw(b"ARROW1 and no more", "a.arrow"), "a.arrow cannot be read: "),
-    "a gzip file that is none": (raw(GOOD.encode(), "a.jsonl.gz"), "a.jsonl.gz cannot be unpacked"),
+    "a gzip file that is none": (raw(GOOD.encode(), "a.jsonl.gz"), "a.jsonl.gz cannot be decompressed"),
     "a gzip file that is cut": (
         raw(gzip.compress(GOOD.encode() * 1000, 0)[:20_000], "a.jsonl.gz"),
-        "a.jsonl.gz cannot be unpacked|not JSON",
+        "a.jsonl.gz cannot be decompressed|not JSON",
     ),
     "an unknown key": (
         named("a.jsonl:qestion=problem", "a.jsonl"),
@@ -200,21 +203,24 @@ FLAGS: dict[str, tuple[dict[str, object], str]] = {
     "a share of bad rows past all": ({"max_bad_rows": 1.0}, "--data.max-bad-rows is 1.0.*below 1"),
     "a negative share of bad rows": ({"max_bad_rows": -0.1}, "--data.max-bad-rows is -0.1"),
     "a held-out share of all": ({"held_out_share": 1.0}, "--data.held-out-share is 1.0"),
-    "a template that names nothing": ({"template": "question"}, "the template 'question' names no column"),
+    "a template that names nothing": ({"template": "question"}, "the template 'question' uses no column"),
     "a template that is not there": ({"template": "my.jinja"}, "the template my.jinja cannot be read"),
     "a template that is none": ({"template": "{{ question"}, "the template '{{ question', line 1: "),
     "a template of another column": (
         {"template": "{{ problem }}"},
-        "line 1: the row does not suit the template: 'problem'",
+        "line 1: the row fails in the template: 'problem'",
     ),
-    "a template that gives nothing": ({"template": "{% if 0 %}x{% endif %}"}, "line 1: the row gives an empty text"),
+    "a template that gives nothing": (
+        {"template": "{% if 0 %}x{% endif %}"},
+        "line 1: the row is rendered to empty text",
+    ),
     "a template without JSON": (
         {"template": "{% block messages %}{{ question }}{% endblock %}"},
-        "line 1: the row gives no JSON by the template's block messages.*: '2.3[?]'",
+        "line 1: the row is not rendered to JSON by the template's block messages.*: '2.3[?]'",
     ),
     "a template that breaks out": (
         {"template": "{{ ''.__class__.__mro__ }}"},
-        "line 1: the row does not suit .*unsafe",
+        "line 1: the row fails in .*unsafe",
     ),
 }
 

@@ -62,5 +62,5 @@ def test_a_run_on_a_users_file_goes_on_after_a_kill_and_ctrl_c_at_the_exact_next
     changed = run(STEPS + 1)
     assert changed.end(WAIT_S) == 1
     assert not any(line.startswith("generator starting") for line in changed.lines)
-    said = r"error: the files of 'sums' have changed since the run was saved.*\n.*put the old ones back"
+    said = r"error: the files of 'sums' have changed since the run was saved.*\n.*restore the old files"
     assert re.search(said, changed.output)

@@ -129,7 +129,7 @@ def test_a_restored_source_goes_on_where_it_stood() -> None:
 
 
 def test_the_state_of_another_stream_is_refused() -> None:
-    with pytest.raises(TaskError, match="is of another stream"):
+    with pytest.raises(TaskError, match="belongs to another stream"):
         _source(seed=1).restore(_source(seed=2).state())
 
 
@@ -208,7 +208,7 @@ def test_a_source_that_cannot_be_made_is_refused(text: str, message: str) -> Non
 
 @pytest.mark.parametrize("weight", ["x", "-1", "nan", "inf", ""])
 def test_a_weight_that_is_no_number_is_refused(weight: str) -> None:
-    with pytest.raises(TaskError, match=f"the weight '{weight}' of .* is not a number from 0 up"):
+    with pytest.raises(TaskError, match=f"the weight '{weight}' of .* is not a number of at least 0"):
         parse_source(f"chain_sum*{weight}")
 
 

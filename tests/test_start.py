@@ -135,7 +135,7 @@ def test_files_of_tasks_are_read_before_anything_starts_and_evaluated_on_by_thei
     assert "evaluation mine: 3 rows" in events(tmp_path / "run")
 
     (tmp_path / "train.jsonl").write_text('{"question": 5}\n')
-    with pytest.raises(TaskError, match="line 1: column 'question' holds no text: 5"):
+    with pytest.raises(TaskError, match="line 1: column 'question' is not text: 5"):
         asyncio.run(check())
     assert sorted(staged[0]) == sorted(NAMES), "nothing was started the second time"
 

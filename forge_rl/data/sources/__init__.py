@@ -1,4 +1,4 @@
-"""Sources: resumable streams of tasks, one file a kind, each with a held-out part that is never trained on."""
+"""Sources: resumable task streams, one file per kind, each with a held-out part that is never trained on."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ __all__ = [
 
 @runtime_checkable
 class Source(Protocol):
-    """A resumable stream of tasks, the same for the same seed.
+    """Resumable stream of tasks, deterministic for a seed.
 
     source = ReasoningGymSource("chain_sum", {"max_terms": 3}, seed=0, held_out_share=0.1)
     task = source.draw()
     source.restore(json.loads(json.dumps(source.state())))
 
-    One whose tasks come again also has a number `epoch`: passes over them so far.
+    A source that repeats its tasks also has a number `epoch`: passes over them so far.
     """
 
     @property
     def name(self) -> str:
-        """Identifies the source in logs and in the mixture."""
+        """Name of the source in logs and in the mixture."""
 
     def draw(self) -> Task:
-        """Return the next task to train on; never one that is held out."""
+        """Return the next task to train on; never a held-out one."""
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
         """Return the first `tasks` held-out tasks, or all if fewer: distinct questions, the same for every seed,
-        whose problems are never drawn, however they are worded."""
+        whose problems are never drawn in any wording."""
 
     def state(self) -> dict[str, object]:
-        """Position of the stream, as JSON."""
+        """Return the position of the stream, as JSON."""
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Continue from a saved position."""
+        """Resume from a saved position."""

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, by row groups and record batches."""
+"""Reads Parquet files by row group and Arrow files by record batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Parquet:
-    """Rows of a Parquet file; a block is a row group, which is read in pieces where it is large."""
+    """Rows of a Parquet file; a block is a row group, and a large one is read in chunks."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -56,7 +56,7 @@ class Parquet:
 
 
 class Arrow:
-    """Rows of an Arrow file or stream, such as those that `datasets` writes; a block is a record batch."""
+    """Rows of an Arrow file or stream, such as `datasets` writes; a block is a record batch."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -75,7 +75,7 @@ class Arrow:
             else:
                 stream = pa.ipc.open_stream(mapped)
                 _check_names(path, stream.schema)
-                self._batches = list(stream)  # views of the mapped file, which is not read yet
+                self._batches = list(stream)  # views of the mapped file, not read yet
                 lengths = [len(batch) for batch in self._batches]
         except pa.ArrowException as error:
             raise _broken(path, error) from error

@@ -1,4 +1,4 @@
-"""CSV and TSV files with a header, as RFC 4180 has them: read from any place, line breaks inside quotes too."""
+"""Reads CSV and TSV files with a header (RFC 4180) from any position, including line breaks inside quotes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NOT_UTF8 = "is not UTF-8"
 
 
 class Delimited:
-    """Rows of texts under the columns that the first row names.
+    """Rows of strings, with the columns named by the first row.
 
-    A line break ends a row where the number of quotes before it is even. Opening counts them, block by block, in one
-    pass (a second for 2 GB), so that a block can be read by itself: it has the rows that begin in it.
+    A line break ends a row if the number of quotes before it is even. Opening the file counts the quotes of each block
+    in one pass (a second for 2 GB), so that a block can be read alone. A block has the rows that begin in it.
     """
 
     def __init__(self, path: Path, delimiter: str) -> None:
@@ -28,7 +28,7 @@ class Delimited:
         self._bytes = path.stat().st_size
         self.blocks = -(-self._bytes // BLOCK_BYTES)
         self._quoted = bytearray()
-        """For the byte before each block, 1 if it is inside quotes."""
+        """1 for each block whose preceding byte is inside quotes, else 0."""
         csv.field_size_limit(MOST_ROW_BYTES)
         with path.open("rb") as file:
             quotes = file.read(BLOCK_BYTES - 1).count(b'"')
@@ -39,8 +39,8 @@ class Delimited:
             quotes += file.read().count(b'"')
             if quotes % 2:
                 raise TaskError(
-                    f"{path} has a quote that is not closed: {quotes} quotes in all",
-                    hint='write a quote inside a field as "", and put quotes around the field',
+                    f"{path} has an unclosed quote: {quotes} quotes in total",
+                    hint='write a quote inside a field as "", and quote the whole field',
                 )
             self._head = self._next_row(file, 0, quoted=False, limit=MOST_ROW_BYTES) or self._bytes
             file.seek(0)
@@ -48,11 +48,11 @@ class Delimited:
         try:
             self.columns = next(self._reader([head.decode("utf-8-sig")]), [])
         except (UnicodeDecodeError, csv.Error) as error:
-            raise TaskError(f"{path}: the first row names no columns: {error}", hint="save it as UTF-8") from error
+            raise TaskError(f"{path}: the first row cannot be read: {error}", hint="save it as UTF-8") from error
         twice = [name for name, count in Counter(self.columns).items() if count > 1]
         if twice or not any(self.columns):
             seen = f"names the column {twice[0]!r} twice" if twice else "is empty"
-            raise TaskError(f"{path}: the first row {seen}", hint="its first row must name the columns")
+            raise TaskError(f"{path}: the first row {seen}", hint="name each column once in the first row")
 
     def chunks(self, block: int) -> Iterator[Chunk]:
         with self.path.open("rb") as file:
@@ -69,7 +69,7 @@ class Delimited:
             raise row
         assert isinstance(row, list)
         if len(row) != len(self.columns):
-            raise RowError(f"has {len(row)} fields, and the first row names {len(self.columns)} columns", value=row)
+            raise RowError(f"has {len(row)} fields, but the first row names {len(self.columns)} columns", value=row)
         for column, text in zip(self.columns, row, strict=True):
             if not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text):
                 raise RowError(_NOT_UTF8, column=column, value=text, hint="save the file as UTF-8")
@@ -79,7 +79,7 @@ class Delimited:
         return JSONLines(self.path).describe(place)
 
     def _first_row(self, file: BinaryIO, block: int, limit: int) -> int | None:
-        """Find where the first row begins in a block or behind it, within a limit."""
+        """Return the offset of the first row that begins in a block or after it, within `limit` bytes."""
         if block == 0:
             return self._head
         if block >= self.blocks:
@@ -87,7 +87,7 @@ class Delimited:
         return self._next_row(file, block * BLOCK_BYTES - 1, quoted=bool(self._quoted[block]), limit=limit)
 
     def _next_row(self, file: BinaryIO, at: int, *, quoted: bool, limit: int) -> int | None:
-        """Find the row behind the first line break that ends one, from a byte on."""
+        """Return the offset after the first line break at or after `at` that ends a row."""
         file.seek(at)
         last = at + limit
         while at < last and (data := file.read(BLOCK_BYTES)):
@@ -125,7 +125,7 @@ class Delimited:
                 return
             except csv.Error as error:
                 row = RowError(f"is not CSV: {error}", value=data[at - begin : next_at - begin].strip())
-            if row:  # a blank line is none
+            if row:  # skip blank lines
                 yield at, row
             at = next_at
 

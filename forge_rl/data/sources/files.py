@@ -1,4 +1,4 @@
-"""Files of tasks: what a path, a pattern or a folder means, and which kind each file is of."""
+"""Resolves a path, pattern or folder to files of tasks, and opens each by its kind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from forge_rl.errors import TaskError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
-"""Ends of the names of files that are read; JSON lines may be compressed besides."""
+"""Supported file suffixes; JSON lines may also be compressed."""
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
-"""Files of `datasets` that describe the others in a folder."""
+"""Metadata files that `datasets` writes to a folder."""
 
 
 def is_path(name: str) -> bool:
-    """Tell a path of files from the name of a data set: it exists, or looks like nothing else."""
+    """Return True if a name is a path and not a data set: it exists, or can only be a path."""
     return (
         name.startswith(("/", "./", "../", "~"))
         or any(letter in name for letter in "*?[")
@@ -31,13 +31,13 @@ def is_path(name: str) -> bool:
 
 
 def find_files(name: str, *, split: str = "") -> list[Path]:
-    """List the files that a path means: itself, what a pattern matches, or those in a folder, sorted.
+    """List the files of a path, sorted: the file itself, the matches of a pattern, or the files in a folder.
 
     Args:
-        split: of a folder that `DatasetDict.save_to_disk` wrote.
+        split: split to read of a folder that `DatasetDict.save_to_disk` wrote.
 
     Raises:
-        TaskError: there is none, or none of a kind that can be read.
+        TaskError: there is no file, or one of an unsupported kind.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -52,16 +52,16 @@ def find_files(name: str, *, split: str = "") -> list[Path]:
             raise TaskError(f"no such file: {name}", hint=_near(path))
     if unknown := [one for one in found if _suffix(one) not in SUFFIXES]:
         raise TaskError(
-            f"{unknown[0]} is of no kind that can be read", hint=f"give it one of the suffixes {', '.join(SUFFIXES)}"
+            f"{unknown[0]} has an unsupported suffix", hint=f"give it one of the suffixes {', '.join(SUFFIXES)}"
         )
     return found
 
 
 def open_tables(paths: Sequence[Path]) -> list[Table]:
-    """Open files, each by the kind that its suffix says.
+    """Open files by the kind that their suffixes indicate.
 
     Raises:
-        TaskError: one cannot be read.
+        TaskError: a file cannot be read.
     """
     return [_open(path) for path in paths]
 
@@ -69,7 +69,9 @@ def open_tables(paths: Sequence[Path]) -> list[Table]:
 def _open(path: Path) -> Table:
     try:
         if not path.is_file():
-            raise TaskError(f"{path} is no file", hint="name a file, a folder or a pattern such as data/*.jsonl")
+            raise TaskError(
+                f"{path} is not a regular file", hint="give a file, a folder or a pattern such as data/*.jsonl"
+            )
         if path.stat().st_size == 0:
             raise TaskError(f"{path} is empty", hint="leave it out")
         suffix = _suffix(path)
@@ -84,18 +86,18 @@ def _open(path: Path) -> Table:
         return jsonl.open_json(path) if suffix == ".json" else jsonl.JSONLines(path)
     except OSError as error:
         raise TaskError(
-            f"{path} cannot be read: {error.strerror or error}", hint="check the file and who may read it"
+            f"{path} cannot be read: {error.strerror or error}", hint="check the file and its permissions"
         ) from error
 
 
 def _suffix(path: Path) -> str:
-    """End of a name that says the kind, without that of a compression of JSON lines."""
+    """Return the suffix that indicates the kind, without the compression suffix of JSON lines."""
     inner = Path(path.stem).suffix.lower()
     return inner if path.suffix in COMPRESSIONS and inner in (".jsonl", ".ndjson") else path.suffix.lower()
 
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
-    """List the files of a folder, which must be of one kind."""
+    """List the files in a folder, which must all be of one kind."""
     if (described := folder / "dataset_dict.json").is_file():
         splits = _read_names(described, "splits")
         if split not in splits:
@@ -111,29 +113,29 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
     )
     kinds = sorted({_suffix(path) for path in found})
     if not found:
-        raise TaskError(f"the folder {folder} holds no file of tasks", hint=f"put files there: {', '.join(SUFFIXES)}")
+        raise TaskError(f"the folder {folder} has no file of tasks", hint=f"put files there: {', '.join(SUFFIXES)}")
     if len(kinds) > 1:
         raise TaskError(
-            f"the folder {folder} holds files of several kinds: {', '.join(kinds)}",
-            hint=f"name those that are meant, such as {folder}/*{kinds[0]}",
+            f"the folder {folder} has files of several kinds: {', '.join(kinds)}",
+            hint=f"select one kind with a pattern such as {folder}/*{kinds[0]}",
         )
     return found
 
 
 def _read_names(path: Path, key: str) -> list[str]:
-    """Read a list of names, or of files, from what `datasets` wrote beside its files."""
+    """Read a list of split or file names from a metadata file that `datasets` wrote."""
     try:
         listed = json.loads(path.read_bytes())[key]
         return [str(each["filename"] if isinstance(each, dict) else each) for each in listed]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TaskError(f"{path} cannot be read: {error}", hint="write the folder anew with save_to_disk") from error
+        raise TaskError(f"{path} cannot be read: {error}", hint="rewrite the folder with save_to_disk") from error
 
 
 def _near(path: Path) -> str:
-    """Say what there is where a file was looked for."""
+    """Describe what exists near a missing file, as a hint."""
     folder = path.parent
     if not folder.is_dir():
-        return f"there is no folder {folder}; the current one is {Path.cwd()}"
+        return f"there is no folder {folder}; the current folder is {Path.cwd()}"
     names = [one for one in os.listdir(folder) if _suffix(Path(one)) in SUFFIXES]
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or sorted(names)[:5]
     return f"{folder.resolve()} has {', '.join(close)}" if close else f"{folder.resolve()} has no file of tasks"

@@ -1,4 +1,4 @@
-"""Tasks of any Python iterable: a list, a generator function, a data set of another package."""
+"""Source of tasks from any Python iterable: a list, a generator function, another package's data set."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ Item = Task | Mapping[str, object]
 Items = Iterable[Item] | Callable[[], Iterable[Item]]
 
 _FRUITLESS = 10_000
-"""Items in a row without a held-out one after which no more are looked for."""
+"""Consecutive items without a new held-out problem after which the search stops."""
 
 
 @dataclass(eq=False, repr=False)
 class IterableSource:
-    """Tasks, or rows as of a file, of an iterable; implements Source.
+    """Source of tasks, or of rows like a file's, from an iterable; implements Source.
 
         source = IterableSource("sums", [{"question": "2+3?", "answer": "5"}], seed=0)
         source = IterableSource("sums", generate)  # a function that returns an iterator
 
-    A sequence is shuffled anew by the seed in each epoch. Anything else comes in its own order, and again from the
-    beginning where it ends; it must give the same items each time, as a resumed run passes over those that it had. A
-    bare iterator can neither begin again nor be held out from: then a source ends with it.
+    A sequence is reshuffled by the seed in each epoch. Other iterables keep their order and start over at their end.
+    They must yield the same items each time, as a resumed run skips the items that it has used. A bare iterator can
+    neither start over nor have a held-out part: the source ends when it does.
     """
 
     name: str
     items: Items
     seed: int = 0
     held_out_share: float = 0.1
-    """Share of the problems that is held out, from 0 to 1; with 1 the source is for evaluation alone."""
+    """Share of the problems that is held out, from 0 to 1; with 1, the source is evaluation-only."""
     columns: Columns = field(default_factory=Columns)
-    """Meaning of the columns of rows; tasks are taken as they are."""
+    """Mapping of a row's columns to a task; unused for items that are tasks."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out_share <= 1:
-            raise TaskError(f"held_out_share is {self.held_out_share}", hint="choose a share from 0 to 1, such as 0.1")
+            raise TaskError(f"held_out_share is {self.held_out_share}", hint="set it from 0 to 1, such as 0.1")
         if not callable(self.items) and not isinstance(self.items, Iterable):
             raise TaskError(
                 f"the source {self.name!r} is a {type(self.items).__name__}, which cannot be iterated over",
-                hint="give a list of tasks or of rows, or a function that returns an iterator of them",
+                hint="give a list of tasks or rows, or a function that returns an iterator of them",
             )
         if isinstance(self.items, str | bytes | Mapping):
             raise TaskError(
                 f"the source {self.name!r} is a {type(self.items).__name__}, not rows or tasks",
-                hint='give a list such as [{"question": "2+3?", "answer": "5"}]; a file is named by --tasks',
+                hint='give a list such as [{"question": "2+3?", "answer": "5"}]; pass files to --tasks',
             )
         self._begun: Iterator[Item] | None = None
         self._epoch = self._index = 0
@@ -60,14 +60,14 @@ class IterableSource:
 
     @property
     def epoch(self) -> float:
-        """Number of passes that have ended, and the share of the one that goes on where its length is known."""
+        """Number of completed passes, plus the fraction of the current one if its length is known."""
         return self._epoch + (self._index / len(self.items) if isinstance(self.items, Sequence) else 0.0)
 
     def draw(self) -> Task:
         """Return the next task to train on.
 
         Raises:
-            TaskError: an item is no task, the iterator has ended, or there is nothing to train on.
+            TaskError: an item is not a valid task or row, the iterator is exhausted, or all items are held out.
         """
         while True:
             if self._begun is None:
@@ -80,18 +80,18 @@ class IterableSource:
                     return task
             if self._once:
                 raise TaskError(
-                    f"the iterator of {self.name!r} has ended after {self._index} items",
-                    hint="give a list, or a function that returns the iterator, which can begin again",
+                    f"the iterator of {self.name!r} ended after {self._index} items",
+                    hint="give a list, or a function that returns the iterator, so that it can start over",
                 )
             if whole:
                 raise TaskError(
-                    f"the source {self.name!r} gives nothing to train on: {self._index} items, all held out",
-                    hint="give it more items, or a smaller held-out share",
+                    f"the source {self.name!r} has nothing to train on: {self._index} items, all held out",
+                    hint="add items, or lower the held-out share",
                 )
             self._epoch, self._index, self._begun = self._epoch + 1, 0, None
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
-        """Return held-out tasks; fewer, or none, where there are no more."""
+        """Return up to `tasks` held-out tasks; none for a bare iterator."""
         if self._once or self.held_out_share == 0 or tasks == 0:
             return ()
         found: dict[int, Task] = {}
@@ -109,18 +109,18 @@ class IterableSource:
         return {"seed": self.seed, "held_out_share": self.held_out_share, "epoch": self._epoch, "index": self._index}
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """See Source.restore; passes over the items before the position.
+        """Resume from a saved position by skipping the items before it.
 
         Raises:
-            TaskError: the state is of another seed or share, or a bare iterator is past it.
+            TaskError: the state has another seed or share, a bare iterator is past it, or there are too few items.
         """
         epoch, index = state.get("epoch"), state.get("index")
         if not isinstance(epoch, int) or not isinstance(index, int):
-            raise TaskError(f"the saved state of source {self.name!r} is no such thing: {dict(state)}")
+            raise TaskError(f"the saved state of source {self.name!r} is malformed: {dict(state)}")
         if {**self.state(), "epoch": epoch, "index": index} != dict(state):
             raise TaskError(
-                f"the saved state of source {self.name!r} is of another seed or share: {dict(state)}",
-                hint="resume with the settings of the first start, or start a new run",
+                f"the saved state of source {self.name!r} has another seed or held-out share: {dict(state)}",
+                hint="resume with the original settings, or start a new run",
             )
         skip = index
         if self._once:
@@ -128,7 +128,7 @@ class IterableSource:
             if skip < 0:
                 raise TaskError(
                     f"the iterator of {self.name!r} is at item {self._index} and cannot go back to {index}",
-                    hint="give a list, or a function that returns the iterator, which can begin again",
+                    hint="give a list, or a function that returns the iterator, so that it can start over",
                 )
             self._begun = self._begun or self._pass(epoch)
         else:
@@ -137,8 +137,8 @@ class IterableSource:
         passed = sum(1 for _ in itertools.islice(self._begun, skip))
         if passed < skip:
             raise TaskError(
-                f"the source {self.name!r} ends after {passed} items, and the run was saved after {skip}",
-                hint="a source must give the same items each time",
+                f"the source {self.name!r} ended after {passed} items, but the run was saved after {skip}",
+                hint="make the source yield the same items each time",
             )
 
     @property
@@ -147,7 +147,7 @@ class IterableSource:
         return isinstance(self.items, Iterator)
 
     def _pass(self, epoch: int | None) -> Iterator[Item]:
-        """Begin a pass: shuffled for an epoch where that is possible, in its own order for None."""
+        """Start a pass: shuffled for an epoch if `items` is a sequence; in the original order if `epoch` is None."""
         items = self.items() if callable(self.items) else self.items
         if epoch is None or not isinstance(items, Sequence):
             return iter(items)

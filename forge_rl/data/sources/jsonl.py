@@ -1,4 +1,4 @@
-"""JSON lines, read from any place of the file; compressed ones from its beginning; and small JSON arrays."""
+"""Reads JSON lines from any position, compressed JSON lines from the beginning, and small JSON arrays whole."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from forge_rl.errors import TaskError
 BLOCK_BYTES = 1 << 16
 """Size of a block: small, so that many from all over the file can be shuffled together."""
 MOST_ROW_BYTES = 1 << 26
-"""Size past which a row is taken for damage."""
+"""Maximum size of a row; a longer one is treated as corrupt."""
 _MOST_ARRAY_BYTES = 1 << 26
 _PLAIN_BLANKS = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 
 
 class JSONLines:
-    """Lines of a file, each a JSON object. A block has the lines that begin in it; its place is a byte."""
+    """Lines of a file, each a JSON object. A block has the lines that begin in it; a row's place is its byte offset."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class JSONLines:
             begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self._bytes)
             file.seek(max(0, begin - 1))
             data = file.read(end - file.tell())
-            if begin:  # from the byte before it, which tells whether a line begins with it
+            if begin:  # `data` starts one byte early, to tell whether a line begins at the block's start
                 at = data.find(b"\n", 0, len(data) - 1)
                 if at < 0:
                     return
@@ -60,7 +60,7 @@ class JSONLines:
 
 
 class Compressed:
-    """Lines of a compressed file, which is one block; a place is the number of a line, from 1."""
+    """Lines of a compressed file, which is one block; a row's place is its line number, from 1."""
 
     blocks = 1
 
@@ -81,7 +81,7 @@ class Compressed:
                     yield Chunk([row for row in enumerate(lines, number) if row[1].strip(_PLAIN_BLANKS)], len(data))
                     number += len(lines)
         except (OSError, pa.ArrowException) as error:
-            raise TaskError(f"{self.path} cannot be unpacked: {error}", hint="compress the file again") from error
+            raise TaskError(f"{self.path} cannot be decompressed: {error}", hint="compress the file again") from error
         if left.strip(_PLAIN_BLANKS):
             yield Chunk([(number, left)], len(left))
 
@@ -94,7 +94,7 @@ class Compressed:
 
 
 class JSONArray:
-    """A file that holds one JSON array of objects: small enough to be read whole."""
+    """Rows of a file with one JSON array of objects, small enough to be read whole."""
 
     blocks = 1
 
@@ -103,7 +103,7 @@ class JSONArray:
         try:
             found = json.loads(path.read_bytes().removeprefix(_BOM))
         except (ValueError, RecursionError) as error:
-            raise TaskError(f"{path} is not JSON: {error}", hint="write an object a line, as .jsonl") from error
+            raise TaskError(f"{path} is not JSON: {error}", hint="write one object per line, as .jsonl") from error
         self._rows: list[tuple[int, object]] = list(enumerate(found, 1))
 
     def chunks(self, block: int) -> Iterator[Chunk]:
@@ -117,45 +117,47 @@ class JSONArray:
 
 
 def open_json(path: Path) -> JSONLines | JSONArray:
-    """Open a file named .json: an array, or lines.
+    """Open a .json file, which may hold an array or lines.
 
     Raises:
-        TaskError: an array too large to be read whole.
+        TaskError: the file is an array too large to be read whole.
     """
     with path.open("rb") as file:
         if not file.read(4096).removeprefix(_BOM).lstrip(_PLAIN_BLANKS).startswith(b"["):
             return JSONLines(path)
     if path.stat().st_size > _MOST_ARRAY_BYTES:
         raise TaskError(
-            f"{path} is one JSON array of {path.stat().st_size / 1e6:.0f} MB, which cannot be read by pieces",
-            hint=f"write an object a line: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}",
+            f"{path} is one JSON array of {path.stat().st_size / 1e6:.0f} MB, which cannot be read in blocks",
+            hint=f"write one object per line: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}",
         )
     return JSONArray(path)
 
 
 def parse_object(line: bytes) -> Mapping[str, object]:
-    """Read one line.
+    """Parse one line.
 
     Raises:
-        RowError: it is no JSON object.
+        RowError: the line is not a JSON object.
     """
     try:
         return checked_object(json.loads(line.removeprefix(_BOM).decode()))
     except UnicodeDecodeError as error:
         seen = line[max(0, error.start - 10) : error.end + 10]
-        raise RowError(f"is not UTF-8 at its byte {error.start + 1}", value=seen, hint="save it as UTF-8") from None
+        raise RowError(f"is not UTF-8 at byte {error.start + 1}", value=seen, hint="save it as UTF-8") from None
     except json.JSONDecodeError as error:
         if len(line) >= MOST_ROW_BYTES:
             raise RowError("has no end within 64 MiB", value=line) from None
         around = error.doc[max(0, error.pos - 20) : error.pos + 20]
         what = re.sub(r" starting at$", "", error.msg[:1].lower() + error.msg[1:])
-        raise RowError(f"is not JSON, at its letter {error.pos + 1}: {what}", value=around) from None
+        raise RowError(f"is not JSON, at character {error.pos + 1}: {what}", value=around) from None
     except (ValueError, RecursionError) as error:
         raise RowError(f"cannot be read: {error}", value=line) from None
 
 
 def checked_object(value: object) -> Mapping[str, object]:
-    """Return a row that is an object, of columns; else raise a RowError."""
+    """Return a row that is a JSON object; else raise a RowError."""
     if not isinstance(value, dict):
-        raise RowError("is no JSON object", value=value, hint='write rows such as {"question": "...", "answer": "..."}')
+        raise RowError(
+            "is not a JSON object", value=value, hint='write rows such as {"question": "...", "answer": "..."}'
+        )
     return value

@@ -1,4 +1,4 @@
-"""Procedural tasks of a reasoning-gym data set, generated one by one and without end."""
+"""Source of procedural tasks from a reasoning-gym data set, generated without end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from forge_rl.errors import TaskError
 from forge_rl.types import Message, Task
 
 _CHUNK = 500
-"""Tasks of one reasoning-gym data set; some generate all of theirs when they are made, so a stream is many of them."""
+"""Size of one reasoning-gym data set; some generate all tasks at creation, so a stream is a sequence of data sets."""
 _SET_HERE = ("seed", "size")
-"""Fields of every reasoning-gym config that a source sets itself."""
+"""Fields of every reasoning-gym config that the source sets itself."""
 _TOKEN = re.compile(r"[^\W\d_]+|\d+(?:\.\d+)?|[^\w\s]|_")
 _ORIGIN = ("source_dataset", "source_index", "difficulty")
-"""Metadata of every entry that are no part of its problem."""
+"""Metadata of every entry that is not part of its problem."""
 _NO_CONTENT = {"true", "false", "none"}
 
 
@@ -30,12 +30,12 @@ class ReasoningGymSource:
 
         source = ReasoningGymSource("chain_sum", {"max_terms": 3}, seed=0, held_out_share=0.1)
 
-    Whether a question is held out depends on a hash of its problem alone, see `problem_of`: not on its wording, on the
-    seed, nor on the parameters that generated it. So scores of runs with different seeds compare, and no held-out
-    problem is ever trained on.
+    Whether a question is held out depends only on a hash of its problem, see `problem_of`, not on its wording, the seed
+    or the parameters that generated it. So scores are comparable across seeds, and no held-out problem is ever trained
+    on.
 
     Raises:
-        TaskError: unknown data set or parameter, or a value that it refuses.
+        TaskError: the data set or a parameter is unknown, or a value is refused.
     """
 
     dataset: str
@@ -45,18 +45,18 @@ class ReasoningGymSource:
     seed: int
     """Seed of the training stream."""
     held_out_share: float
-    """Share of all distinct questions that is held out, from 0 up to less than 1."""
+    """Share of all distinct questions that is held out, at least 0 and below 1."""
     name: str = ""
-    """Name of the source, by default that of the data set."""
+    """Name of the source; defaults to the data set's name."""
     instruction: str = ""
-    """Text put behind each question, with the blank or line break that separates it."""
+    """Text appended to each question, including the separating blank or line break."""
     system: str = ""
-    """Text of a system message, or "" for none."""
+    """System message, or "" for none."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out_share < 1:
             raise TaskError(
-                f"held_out_share is {self.held_out_share}", hint="choose a share from 0 up to less than 1, such as 0.1"
+                f"held_out_share is {self.held_out_share}", hint="set it to at least 0 and below 1, such as 0.1"
             )
         self.params = dict(self.params)
         self.name = self.name or self.dataset
@@ -80,14 +80,14 @@ class ReasoningGymSource:
                 return self._task(entry)
         raise TaskError(
             f"{self._described()} has so few questions that all are held out",
-            hint="choose parameters that give more questions, or a smaller held-out share",
+            hint="choose parameters that generate more questions, or lower the held-out share",
         )
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
-        """Generate about tasks / held_out_share tasks, which takes long for the few data sets that are slow.
+        """Return held-out tasks; generates about tasks / held_out_share entries, which is slow for a few data sets.
 
         Raises:
-            TaskError: there is none, or the data set fails with these parameters.
+            TaskError: no question is held out, or the data set fails with these parameters.
         """
         if tasks > 0 and self.held_out_share == 0:
             raise TaskError(f"nothing of {self._described()} is held out", hint="set a held-out share above 0")
@@ -103,7 +103,7 @@ class ReasoningGymSource:
         if tasks > 0 and not found:
             raise TaskError(
                 f"{self._described()} has so few questions that none is held out",
-                hint="choose parameters that give more questions, or a greater held-out share",
+                hint="choose parameters that generate more questions, or raise the held-out share",
             )
         return tuple(found.values())
 
@@ -111,13 +111,13 @@ class ReasoningGymSource:
         return {"dataset": self.dataset, "params": self.params, "seed": self.seed, "index": self._index}
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """See Source.restore; a state of another stream is a TaskError."""
+        """Resume from a saved position; raises TaskError if the state belongs to another stream."""
         index = state.get("index")
         expected = {**self.state(), "index": index}
         if not isinstance(index, int) or _as_json(expected) != _as_json(dict(state)):
             raise TaskError(
-                f"the saved state of source {self.name!r} is of another stream: {dict(state)}, not {expected}",
-                hint="resume with the tasks and the seed of the first start, or start a new run",
+                f"the saved state of source {self.name!r} belongs to another stream: {dict(state)}, not {expected}",
+                hint="resume with the original tasks and seed, or start a new run",
             )
         self._index = index
 
@@ -129,7 +129,7 @@ class ReasoningGymSource:
         messages: tuple[Message, ...] = ({"role": "user", "content": question + self.instruction},)
         if self.system:
             messages = ({"role": "system", "content": self.system}, *messages)
-        # Puzzles of many solutions have none.
+        # Puzzles with many solutions have no answer.
         known = {"answer": entry["answer"]} if entry.get("answer") is not None else {}
         return Task(
             id=f"{self.dataset}/{_digest(question)}",
@@ -144,12 +144,12 @@ class ReasoningGymSource:
 
 
 def problem_of(entry: Mapping[str, object]) -> list[str]:
-    """Reduce a question to its problem: its numbers, and what the entry's metadata repeat of its words and symbols.
+    """Reduce a question to its problem: its numbers, and the words and symbols that also occur in its metadata.
 
         problem_of({"question": "What is 4 + 3?", "metadata": {"expression": "4 + 3"}}) == ["+", "3", "4"]
 
-    The rest is wording. The terms of a sum or product are sorted, as their order changes nothing. Where the metadata
-    repeat nothing, any word may matter, and the problem is the whole question.
+    The rest is wording. The terms of a sum or product are sorted, as their order does not matter. If the metadata
+    shares nothing with the question, any word may matter, and the problem is the whole question.
     """
     question = _TOKEN.findall(str(entry["question"]).lower())
     content = set(_TOKEN.findall(" ".join(_leaves(entry.get("metadata"))).lower())) - _NO_CONTENT
@@ -161,7 +161,7 @@ def problem_of(entry: Mapping[str, object]) -> list[str]:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Texts and numbers somewhere in an entry's metadata, without those that only say where it came from."""
+    """Yield all texts and numbers in an entry's metadata, except those that only describe its origin."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             if key not in _ORIGIN:
@@ -174,12 +174,12 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 class _Stream:
-    """Entries of a data set by index, without end, in an order that `key` chooses."""
+    """Endless sequence of a data set's entries, in an order determined by `key`."""
 
     def __init__(self, dataset: str, params: Mapping[str, object], key: str) -> None:
         self._dataset = dataset
         self._params = params
-        # reasoning-gym seeds entry i with seed + i, so seeds must lie far apart for streams to differ.
+        # reasoning-gym seeds entry i with seed + i, so seeds must be far apart for streams to differ.
         self._seed = int(_digest(_as_json([dataset, params, key])), 16) % 2**31
         self._chunk = 0
         self._entries = self._make(0)
@@ -205,7 +205,7 @@ class _Stream:
             return reasoning_gym.create_dataset(
                 self._dataset, seed=self._seed + chunk * _CHUNK, size=_CHUNK, **self._params
             )
-        except Exception as error:  # checks in reasoning-gym are asserts, and wrong types fail anyhow
+        except Exception as error:  # reasoning-gym checks with asserts, and wrong types can raise anything
             raise TaskError(
                 f"data set {self._dataset!r} refuses {dict(self._params)}: {type(error).__name__}: {error}",
                 hint="change its parameters",
@@ -213,7 +213,7 @@ class _Stream:
 
 
 def has_dataset(name: str) -> bool:
-    """Tell whether reasoning-gym has a data set of that name."""
+    """Return True if reasoning-gym has a data set of that name."""
     from reasoning_gym.factory import DATASETS
 
     return name in DATASETS
@@ -240,5 +240,5 @@ def _as_json(value: object) -> str:
 
 
 def _digest(text: str) -> str:
-    """64 bits of SHA-256, as 16 hex digits: the same in every process, unlike hash()."""
+    """Return 64 bits of SHA-256 as 16 hex digits, the same in every process, unlike hash()."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Rows to tasks: which columns the model is shown, and which are the truth."""
+"""Turns rows into tasks: which columns form the prompt, and which the truth."""
 
 from __future__ import annotations
 
@@ -23,66 +23,66 @@ Row = Mapping[str, object]
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 _MESSAGES = "messages"
 _CHATS = (_MESSAGES, "prompt")
-"""Columns that are taken for chat messages where they hold a list of them."""
+"""Default columns of chat messages, used if they hold a list."""
 _QUESTIONS = ("question", "prompt")
-"""Columns that are taken for the question where they hold text."""
+"""Default columns of the question."""
 _MOST_NAMES = 20
 _NO_COLUMN = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Makes tasks of rows.
+    """Mapping of a row's columns to a task.
 
         task = Columns(question="problem", answer="solution").task({"problem": "2+3?", "solution": "5"}, "sums")
         task.truth["answer"]  # "5"
 
-    The model is shown the messages, the template's text, or the question. All other columns are in the task's truth
-    under their own names, and the answer under "answer" too. A name such as `reward_model.ground_truth` is that of a
-    field inside a column.
+    The prompt is the messages, the rendered template, or the question. All other columns are in the task's truth under
+    their own names, and the answer also under "answer". A name such as `reward_model.ground_truth` refers to a field
+    inside a column.
 
     Raises:
         TaskError: the template cannot be read.
     """
 
     question: str = ""
-    """Column that is shown as the user's message; by default the column question, or prompt."""
+    """Column used as the user message; defaults to the column question or prompt."""
     answer: str = ""
-    """Column that is in the truth as "answer", and must have a value; by default the column answer, if there is one."""
+    """Column stored in the truth as "answer", which must have a value; defaults to the column answer, if it exists."""
     messages: str = ""
-    """Column of chat messages, shown as they are; by default the column messages or prompt where it holds a list."""
+    """Column of chat messages, used unchanged; defaults to the column messages or prompt if it holds a list."""
     tools: str = ""
-    """Column of tool schemas; by default the column tools, if there is one."""
+    """Column of tool schemas; defaults to the column tools, if it exists."""
     id: str = ""
-    """Column with a text or number for each task that no other has; by default a digest of the row."""
+    """Column with a unique string or integer per task; defaults to a digest of the row."""
     problem: str = ""
-    """Column that tells problems apart: rows with equal values are one problem in other words, and are held out
-    together. By default what is shown."""
+    """Column that identifies the problem: rows with equal values are the same problem in other words and are held out
+    together. Defaults to the prompt."""
     template: str = ""
-    """Jinja template of the user's message, or a file that holds one: columns are its variables. With a block
-    `messages`, that block is a JSON list of chat messages."""
+    """Jinja template of the user message, or a file with one; the columns are its variables. If it has a block
+    `messages`, the block renders a JSON list of chat messages instead."""
     instruction: str = ""
-    """Text put behind the question, or behind the last user's message."""
+    """Text appended to the question, or to the last user message."""
     system: str = ""
-    """System message, for tasks that have none."""
+    """System message for tasks that have none."""
 
     def __post_init__(self) -> None:
-        _ = self._template  # what is wrong with it is said now
+        _ = self._template  # report a bad template early
 
     def task(self, row: Row, source: str) -> Task:
-        """Make the task of a row.
+        """Build the task of a row.
 
         Raises:
-            RowError: a column is missing or holds something else than it must.
+            RowError: a column is missing or has an invalid value.
         """
         return self.read(row, source)[0]
 
     def read(self, row: Row, source: str, written: bytes = b"") -> tuple[Task, int]:
-        """Make the task of a row, and the 64-bit digest of its problem: equal for problems that differ only in letter
-        case, blanks, the instruction or the system message.
+        """Build the task of a row, and the 64-bit digest of its problem: equal for problems that differ only in case,
+        blanks, the instruction or the system message.
 
         Args:
-            written: the row as it is in its file, if that is at hand.
+            written: raw bytes of the row in its file, if available.
 
         Raises:
             RowError: as for `task`.
@@ -107,7 +107,7 @@ class Columns:
         if self.id:
             value = _get(row, self.id)
             if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-                raise RowError("is no id, which is a text or a whole number", column=self.id, value=value)
+                raise RowError("is not an id, which must be a string or an integer", column=self.id, value=value)
             name = _printable(str(value))
         else:
             content = written or json.dumps(row, sort_keys=True, default=str).encode()
@@ -115,7 +115,7 @@ class Columns:
         return Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools), problem_key(problem)
 
     def _messages(self, row: Row) -> tuple[str, list[Message]]:
-        """Return what is shown, without instruction and system message, and the column that it came from, if any."""
+        """Return the column used, or "", and the messages from it, without instruction and system message."""
         chat = self.messages
         if not (chat or self.question or self._template):
             chat = next((name for name in _CHATS if _is_chat(row.get(name))), "")
@@ -128,12 +128,12 @@ class Columns:
             raise RowError(
                 "has no column 'question'",
                 value=sorted(map(str, row)),
-                hint=f"say which one is shown: :question={_printable(next(iter(row), 'COLUMN'))}, or :messages=COLUMN",
+                hint=f"name the column: :question={_printable(next(iter(row), 'COLUMN'))}, or :messages=COLUMN",
             )
         text = _get(row, column)
         if not isinstance(text, str) or not text.strip():
             seen = None if text == "" or text is None else text
-            what = "is null" if text is None else "is empty" if text == "" else "holds no text"
+            what = "is null" if text is None else "is empty" if text == "" else "is not text"
             raise RowError(what, column=column, value=seen)
         _check_text(column, text)
         return column, [{"role": "user", "content": text}]
@@ -147,10 +147,10 @@ class Columns:
                 text = "".join(self._template.blocks[_MESSAGES](context))
             else:
                 text = self._template.render({**row, "row": row})
-        except Exception as error:  # a template may do anything with a row
-            raise RowError(f"does not suit the template: {error}", hint=f"mend {name}, or the row") from None
+        except Exception as error:  # a template can raise anything
+            raise RowError(f"fails in the template: {error}", hint=f"fix {name}, or the row") from None
         if not text.strip():
-            raise RowError("gives an empty text by the template")
+            raise RowError("is rendered to empty text by the template")
         _check_text(name, text)
         if _MESSAGES not in self._template.blocks:
             return [{"role": "user", "content": text.strip()}]
@@ -158,7 +158,7 @@ class Columns:
             return _chat(name, json.loads(text))
         except ValueError as error:
             raise RowError(
-                f"gives no JSON by the template's block messages: {error}",
+                f"is not rendered to JSON by the template's block messages: {error}",
                 value=text,
                 hint="write {{ column | tojson }}",
             ) from None
@@ -176,8 +176,8 @@ class Columns:
                 text = path.read_text()
             elif "{" not in text:
                 raise TaskError(
-                    f"the template {text!r} names no column",
-                    hint=f"write {{{{ column }}}}, or name a file that ends in {_TEMPLATE_SUFFIXES[0]}",
+                    f"the template {text!r} uses no column",
+                    hint=f"write {{{{ column }}}}, or give a file that ends in {_TEMPLATE_SUFFIXES[0]}",
                 )
             environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
             return environment.from_string(text)
@@ -185,19 +185,19 @@ class Columns:
             raise TaskError(f"the template {path} cannot be read: {error}", hint="check --data.template") from error
         except jinja2.TemplateSyntaxError as error:
             raise TaskError(
-                f"the template {self.template!r:.80}, line {error.lineno}: {error.message}", hint="mend --data.template"
+                f"the template {self.template!r:.80}, line {error.lineno}: {error.message}", hint="fix --data.template"
             ) from error
 
 
 def problem_key(text: str) -> int:
-    """Return 64 bits that are equal for texts that differ only in letter case, blanks and forms of one letter."""
+    """Return a 64-bit hash that ignores case, blanks and Unicode compatibility forms (NFKC)."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
     return _digest(" ".join(text.split()).casefold().encode(errors="surrogatepass"))
 
 
 def problem_of_task(task: Task) -> int:
-    """Return the problem's key of a task that no row was read for."""
+    """Return the problem key of a task that was not read from a row."""
     return problem_key("\n".join(str(one.get("content", "")) for one in task.messages if one["role"] != "system"))
 
 
@@ -222,13 +222,13 @@ def _get(row: Row, column: str) -> object:
 
 
 def _names(row: Row) -> str:
-    """List the columns of a row, for a message."""
+    """List the columns of a row, for an error message."""
     names = [_printable(str(name)) for name in row]
     return ", ".join(names[:_MOST_NAMES] + ["..."] * (len(names) > _MOST_NAMES)) or "none"
 
 
 def _printable(text: str) -> str:
-    """Return a text from a file that is printed: nothing in it does anything to a terminal."""
+    """Escape text from a file for printing, so that it cannot control a terminal."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
@@ -237,21 +237,21 @@ def _is_chat(value: object) -> bool:
 
 
 def _listed(column: str, value: object, what: str) -> list[object]:
-    """Return a list, which may be written as JSON in a text."""
+    """Return a list, parsing it from JSON if it is a string."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise RowError(f"is no list of {what}, and no JSON: {error}", column=column, value=value) from None
+            raise RowError(f"is not a list of {what} and not JSON: {error}", column=column, value=value) from None
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise RowError(f"is no list of {what}", column=column, value=value)
+        raise RowError(f"is not a list of {what}", column=column, value=value)
     return list(value)
 
 
 def _chat(column: str, value: object) -> list[Message]:
     found = _listed(column, value, "messages")
     if not found:
-        raise RowError("has no message", column=column)
+        raise RowError("has no messages", column=column)
     messages: list[Message] = []
     for number, one in enumerate(found, 1):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
@@ -270,10 +270,10 @@ def _chat(column: str, value: object) -> list[Message]:
         messages.append(message)
     if messages[-1]["role"] == "assistant":
         raise RowError(
-            "ends with an assistant's message, so the model would be shown its answer",
+            "ends with an assistant message, so the prompt would contain the answer",
             column=column,
             value=messages[-1].get("content"),
-            hint="leave that message out; a column for the reward goes by :answer=COLUMN",
+            hint="remove that message; name the column of the true answer with :answer=COLUMN",
         )
     return messages
 
@@ -284,12 +284,12 @@ def _tools(column: str, value: object) -> tuple[Mapping[str, object], ...]:
     found = _listed(column, value, "tool schemas")
     for number, one in enumerate(found, 1):
         if not isinstance(one, Mapping):
-            raise RowError(f"has a tool {number} that is no JSON schema", column=column, value=one)
+            raise RowError(f"has a tool {number} that is not a JSON schema", column=column, value=one)
     return tuple(_without_nulls(one) for one in found)
 
 
 def _without_nulls(value: object) -> dict[str, object]:
-    """Leave out fields that are null: Arrow and Parquet give every message the fields of all."""
+    """Drop null fields: Arrow and Parquet give every message the union of all fields."""
 
     def cleaned(value: object) -> object:
         if isinstance(value, Mapping):
@@ -302,7 +302,7 @@ def _without_nulls(value: object) -> dict[str, object]:
 
 
 def _instructed(messages: list[Message], instruction: str) -> list[Message]:
-    """Put a text behind the last user's message."""
+    """Append a text to the last user message."""
     for index in range(len(messages) - 1, -1, -1):
         content = messages[index].get("content")
         if messages[index]["role"] == "user" and isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Reads [TITLE=]NAME[:KEY=VALUE,...][*WEIGHT], the text by which a flag names a source."""
+"""Parses [TITLE=]NAME[:KEY=VALUE,...][*WEIGHT], the form in which a flag names a source."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ _CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSpec:
-    """Name of a source, its parameters, and its weight in a mixture."""
+    """Name of a source, its parameters, and its weight in the mixture."""
 
     name: str
     """Data set, path, pattern of paths, hub id, or FILE.py:NAME."""
     params: Mapping[str, object] = field(default_factory=dict)
     weight: float = 1.0
     title: str = ""
-    """Name that the user gave it, or ""."""
+    """Name given by the user, or ""."""
     written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """The parameters as they were written."""
+    """Parameters as written."""
 
     @property
     def is_code(self) -> bool:
-        """True if the name is that of a Python object."""
+        """True if the name refers to a Python object."""
         return _CODE.fullmatch(self.name) is not None
 
     @property
     def label(self) -> str:
-        """Name and parameters, to tell apart specs of the same name."""
+        """Name and parameters, to distinguish specs of the same name."""
         written = functools.partial(json.dumps, separators=(",", ":"), default=str)
         params = ",".join(f"{k}={v if isinstance(v, str) else written(v)}" for k, v in self.params.items())
         return f"{self.name}:{params}" if params else self.name
 
 
 def parse_source(text: str) -> SourceSpec:
-    """Read `[title=]name[:key=value,...][*weight]`; whether there is such a source is seen when it is made.
+    """Parse `[title=]name[:key=value,...][*weight]`, without checking that the source exists.
 
         parse_source("chain_sum:min_terms=2,max_terms=3*0.5")
         parse_source("maths=data/*.jsonl:question=problem*0.5")
 
-    Values are numbers, true, false, none, lists such as [+,-] or ["+","-"], and otherwise text. The weight is 1 by
-    default. A star in a path is one of a pattern, unless a number follows it to the end: the pattern data/part*1 is
-    written data/part*1*1. A colon in a path is part of it, unless a key and = follow. A path that begins like a title,
-    as day=1/a.jsonl does, is written ./day=1/a.jsonl. FILE.py:NAME is a name, too.
+    Values are numbers, true, false, none, lists such as [+,-] or ["+","-"], and otherwise strings. The weight defaults
+    to 1. A star in a path is a wildcard unless only a number follows it: write the pattern data/part*1 as
+    data/part*1*1. A colon in a path is part of it unless a key and = follow. A path that begins like a title, such as
+    day=1/a.jsonl, must be written ./day=1/a.jsonl. FILE.py:NAME is also a name.
 
     Raises:
-        TaskError: the text is not of this form.
+        TaskError: the text does not have this form.
     """
     described, weight = _split_weight(text)
     found = _TITLE.match(described)
@@ -80,7 +80,7 @@ def parse_source(text: str) -> SourceSpec:
         number = math.nan
     if not 0 <= number < math.inf:
         raise TaskError(
-            f"the weight {weight!r} of the tasks {text!r} is not a number from 0 up",
+            f"the weight {weight!r} of the tasks {text!r} is not a number of at least 0",
             hint=f"{_FORM}, with a weight such as 0.5",
         )
     if not name.strip():
@@ -89,7 +89,7 @@ def parse_source(text: str) -> SourceSpec:
 
 
 def _split_weight(text: str) -> tuple[str, str]:
-    """Split off the weight behind the last star, if that star is no part of a list or of a path."""
+    """Split off the weight after the last star, unless that star is part of a list or a path."""
     described, star, weight = text.rpartition("*")
     if not star or "]" in weight:
         return text, "1"

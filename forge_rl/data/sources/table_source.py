@@ -1,4 +1,4 @@
-"""Tasks of files, in an order that a seed chooses, epoch after epoch; it holds a few megabytes of them at a time."""
+"""Source of tasks from files, shuffled by a seed, epoch after epoch, with a few megabytes in memory at a time."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ from forge_rl.errors import ForgeError, TaskError
 from forge_rl.types import Task
 
 WINDOW_BYTES = 1 << 22
-"""Bytes of rows, as they are in the file, that are shuffled together."""
+"""Size of the window of rows shuffled together, in bytes of the file."""
 _FEW_ROWS = 1000
-"""Rows up to which more bad ones are borne than their share."""
+"""Minimum number of rows to which the maximum share of bad rows applies."""
 _PLACE_BITS = 44
-"""Bits of a row's place in its file; the file's number is above them."""
+"""Bits of a row's place in its file; the bits above are the file's index."""
 
 Place = tuple[int, int]
-"""Index of a file, and the place of a row in it."""
+"""Index of a file, and a row's place in it."""
 
 
 @dataclass(frozen=True)
 class ReadRow:
-    """A row that was read: its task, or what is wrong with it."""
+    """Result of reading a row: its task, or the error."""
 
     place: Place
     task: Task | None
     problem: int = 0
-    """Key of the problem, see Columns.read."""
+    """Problem key, see Columns.read."""
     error: RowError | None = None
 
 
 @dataclass
 class _Position:
-    """Place in the endless order of rows: a window of an epoch, and a row of it."""
+    """Position in the endless order of rows: a window of an epoch, and a row in it."""
 
     epoch: int = 0
     block: int = 0
-    """Place of the window's first block in the epoch's order."""
+    """Index of the window's first block in the epoch's order."""
     chunk: int = 0
-    """Number of the window's first chunk in that block."""
+    """Index of the window's first chunk in that block."""
     row: int = 0
-    """Number of rows of the window that were drawn."""
+    """Number of rows drawn from the window."""
 
 
 @dataclass
 class _Window:
-    """Rows that are shuffled together."""
+    """Rows shuffled together."""
 
     rows: Sequence[tuple[int, int, object]]
-    """File, place in it and row, in the order in which they are drawn."""
+    """File, place in it and row, in the order of drawing."""
     next_block: int
-    """Where the next window begins."""
+    """Position of the next window, as in `_Position`."""
     next_chunk: int
 
 
 @dataclass(eq=False, repr=False)
 class TableSource:
-    """Tasks of files; implements Source.
+    """Source of tasks from files; implements Source.
 
         source = TableSource("train", open_tables(find_files("data/*.jsonl")), Columns(), seed=0, held_out_share=0.1)
 
-    In each epoch every row comes once, if it is not held out. The seed orders the blocks of all files; as many of them
-    as 4 MB are read at a time, and their rows shuffled. A saved position is a few numbers, and is found again without
-    reading what is before it.
+    Each epoch yields every row once, except held-out ones. The seed orders the blocks of all files; windows of 4 MiB of
+    blocks are read at a time and their rows shuffled. A saved position is a few numbers, and resuming reads nothing
+    before its window.
 
     Raises:
-        TaskError: the files hold no block of rows.
+        TaskError: the files have no rows or cannot be read.
     """
 
     name: str
@@ -82,31 +82,31 @@ class TableSource:
     seed: int
     """Seed of the order."""
     held_out_share: float
-    """Share of all problems that is held out, from 0 to 1; with 1 the source is for evaluation alone."""
+    """Share of all problems that is held out, from 0 to 1; with 1, the source is evaluation-only."""
     max_bad_rows: float = 0.0
-    """Most bad rows as a share of all; they are passed over and counted. With 0 the first one is an error."""
+    """Maximum share of bad rows, which are skipped and counted. With 0, the first one is an error."""
     bad_rows: int = field(default=0, init=False)
-    """Bad rows that were drawn and passed over."""
+    """Number of bad rows drawn and skipped."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out_share <= 1:
-            raise TaskError(f"held_out_share is {self.held_out_share}", hint="choose a share from 0 to 1, such as 0.1")
+            raise TaskError(f"held_out_share is {self.held_out_share}", hint="set it from 0 to 1, such as 0.1")
         self._ends = list(itertools.accumulate(table.blocks for table in self.tables))
         if not self._ends or self._ends[-1] == 0:
-            raise TaskError(f"the files of {self.name!r} hold no rows", hint="leave these tasks out")
+            raise TaskError(f"the files of {self.name!r} have no rows", hint="leave these tasks out")
         try:
             self.files = [Identity.of(table.path) for table in self.tables]
         except OSError as error:
             raise TaskError(f"{error.filename} cannot be read: {error.strerror}", hint="check the file") from error
-        # Few numbers however many files: the state is saved with each batch.
+        # Constant size for any number of files, because the state is saved with each batch.
         digest = f"{key_of(*((each.size, each.digest) for each in self.files)):016x}"
         self._files = [len(self.files), sum(each.size for each in self.files), digest]
         self._position = _Position()
         self._window: _Window | None = None
         self._reading: tuple[tuple[int, int, int], Iterator[Chunk]] | None = None
-        """Where the last window ended, and what comes there: a large block is not read again from its beginning."""
+        """Position where the last window ended, and the chunks from there, to avoid rereading a large block."""
         self._usable = True
-        """False if the epoch has given no task so far."""
+        """False while the epoch has yielded no task."""
         self._drawn = 0
         self._left_out = np.empty(0, np.uint64)
 
@@ -115,7 +115,7 @@ class TableSource:
 
     @property
     def epoch(self) -> float:
-        """Passes over the files so far: 1.5 is in the middle of the second."""
+        """Passes over the files so far: 1.5 is halfway through the second."""
         at = self._position
         within = at.row / len(self._window.rows) if self._window is not None and self._window.rows else 0.0
         blocks = self._window.next_block - at.block if self._window is not None else 1
@@ -125,7 +125,7 @@ class TableSource:
         """Return the next task to train on.
 
         Raises:
-            TaskError: a bad row, or too many; no row can be used; a file has changed.
+            TaskError: too many bad rows; no row can be trained on; a file has changed.
         """
         while True:
             read = self._next()
@@ -136,10 +136,10 @@ class TableSource:
                 return read.task
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
-        """See Source.held_out; none where there are few tasks and a small share.
+        """Return held-out tasks, see Source.held_out; possibly none with few tasks and a small share.
 
         Raises:
-            TaskError: nothing shall be held out, there is none to evaluate on, or a bad row.
+            TaskError: held_out_share is 0, there is no task to evaluate on, or a row is bad.
         """
         if tasks > 0 and self.held_out_share == 0:
             raise TaskError(f"nothing of {self.name!r} is held out", hint="set --data.held-out-share, or --eval-tasks")
@@ -154,39 +154,39 @@ class TableSource:
                 if len(found) == tasks:
                     return tuple(found.values())
         if tasks > 0 and not found and self.held_out_share == 1:
-            raise TaskError(f"no task of {self.name!r} can be evaluated on", hint="look at it: python -m apps.data")
+            raise TaskError(f"no task of {self.name!r} can be evaluated on", hint="inspect it: python -m apps.data")
         return tuple(found.values())
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of all files."""
+        """Number of blocks in all files."""
         return self._ends[-1]
 
     def read_block(self, block: int) -> Iterator[ReadRow]:
-        """Read the rows of a block, in the order of the files; the source's position does not change."""
+        """Read the rows of a block, in file order, without changing the source's position."""
         file, number = self._find(block)
         for chunk in self._chunks(file, number):
             for place, row in chunk.rows:
                 yield self._parsed(file, place, row)
 
     def leave_out(self, places: Sequence[Place]) -> None:
-        """Never return the tasks of these rows, such as those with prompts that are too long."""
+        """Exclude the tasks of these rows, for example because of overlong prompts."""
         self._left_out = np.array(sorted(file << _PLACE_BITS | place for file, place in places), np.uint64)
 
     def is_held_out(self, problem: int) -> bool:
-        """Tell whether a problem, by its key, is held out; the seed does not matter."""
+        """Return True if the problem with this key is held out, which does not depend on the seed."""
         return problem < self.held_out_share * 2**64
 
     def failure(self, read: ReadRow) -> TaskError:
-        """Make the error of a bad row: it names file, line, column and value."""
+        """Return the error for a bad row, with file, line, column and value."""
         assert read.error is not None
         return TaskError(
             f"{self.describe(read.place)}: {read.error}",
-            hint=read.error.hint or "mend it, or pass over some bad rows with --data.max-bad-rows 0.01",
+            hint=read.error.hint or "fix it, or allow some bad rows with --data.max-bad-rows 0.01",
         )
 
     def describe(self, place: Place) -> str:
-        """Name the file and the line, or the row, of a place."""
+        """Describe a place by its file and its line or row."""
         table = self.tables[place[0]]
         return f"{table.path}, {table.describe(place[1])}"
 
@@ -199,25 +199,25 @@ class TableSource:
         }
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """See Source.restore.
+        """Resume from a saved position.
 
         Raises:
-            TaskError: the state is of other files, of files that have changed, or of another seed or share.
+            TaskError: the state has other files, files that have changed, or another seed or share.
         """
         position = {name: state.get(name) for name in asdict(self._position)}
         if not all(isinstance(number, int) and number >= 0 for number in position.values()):
-            raise TaskError(f"the saved state of source {self.name!r} is no such thing: {dict(state)}")
+            raise TaskError(f"the saved state of source {self.name!r} is malformed: {dict(state)}")
         expected = self.state()
         if state.get("files") != expected["files"]:
             difference = _difference(state.get("files"), self._files)
             raise TaskError(
                 f"the files of {self.name!r} have changed since the run was saved: {difference}",
-                hint="put the old ones back to resume, or start a new run with another --out",
+                hint="restore the old files to resume, or start a new run with another --out",
             )
         if {**expected, **position} != dict(state):
             raise TaskError(
                 f"the saved state of source {self.name!r} has {_settings(state)}, this one {_settings(expected)}",
-                hint="resume with the settings of the first start, or start a new run",
+                hint="resume with the original settings, or start a new run",
             )
         self._position, self._window, self._reading = _Position(**position), None, None  # type: ignore[arg-type]
         self._usable = True
@@ -231,7 +231,7 @@ class TableSource:
                     if not self._usable:
                         raise TaskError(
                             f"no row of {self.name!r} can be trained on: all are held out, too long or bad",
-                            hint="look at them: python -m apps.data",
+                            hint="inspect them: python -m apps.data",
                         )
                     at = self._position = _Position(epoch=at.epoch + 1)
                 if (at.block, at.chunk, at.row) == (0, 0, 0):
@@ -266,7 +266,7 @@ class TableSource:
         return _Window(_in_order(rows, key_of(key, at.block, at.chunk)), block, 0)
 
     def _find(self, block: int) -> tuple[int, int]:
-        """Find the file of a block, and its number there."""
+        """Return the index of a block's file, and the block's index in that file."""
         file = bisect.bisect_right(self._ends, block)
         return file, block - (self._ends[file - 1] if file else 0)
 
@@ -274,7 +274,7 @@ class TableSource:
         table = self.tables[file]
         try:
             if table.path.stat().st_size != self.files[file].size:
-                raise TaskError(f"{table.path} has changed while it is read", hint="start the run again")
+                raise TaskError(f"{table.path} changed while it was being read", hint="start the run again")
             yield from table.chunks(block)
         except OSError as error:
             raise TaskError(f"{table.path} cannot be read: {error.strerror or error}", hint="check the file") from error
@@ -300,7 +300,7 @@ class TableSource:
             raise self.too_many_bad(self.bad_rows, self._drawn, read) if self.max_bad_rows else self.failure(read)
 
     def too_many_bad(self, bad: int, rows: int, read: ReadRow) -> ForgeError:
-        """Make the error of bad rows past the share that is borne."""
+        """Return the error for exceeding the maximum share of bad rows."""
         return TaskError(
             f"{bad} of {rows} rows of {self.name!r} are bad, more than --data.max-bad-rows {self.max_bad_rows:g}; one "
             f"is {self.describe(read.place)}: {read.error}",
@@ -314,11 +314,11 @@ def _in_order(rows: list[tuple[int, int, object]], key: int) -> Sequence[tuple[i
 
 
 def _difference(saved: object, now: Sequence[object]) -> str:
-    """Say in what the files of a saved state and those of now differ."""
+    """Describe how the files changed since the state was saved."""
     match saved, now:
         case [int(files), int(size), _], [int(files_now), int(size_now), _] if (files, size) != (files_now, size_now):
             return f"there were {files:,} with {size:,} bytes, there are {files_now:,} with {size_now:,}"
-    return "their content is another"
+    return "their contents differ"
 
 
 def _settings(state: Mapping[str, object]) -> str:

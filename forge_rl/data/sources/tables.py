@@ -1,4 +1,4 @@
-"""Tables: files of rows, read in blocks, any of which can be read by itself."""
+"""Tables: files of rows, read in blocks that can each be read alone."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Protocol
 
 CHUNK_BYTES = 1 << 20
-"""Size of the pieces in which a block is read where it is larger."""
+"""Size of the chunks in which a larger block is read."""
 _SAMPLES = 16
-"""Places of a file, head and tail included, whose bytes identify it."""
+"""Number of samples, from head to tail, whose bytes identify a file."""
 _SAMPLE_BYTES = 4096
 
 
 class RowError(Exception):
-    """A row that cannot be used; the source adds file and line.
+    """Error of an unusable row; the source adds file and line.
 
     Args:
-        problem: what is wrong, to follow the column.
-        column: the column, or "" if it is the whole row.
+        problem: predicate of the error message, after the column's name.
+        column: the column, or "" for the whole row.
         value: the value seen.
-        hint: what to do about it.
+        hint: how to fix it.
     """
 
     def __init__(self, problem: str, *, column: str = "", value: object = None, hint: str = "") -> None:
@@ -39,10 +39,10 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that lie beside one another in a file."""
+    """Consecutive rows of a file."""
 
     rows: Sequence[tuple[int, object]]
-    """Place of each row in its file, and the row as `Table.parse` takes it."""
+    """Place of each row in its file, and the row in the form that `Table.parse` takes."""
     bytes: int
 
 
@@ -54,25 +54,25 @@ class Table(Protocol):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks; some may hold no row."""
+        """Number of blocks; some may have no rows."""
 
     def chunks(self, block: int) -> Iterator[Chunk]:
-        """Read the rows of a block, in the order of the file."""
+        """Read the rows of a block, in file order."""
 
     def parse(self, row: object) -> Mapping[str, object]:
         """Return a row's columns.
 
         Raises:
-            RowError: it has none.
+            RowError: the row cannot be parsed.
         """
 
     def describe(self, place: int) -> str:
-        """Say where in the file a row is, such as "line 17"."""
+        """Describe a row's place in the file, such as "line 17"."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Size of a file and a digest of bytes from its head to its tail: enough to tell that it has changed."""
+    """Size of a file and a digest of samples from head to tail, to detect that it has changed."""
 
     size: int
     digest: str
@@ -89,6 +89,6 @@ class Identity:
 
 
 def shortened(value: object) -> str:
-    """Write a value for a message, in at most about 80 letters, none of which does anything to a terminal."""
+    """Format a value for a message, in at most about 80 characters that cannot control a terminal."""
     text = ascii(value[:200]) if isinstance(value, str | bytes) else ascii(value)
     return text if len(text) <= 80 else f"{text[:60]} ... {text[-10:]}"
