@@ -101,7 +101,7 @@ def test_a_task_without_an_answer_is_an_error_that_names_the_flag(reward: Any, t
 
 
 def test_a_number_is_compared_with_numbers_alone():
-    with pytest.raises(TaskError, match="answer of task 't' is 'five', without a number"):
+    with pytest.raises(TaskError, match="true answer of task 't' has no number: 'five'"):
         Number()(task("five"), "5")
 
 

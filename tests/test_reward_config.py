@@ -125,31 +125,47 @@ def test_options_are_read_as_their_types_say():
         ("broken.py:score", r"SyntaxError: expected ':' \(.*broken.py:1\)", "mend the file"),
         ("imports.py:score", r"No module named 'not_there_at_all' \(.*imports.py:1\)", "what it imports"),
         ("mine.py:scor", "mine.py has no scor", "it defines score"),
-        ("mine.py:value", "cannot be called with a task and its episode: it is no function", "def score"),
+        ("mine.py:value", "cannot be called with a task and its episode: it is not a function", "def score"),
         ("mine.py:alone", "cannot be called with a task and its episode: too many positional", "def score"),
-        ("mine.py:Wants", "Wants cannot be made: TypeError: .*threshold", "a class that needs no arguments"),
-        ("mine.py:Breaks", "Breaks cannot be made: OSError: no such corpus", "a class that needs no arguments"),
-        ("mine.py:score=x", "the weight 'x' is no finite number", "WEIGHT"),
-        ("math*", "the weight '' is no finite number", "WEIGHT"),
-        ("auto=nan", "the weight 'nan' is no finite number", "WEIGHT"),
+        (
+            "mine.py:Wants",
+            "Wants cannot be created: TypeError: .*threshold",
+            "a class whose constructor takes no arguments",
+        ),
+        (
+            "mine.py:Breaks",
+            "Breaks cannot be created: OSError: no such corpus",
+            "a class whose constructor takes no arguments",
+        ),
+        ("mine.py:score=x", "the weight 'x' is not a finite number", "WEIGHT"),
+        ("math*", "the weight '' is not a finite number", "WEIGHT"),
+        ("auto=nan", "the weight 'nan' is not a finite number", "WEIGHT"),
         ("exat", "there is no reward 'exat'", "did you mean exact"),
         ("exat:key=solution", "there is no reward 'exat'", "did you mean exact"),
         ("number:tolerence=1", "number has no option 'tolerence'", "did you mean tolerance"),
-        ("number:tolerance=much", "tolerance is 'much': Input should be a valid number", "another value"),
-        ("number:tolerance", "'tolerance' is no option", "key=value"),
-        ("exact:extract=first", "extract is 'first': Input should be 'auto'", "another value"),
+        ("number:tolerance=much", "tolerance is 'much': Input should be a valid number", "a valid value"),
+        ("number:tolerance", "'tolerance' is not an option", "key=value"),
+        ("exact:extract=first", "extract is 'first': Input should be 'auto'", "a valid value"),
         ("overlong:max_tokens=5", "overlong needs cache_tokens", "cache_tokens=..."),
-        ("overlong:max_tokens=5,cache_tokens=9", "cache_tokens is 9, more than max_tokens 5", "a part of max_tokens"),
-        ("regex:pattern=(", r"'\(' is no regular expression: missing \)", "mend the pattern"),
-        ("json_schema:schema=gone.json", "gone.json holds no JSON schema: No such file", "schema=FILE.json"),
+        (
+            "overlong:max_tokens=5,cache_tokens=9",
+            "cache_tokens is 9, more than max_tokens 5",
+            "a fraction of max_tokens",
+        ),
+        ("regex:pattern=(", r"'\(' is not a regular expression: missing \)", "fix the pattern"),
+        ("json_schema:schema=gone.json", "gone.json has no valid JSON schema: No such file", "schema=FILE.json"),
         ("json_schema:schema=schema.json", "'nonsense' is not valid", "schema=FILE.json"),
         ("judge:rubric=x", "judge needs model", "model=..."),
         ("judge:model=m", "the environment variable OPENAI_API_KEY is not set", "api_key_env="),
-        ("judge:model=m,api_key_env=,rubric=gone.md", "the rubric gone.md cannot be read: No such file", "name a file"),
-        ("judge:model=m,api_key_env=,rubric={{ quest }}", "placeholders quest, which nothing fills", "question"),
+        (
+            "judge:model=m,api_key_env=,rubric=gone.md",
+            "the rubric gone.md cannot be read: No such file",
+            "an existing file",
+        ),
+        ("judge:model=m,api_key_env=,rubric={{ quest }}", "unknown placeholders: quest", "question"),
         ("judge:model=m,api_key_env=,low=2,high=1", "low is 2.0, high is 1.0", "set low below high"),
-        ("model:path=gone", "gone holds no model: No such file", "path=FOLDER"),
-        ("model:path=causal", "causal holds LlamaForCausalLM, no sequence classifier", "SequenceClassification"),
+        ("model:path=gone", "gone has no model: No such file", "path=FOLDER"),
+        ("model:path=causal", "causal has LlamaForCausalLM, not a sequence classifier", "SequenceClassification"),
     ],
 )
 def test_a_text_that_cannot_work_is_one_clear_message(text: str, message: str, hint: str, mine: Path):
@@ -157,7 +173,7 @@ def test_a_text_that_cannot_work_is_one_clear_message(text: str, message: str, h
         build_reward([text])
     assert hint in caught.value.hint
     assert "--reward" in str(caught.value)
-    with pytest.raises(ForgeError, match="no reward is named"):
+    with pytest.raises(ForgeError, match="no reward is given"):
         build_reward([])
 
 

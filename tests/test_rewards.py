@@ -214,7 +214,7 @@ def test_a_score_outside_zero_to_one_raises(monkeypatch: pytest.MonkeyPatch, sco
 
 
 def test_a_task_of_another_source_raises(scored: Scoring) -> None:
-    with pytest.raises(TaskError, match=r"does not come from reasoning-gym.*\['answer'\]"):
+    with pytest.raises(TaskError, match=r"is not from reasoning-gym.*\['answer'\]"):
         scored(Task(id="x", source="mine", messages=(), truth={"answer": "5"}), "5")
 
 

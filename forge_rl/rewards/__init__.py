@@ -1,1 +1,1 @@
-"""Rewards: the Reward protocol, verifiers, and finding the final answer in a completion."""
+"""Rewards: the Reward protocol, bundled rewards, and answer extraction."""

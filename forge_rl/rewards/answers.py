@@ -1,4 +1,4 @@
-"""Rewards that compare the answer in a completion with the true one: exactly, by its words, or as a number."""
+"""Rewards that compare a completion's answer with the true one: exactly, by words, or as a number."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from forge_rl.rewards.truth import true_answers
 from forge_rl.types import Score, Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = re.compile(r"[-.](?!\d)|[^\w\s.-]|_")  # but for a number's sign and point
+_PUNCTUATION = re.compile(r"[-.](?!\d)|[^\w\s.-]|_")  # except a number's sign and point
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """Scores 1.0 for the true answer, character for character but for space around it.
+    """Scores 1.0 for exactly the true answer, except for surrounding space.
 
     Exact(extract="tagged")(task, "<answer>5</answer>")  # Score(total=1.0, answer="5")
     """
 
     key: str = "answer"
-    """Entry of the task's truth that holds the right answer, or a list of right ones."""
+    """Entry of the task's truth that holds the true answer, or a list of true answers."""
     extract: Extract = "auto"
-    """Way in which the answer is found in the completion."""
+    """Method of extracting the answer from the completion."""
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer."""
@@ -37,18 +37,18 @@ class Exact:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Scores 1.0 for the true answer whatever its case, articles, punctuation and spaces, as SQuAD's exact match does
+    """Scores 1.0 for the true answer, ignoring case, articles, punctuation and spaces, as SQuAD's exact match does
     (arXiv 1606.05250, section 6.1).
 
-    Match()(task, "The Eiffel Tower!")  # 1.0 where the answer is "Eiffel tower"
+    Match()(task, "The Eiffel Tower!")  # 1.0 if the answer is "Eiffel tower"
     """
 
     key: str = "answer"
-    """Entry of the task's truth that holds the right answer, or a list of right ones."""
+    """Entry of the task's truth that holds the true answer, or a list of true answers."""
     extract: Extract = "auto"
-    """Way in which the answer is found in the completion."""
+    """Method of extracting the answer from the completion."""
     partial: bool = False
-    """Score the words that answer and truth share, as SQuAD's F1 does, instead of 1.0 or 0.0."""
+    """Score by SQuAD's F1 over the words shared by answer and truth, instead of 1.0 or 0.0."""
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer."""
@@ -61,28 +61,28 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """Scores 1.0 where the last number of the answer is the true one, within a tolerance.
+    """Scores 1.0 if the last number of the answer is the true one, within a tolerance.
 
-    Number(tolerance=0.01)(task, "about 3.14")  # 1.0 where the answer is "3.1416"
+    Number(tolerance=0.01)(task, "about 3.14")  # 1.0 if the answer is "3.1416"
     """
 
     key: str = "answer"
-    """Entry of the task's truth that holds the right number, or a list of right ones."""
+    """Entry of the task's truth that holds the true number, or a list of true numbers."""
     extract: Extract = "auto"
-    """Way in which the answer is found in the completion."""
+    """Method of extracting the answer from the completion."""
     tolerance: float = 1e-6
-    """Largest difference that counts as equal, relative to the true number, and absolute below 1."""
+    """Maximum difference that counts as equal: relative to the true number, but absolute below 1."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward number:", least={"tolerance": 0})
 
     def __call__(self, task: Task, text: str) -> Score:
-        """Raises TaskError for a task without a number as its answer."""
+        """Raises TaskError for a task whose true answer has no number."""
         right = [last_number(each) for each in true_answers(task, self.key, "number")]
         if None in right:
             raise TaskError(
-                f"--reward number: the answer of task {task.id!r} is {task.truth[self.key]!r:.80}, without a number",
-                hint="compare with --reward match or --reward math instead",
+                f"--reward number: the true answer of task {task.id!r} has no number: {task.truth[self.key]!r:.80}",
+                hint="use --reward match or --reward math instead",
             )
         answer = last_number(extract(self.extract, text, right[0]) or "")
         if answer is None:
@@ -93,8 +93,7 @@ class Number:
 
 
 def normalised(text: str) -> str:
-    """Lower the case and leave out punctuation, articles and extra spaces, in SQuAD's order; numbers keep sign and
-    point."""
+    """Lowercase and remove punctuation, articles and extra spaces, in SQuAD's order; numbers keep sign and point."""
     return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split())
 
 

@@ -1,4 +1,4 @@
-"""The default reward: compares with the task's answer in the way that suits it."""
+"""Default reward: compares with the task's answer by the method that suits it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MATHS = re.compile(r"[\\$^%√π]|[\d)]\s*[/*+=]|=\s*[-\d]|\d[a-z]\b|\b[a-z]\s*
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Scores tasks of reasoning-gym by its verifiers, and others by their answer: `number` where that is a number,
-    `math` where it looks like mathematics, and `match` otherwise.
+    """Scores reasoning-gym tasks by their verifiers, and others by the true answer: `number` if it is a number, `math`
+    if it looks like mathematics, and `match` otherwise.
 
-    Auto()(task, "so there are 5.")  # Score(total=1.0, answer="5") where task.truth is {"answer": "5"}
+    Auto()(task, "so there are 5.")  # Score(total=1.0, answer="5") if task.truth is {"answer": "5"}
     """
 
     key: str = "answer"
-    """Entry of the task's truth that holds the right answer, or a list of right ones."""
+    """Entry of the task's truth that holds the true answer, or a list of true answers."""
 
     def __call__(self, task: Task, text: str) -> Score | Awaitable[Score]:
         """Raises TaskError for a task without an answer."""

@@ -1,4 +1,4 @@
-"""Composition: several rewards as one, by weight."""
+"""Combines several rewards into a weighted sum."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from forge_rl.types import Score
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Weighted sum of rewards, of any forms; each is a part of the score, by its name.
+    """Weighted sum of rewards of any form, each a named part of the score.
 
         WeightedSum({"correct": (correct, 1.0), "format": (tagged, 0.2)})
 
-    The Reward service calls the parts, plain and async ones side by side.
+    The Reward service calls the parts concurrently, sync and async ones alike.
 
     Raises:
-        ConfigError: it has no parts, or a part cannot be called as a reward.
+        ConfigError: there are no parts, or a part cannot be called as a reward.
     """
 
     parts: Mapping[str, tuple[RewardFunction, float]]
@@ -32,20 +32,20 @@ class WeightedSum:
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise ConfigError("a sum of rewards has no parts", hint="name at least one reward")
+            raise ConfigError("a sum of rewards has no parts", hint="give at least one reward")
         self.form  # noqa: B018  checks that each part can be called
 
     @property
     def form(self) -> Form:
-        """The form that has all that the parts need."""
+        """The most general form among the parts."""
         forms = {form_of(function) for function, _ in self.parts.values()}
         return "group" if "group" in forms else "episode" if "episode" in forms else "text"
 
     def combine(self, scores: Mapping[str, Score]) -> Score:
-        """Return the score of an episode from those of its parts, by name; its answer is the first that a part found.
+        """Combine an episode's scores by part into one; the answer is the first that a part found.
 
         Raises:
-            ForgeError: parts give values for different numbers of turns, or of a turn's tokens.
+            ForgeError: parts have values for different numbers of turns, or of a turn's tokens.
         """
         parts: dict[str, float] = {}
         for name, score in scores.items():
@@ -66,16 +66,16 @@ class WeightedSum:
 
 
 def _check_lengths(field: str, lengths: Mapping[str, Sequence[int]]) -> None:
-    """Raise ForgeError if parts do not give values for the same turns or tokens."""
+    """Raise ForgeError if parts do not have values for the same turns or tokens."""
     if any(each != next(iter(lengths.values())) for each in lengths.values()):
         found = ", ".join(f"{name} {list(each)}" for name, each in lengths.items())
         raise ForgeError(
             f"parts of a reward have different numbers of values in `{field}`: {found}",
-            hint=f"give Score.{field} an entry for each turn of the episode in each part, or leave it out",
+            hint=f"set Score.{field} to one entry per turn of the episode in each part, or leave it empty",
         )
 
 
 def _sum_of_values(values: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Sum of values of the same tokens; NaN where none of them has one."""
+    """Sum values of the same tokens; NaN where all are NaN."""
     stacked = np.stack(values)
     return np.where(np.isnan(stacked).all(axis=0), np.nan, np.nansum(stacked, axis=0))

@@ -1,4 +1,4 @@
-"""Rewards by the texts of the flag `--reward`: bundled ones by name, a user's own by module or file, and their sums."""
+"""Builds rewards from the flag `--reward`: bundled ones by name, user code by module or file, and weighted sums."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
 """Bundled rewards by name, each a frozen dataclass whose fields are its options."""
 
 RewardTexts: TypeAlias = Annotated[tuple[str, ...], tyro.conf.arg(name="reward")]
-"""A field of texts for `build_reward`, whose flag is --reward, beside the service's --reward.replicas."""
+"""Type of a field of specs for `build_reward`, with the flag --reward next to the service's --reward.replicas."""
 
 _FORM = "write --reward NAME:key=value,...*WEIGHT, MODULE:FUNCTION=WEIGHT or FILE.py:FUNCTION=WEIGHT"
 
 
 def build_reward(texts: Sequence[str]) -> RewardFunction | WeightedSum:
-    """Return the reward that texts name, the weighted sum of all; one with weight 1 is returned as it is.
+    """Build the weighted sum of the rewards in `texts`; a single reward of weight 1 is returned unwrapped.
 
         build_reward(["auto"])
         build_reward(["math=1", "format=0.2"])
         build_reward(["mine.py:score", "judge:model=gpt-4o-mini,rubric=rubric.md*0.5"])
 
-    Each is `NAME[:key=value,...]` of REWARDS, `MODULE:NAME` or `FILE.py:NAME`, which names a function, an object that
-    can be called, or a class whose objects can. A weight follows a star, or, where there are no options, an equals
-    sign: any finite number, 1 by default; a part of weight 0 is a metric alone. Values with a comma, and those that end
-    in a star and a number, stand in quotes.
+    Each text is `NAME[:key=value,...]` with a name in REWARDS, or `MODULE:NAME` or `FILE.py:NAME`, which refers to a
+    function, a callable object, or a class of callable objects. A weight follows a star or, without options, an equals
+    sign: any finite number, by default 1. A part of weight 0 is only a metric. Values that contain a comma, or end in a
+    star and a number, must be quoted.
 
     Raises:
-        ConfigError: a text is not of this form, there is no such reward, option or code, or it cannot be called.
+        ConfigError: a text does not have this form, names an unknown reward, option or object, or is not callable.
     """
     if not texts:
-        raise ConfigError("no reward is named", hint="give --reward at least one, such as auto")
+        raise ConfigError("no reward is given", hint="set --reward to at least one, such as auto")
     parts: dict[str, tuple[RewardFunction, float]] = {}
     for text in texts:
         name, function, weight = _read(text)
@@ -83,7 +83,7 @@ def _read(text: str) -> tuple[str, RewardFunction, float]:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"--reward {text}: the weight {weight!r} is no finite number", hint=_FORM)
+        raise ConfigError(f"--reward {text}: the weight {weight!r} is not a finite number", hint=_FORM)
     name, _, options = described.partition(":")
     if name in REWARDS:
         return name, _made(f"--reward {text}", REWARDS[name], _options(text, name, options)), number
@@ -91,13 +91,12 @@ def _read(text: str) -> tuple[str, RewardFunction, float]:
         return described.rpartition(":")[2].replace(".", "_"), _users(described), number
     raise ConfigError(
         f"--reward {text}: there is no reward {name!r}",
-        hint=f"{suggest(name, REWARDS, 'those that are bundled')}; or name your own as MODULE:FUNCTION or "
-        "FILE.py:FUNCTION",
+        hint=f"{suggest(name, REWARDS, 'bundled rewards')}; or give your own as MODULE:FUNCTION or FILE.py:FUNCTION",
     )
 
 
 def _split_weight(text: str) -> tuple[str, str]:
-    """Split off the weight; what follows a star in an option is one only if it is a number."""
+    """Split off the weight; within an option, the text after a star is a weight only if it is a number."""
     plain, star, weight = text.rpartition("*")
     if star and (_is_number(weight) or plain in REWARDS or names_code(plain)):
         return plain, weight
@@ -118,7 +117,7 @@ def _is_number(text: str) -> bool:
 
 
 def _options(text: str, name: str, listed: str) -> dict[str, object]:
-    """Read the options of a bundled reward, each as its field's type says."""
+    """Parse the options of a bundled reward by the types of its fields."""
     import pydantic
 
     fields = [field for field in dataclasses.fields(cast(Any, REWARDS[name])) if field.init]
@@ -127,7 +126,7 @@ def _options(text: str, name: str, listed: str) -> dict[str, object]:
     for part in split_commas(listed):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key in found:
-            said = "is given twice" if equals else "is no option"
+            said = "is given twice" if equals else "is not an option"
             raise ConfigError(f"--reward {text}: {part.strip()!r} {said}", hint=_FORM)
         names = [field.name for field in fields]
         if key not in names:
@@ -138,7 +137,7 @@ def _options(text: str, name: str, listed: str) -> dict[str, object]:
             found[key] = pydantic.TypeAdapter(kinds[key]).validate_strings(value)
         except pydantic.ValidationError as error:
             said = error.errors()[0]["msg"]
-            raise ConfigError(f"--reward {text}: {key} is {value!r}: {said}", hint="give another value") from None
+            raise ConfigError(f"--reward {text}: {key} is {value!r}: {said}", hint="set a valid value") from None
     unset = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [each.name for each in fields if (each.default, each.default_factory) == unset and each.name not in found]
     if missing:
@@ -148,7 +147,7 @@ def _options(text: str, name: str, listed: str) -> dict[str, object]:
 
 
 def _users(text: str) -> RewardFunction:
-    """Return the function of a user's, or an object of their class."""
+    """Return a user's function, or an object of their class."""
     found = load(text, "--reward")
     if isinstance(found, type):
         found = _made(f"--reward {text}", found, {})
@@ -157,7 +156,7 @@ def _users(text: str) -> RewardFunction:
     except ConfigError as error:
         raise ConfigError(f"--reward {text}: {error.message}", hint=error.hint) from None
     if isinstance(found, WeightedSum):
-        raise ConfigError(f"--reward {text} is a sum of rewards", hint="name each of them, with its weight")
+        raise ConfigError(f"--reward {text} is a sum of rewards", hint="give each of them with its weight")
     return cast(RewardFunction, found)
 
 
@@ -168,6 +167,6 @@ def _made(flag: str, kind: Callable[..., Any], options: Mapping[str, object]) ->
         raise
     except Exception as error:
         raise ConfigError(
-            f"{flag}: {getattr(kind, '__name__', kind)} cannot be made: {type(error).__name__}: {error}",
-            hint="name a function, an object, or a class that needs no arguments",
+            f"{flag}: {getattr(kind, '__name__', kind)} cannot be created: {type(error).__name__}: {error}",
+            hint="give a function, an object, or a class whose constructor takes no arguments",
         ) from error

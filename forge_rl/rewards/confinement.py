@@ -1,4 +1,4 @@
-"""Takes from a process what scoring needs none of: network, other processes, files to write, and most to read."""
+"""Sandboxes a scoring process: no network, other processes or file writes, and few files to read."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _MOST_BYTES = 4 << 30
-"""Most address space of a process."""
+"""Maximum address space of a process."""
 _PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 1, 38, 22, 2
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom")
 
-# Landlock's system calls have the same numbers everywhere: Documentation/userspace-api/landlock.rst of Linux.
+# Landlock's system calls have the same numbers on all architectures: Linux, Documentation/userspace-api/landlock.rst.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Number of rights to files by version of Landlock; 16 from version 5 on."""
+"""Number of file access rights by Landlock version; 16 from version 5 on."""
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Kernel's number of an architecture, and its column below."""
+"""The kernel's number of each architecture, and its column in `_ALLOWED`."""
 _ALLOWED: dict[str, tuple[int, int]] = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "close": (3, 57),
     "lseek": (8, 62), "dup": (32, 23), "fcntl": (72, 25), "fstat": (5, 80), "newfstatat": (262, 79),
@@ -45,10 +45,10 @@ _ALLOWED: dict[str, tuple[int, int]] = {
     "sysinfo": (99, 179), "getrusage": (98, 165), "getrlimit": (97, 163), "getrandom": (318, 278),
     "poll": (7, 73), "ppoll": (271, 73), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-"""System calls of a process that computes, reads files and writes what it has open, on x86-64 and on 64-bit ARM."""
+"""Allowed system calls, enough to compute, read files and write to open ones; numbers on x86-64 and 64-bit ARM."""
 _OPENAT = (257, 56)
-_OPEN = 2  # of x86-64 alone
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000  # the last is O_TMPFILE's own
+_OPEN = 2  # only on x86-64
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000  # the last bit is O_TMPFILE's
 _EPERM = 1
 
 # Classic BPF: linux/filter.h and linux/seccomp.h.
@@ -57,43 +57,39 @@ _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | _EPERM, 0x80000000
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when the one that started it is gone."""
+    """Make the kernel kill this process when its parent exits."""
     _libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def missing_confinement() -> str:
-    """Return what `confine` must do without on this machine, as a line to warn of; "" for nothing.
-
-    No process is confined by asking.
-    """
+    """Return a warning about what `confine` lacks on this machine, or "". Confines nothing itself."""
     libc = _libc()
-    # A filter that is no address is looked at only where there are filters.
+    # A null filter fails with EFAULT only if the kernel supports filters.
     filters = libc.prctl(_SECCOMP, _FILTER, None, 0, 0) == -1 and ctypes.get_errno() == errno.EFAULT
     lacking = []
     if not filters or platform.machine() not in _ARCHITECTURES:
-        lacking.append("seccomp, which keeps them from the network, from other processes and from writing files")
+        lacking.append("seccomp, which blocks the network, other processes and writing files")
     if libc.syscall(_CREATE_RULESET, None, 0, 1) < 1:
-        lacking.append("Landlock, which keeps them from reading files")
+        lacking.append("Landlock, which blocks reading files")
     if not lacking:
         return ""
-    return f"processes that score what a model wrote run without {' and without '.join(lacking)}: this kernel lacks it"
+    return f"processes that score model output run without {' and without '.join(lacking)}: this kernel lacks it"
 
 
 def confine(packages: Iterable[Path]) -> None:
-    """Leave this process no more than computing, and reading the files of Python and of some packages.
+    """Restrict this process to computing and to reading the files of Python and of some packages. Irreversible.
 
-    Network, other processes, signals, programs and writing files are refused by seccomp, on x86-64 and 64-bit ARM;
-    reading other files by Landlock. A kernel without one of them does without it: see `missing_confinement`. There is
-    no way back.
+    Seccomp blocks the network, other processes, signals, programs and writing files, on x86-64 and 64-bit ARM;
+    Landlock blocks reading other files. Either is skipped if the kernel lacks it, see `missing_confinement`.
 
     Args:
-        packages: folders that hold packages which may be imported later.
+        packages: folders with packages that may be imported later.
     """
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     libc = _libc()
-    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # what both of them ask for
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # required by both
     own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     own.add(str(Path(__file__).parent.parent))
     _restrict_reading(libc, [*map(str, packages), *sorted(own), *_SYSTEM, *_SYSTEM_FILES])
@@ -103,18 +99,18 @@ def confine(packages: Iterable[Path]) -> None:
 
 
 def _restrict_reading(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
-    """Refuse to open anything else than these files and what is in these folders, by Landlock."""
+    """Block opening anything except these files and the contents of these folders, with Landlock."""
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
         return
     rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
-    # Network from version 4 on; abstract sockets and signals to others from version 6 on.
+    # Network from version 4 on; abstract sockets and signals to other processes from version 6 on.
     handled = struct.pack("QQQ", rights, 3, 3)[: 8 * (1 + (version >= 4) + (version >= 6))]
     rules = libc.syscall(_CREATE_RULESET, handled, len(handled), 0)
     if rules < 0:
         return
     for path in readable:
-        with contextlib.suppress(OSError):  # what is not there
+        with contextlib.suppress(OSError):  # skip paths that do not exist
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
             folder = stat.S_ISDIR(os.fstat(opened).st_mode)
             allowed = _READ_FILE | _READ_FOLDER if folder else _READ_FILE
@@ -125,8 +121,8 @@ def _restrict_reading(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
 
 
 def _program(architecture: int, column: int) -> bytes:
-    """Program for seccomp that allows the calls above; a file is opened only to be read."""
-    # Offsets into seccomp_data: 0 is the call's number, 4 the architecture, 16 and on its arguments, 8 bytes each.
+    """Return the seccomp program that allows the calls above, and opening files for reading only."""
+    # Offsets into seccomp_data: 0 is the call's number, 4 the architecture, from 16 on its arguments, 8 bytes each.
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     lines += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _REFUSE)]  # x32's numbers
     for call in sorted({numbers[column] for numbers in _ALLOWED.values()}):

@@ -1,4 +1,4 @@
-"""Reward of a whole group: answers that the other episodes of the task do not give."""
+"""Group reward for answers that differ from those of the task's other episodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from forge_rl.types import Episode, Score, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Diversity:
-    """Scores an episode by the share of the others in its group whose answers differ from its own; alone it scores 1.0.
+    """Scores an episode by the share of its group's other episodes with a different answer; 1.0 if it is alone.
 
-    Add it with a small weight to a reward for being right: --reward math=1 diversity=0.1
+    Add it with a small weight to a reward for correctness: --reward math=1 diversity=0.1
     """
 
     extract: Extract = "auto"
-    """Way in which the answers are found in the completions. They are compared as `match` does."""
+    """Method of extracting the answers from the completions; they are compared as in `match`."""
 
     def __call__(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
         """Return a score from 0 to 1 for each episode."""

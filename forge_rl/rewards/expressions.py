@@ -1,4 +1,4 @@
-"""Reads numbers, lists and formulas that a model wrote, node by node of Python's syntax: nothing is evaluated."""
+"""Parses numbers, lists and formulas that a model wrote, node by node of Python's syntax tree, without evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_CHARS = 20_000
 _MOST_NODES = 5_000
 _MOST_DEPTH = 100
 _MOST_BITS = 4096
-"""Most bits of a number, and of a power of numbers."""
+"""Maximum bits of a number, and of a power of numbers."""
 _MOST_EXPONENT = 1000
 _FUNCTIONS = frozenset(
     (
@@ -19,46 +19,47 @@ _FUNCTIONS = frozenset(
         *("asec", "acsc", "sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh", "Abs", "erf"),
     )
 )
-"""Functions of a formula, which sympy has under these names."""
+"""Functions allowed in a formula, by their sympy names."""
 _CONSTANTS = frozenset(("E", "pi", "I"))
 
 
 def literal(text: str) -> Any:
-    """Return the list, tuple, text or number that a text writes in Python's notation.
+    """Parse a list, tuple, string or number in Python's notation.
 
     Raises:
-        ValueError: it is none, or too long.
+        ValueError: the text is not a literal, or is too long.
     """
     if len(text) > _MOST_CHARS:
         raise ValueError("the text is too long")
     try:
         return ast.literal_eval(text)
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise ValueError(f"no literal: {type(error).__name__}") from None
+        raise ValueError(f"not a literal: {type(error).__name__}") from None
 
 
 def arithmetic(text: str) -> Fraction:
-    """Compute numbers with + - * / and ** exactly, such as (3 + 4) * 5 / 2.
+    """Compute an expression of numbers with + - * / and ** exactly, such as (3 + 4) * 5 / 2.
 
     Raises:
-        ValueError: it holds anything else, or is too large.
-        ZeroDivisionError: it divides by 0.
+        ValueError: the expression contains anything else, or is too large.
+        ZeroDivisionError: the expression divides by 0.
     """
     return _fraction(_tree(text))
 
 
 def formula(text: str, symbols: Mapping[str, Any]) -> Any:
-    """Build sympy's expression of a formula in Python's notation, as its own `parse_expr` would, which runs the text.
+    """Build the sympy expression of a formula in Python's notation, like sympy's `parse_expr`, which executes the text.
 
         formula("2*x**2/3 + sin(x)", {"x": sympy.Symbol("x")})
 
-    Of names, those of functions and of E, pi and I are sympy's; a name that sympy has not is a symbol.
+    Functions and E, pi and I are sympy's; any name that sympy does not define is a symbol.
 
     Args:
-        symbols: values of names.
+        symbols: values by name.
 
     Raises:
-        ValueError: it holds anything else than numbers, names, + - * / ** and functions of analysis, or is too large.
+        ValueError: the formula contains anything except numbers, names, + - * / ** and the allowed functions, or is
+            too large.
     """
     return _sympy(_tree(text), symbols)
 
@@ -70,7 +71,7 @@ def _tree(text: str) -> ast.expr:
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(f"no expression: {type(error).__name__}") from None
+        raise ValueError(f"not an expression: {type(error).__name__}") from None
     level: list[ast.AST] = [body]
     nodes = depth = 0
     while level:
@@ -93,11 +94,11 @@ def _fraction(node: ast.expr) -> Fraction:
             base, exponent = _fraction(left), _fraction(right)
             _check_power(base, exponent)
             if exponent.denominator != 1:
-                raise ValueError("a root")
+                raise ValueError("roots are not supported")
             return base ** int(exponent)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _bounded(_OPERATORS[type(op)](_fraction(left), _fraction(right)))
-    raise ValueError(f"{type(node).__name__} is no arithmetic")
+    raise ValueError(f"{type(node).__name__} is not arithmetic")
 
 
 def _sympy(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
@@ -114,7 +115,7 @@ def _sympy(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
             if name in _CONSTANTS:
                 return getattr(sympy, name)
             if hasattr(sympy, name):
-                raise ValueError(f"{name!r:.40} is no symbol")
+                raise ValueError(f"{name!r:.40} is not a symbol")
             return sympy.Symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_sympy(operand, symbols)
@@ -132,7 +133,7 @@ def _sympy(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
             return getattr(sympy, name)(_sympy(number, symbols), _sympy(base, symbols))
         case ast.Call(func=ast.Name(id=name), args=[given], keywords=[]) if name in _FUNCTIONS | {"abs"}:
             return getattr(sympy, "Abs" if name == "abs" else name)(_sympy(given, symbols))
-    raise ValueError(f"{type(node).__name__} is no part of a formula")
+    raise ValueError(f"{type(node).__name__} is not allowed in a formula")
 
 
 def _bounded(value: Fraction) -> Fraction:

@@ -1,4 +1,4 @@
-"""Finds the final answer in the text of a completion."""
+"""Extracts the final answer from a completion's text."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 from typing import Literal
 
 Extract = Literal["auto", "tagged", "boxed", "last_number", "whole"]
-"""Ways to find an answer: see `extract`."""
+"""Methods of extracting an answer, see `extract`."""
 
 _OPEN, _CLOSE, _BOXED = "<answer>", "</answer>", "\\boxed{"
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# A sign counts where it follows no operand: 10-3 ends with 3, but "= -3" and "3*-2" with a negative number.
+# A sign belongs to the number unless it follows an operand: 10-3 ends with 3, but "= -3" and "3*-2" with a negative.
 _NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?(?:{_DIGITS})(?:[eE][-+]?\d+\b)?")
 _MINUS = str.maketrans({"\N{MINUS SIGN}": "-"})
 
 
 def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
-    """Return the final answer in a text, or None when there is none.
+    """Return the final answer in a text, or None if there is none.
 
         extract("boxed", r"so it is \\boxed{5}")  # "5"
 
     Args:
         how: "tagged" takes the last <answer>...</answer>, "boxed" the last \\boxed{...}, "last_number" the last
-            number, "whole" all of the text. "auto" takes what is tagged, else what is boxed, else the whole; and
-            of that the last number if the right answer is a number.
-        gold: the right answer; only "auto" looks at it, and only whether it is a number.
+            number, "whole" the whole text. "auto" takes the tagged answer, else the boxed one, else the whole text; if
+            the true answer is a number, it takes the last number of that.
+        gold: the true answer; only "auto" uses it, and only to see if it is a number.
     """
     match how:
         case "tagged":
@@ -42,7 +42,7 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """Return the inside of the last <answer>...</answer>."""
+    """Return the contents of the last <answer>...</answer>."""
     found: str | None = None
     end = 0
     while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
@@ -51,10 +51,10 @@ def tagged(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the inside of the last \boxed{...} whose braces close, with any braces within it."""
+    r"""Return the contents of the last \boxed{...} with balanced braces, including nested braces."""
     start = end = -1
     opened: list[int] = []
-    # Where the inside of each open box begins; -1 for a brace of another kind.
+    # Start of the contents of each open box; -1 for other braces.
     for brace in _BRACE.finditer(text):
         if brace.group() != "}":
             opened.append(brace.end() if brace.group() == _BOXED else -1)
@@ -64,11 +64,11 @@ def boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last integer or decimal number, without the commas between thousands."""
+    """Return the last integer or decimal number, without thousands separators."""
     found = _NUMBER.findall(text.translate(_MINUS))
     return found[-1].replace(",", "") if found else None
 
 
 def is_number(text: str) -> bool:
-    """Check that a text is one number and nothing else."""
+    """Return True if a text is one number and nothing else."""
     return _NUMBER.fullmatch(text.translate(_MINUS).strip()) is not None

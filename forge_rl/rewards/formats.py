@@ -1,4 +1,4 @@
-"""Rewards of a completion's form: tags in their order, a regular expression, JSON of a schema."""
+"""Rewards for a completion's format: tags in order, a regular expression, JSON that matches a schema."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from forge_rl.types import Score, Task
 
 _FENCE = "```"
 _MOST_JSON = 100_000
-"""Length of the longest text that is read as JSON."""
+"""Maximum length of a text that is parsed as JSON, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Scores 1.0 for `<think>...</think><answer>...</answer>`: each tag once, in this order, nothing beside them.
+    """Scores 1.0 for `<think>...</think><answer>...</answer>`: each tag once, in this order, and no other text.
 
     Format()(task, "<think>2 and 3</think> <answer>5</answer>")  # Score(total=1.0, answer="5")
     """
@@ -29,14 +29,14 @@ class Format:
     answer: str = "answer"
     """Name of the second tag."""
     opened: bool = False
-    """The chat template opens the first tag itself, so that completions begin within it."""
+    """Set if the chat template writes the first opening tag, so that completions begin inside it."""
 
     def __post_init__(self) -> None:
         if not self.answer:
-            raise ConfigError("--reward format: answer is empty", hint="name the tag of the answer")
+            raise ConfigError("--reward format: answer is empty", hint="set answer to the name of the answer's tag")
 
     def __call__(self, task: Task, text: str) -> Score:
-        """Return 1.0 or 0.0, and the inside of the answer's tag."""
+        """Return 1.0 or 0.0, and the contents of the answer tag."""
         rest = f"<{self.think}>{text}" if self.opened and self.think else text
         names = [name for name in (self.think, self.answer) if name]
         once = all(rest.count(f"<{name}>") == rest.count(f"</{name}>") == 1 for name in names)
@@ -50,21 +50,21 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Regex:
-    """Scores 1.0 where a regular expression is found in the completion; its group `answer`, or else its first group, is
-    the answer.
+    """Scores 1.0 if a regular expression matches in the completion; its group `answer`, or else its first group, is the
+    answer.
 
     --reward 'regex:pattern="^The answer is (\\d+)[.]$"'
 
-    A search that takes too long, as some patterns do on some texts, scores 0.0.
+    A search that times out, as some patterns do on some texts, scores 0.0.
     """
 
     pattern: str
-    """Regular expression, in the syntax of Python's `re`; in quotes if it has a comma or ends in a star and a number.
-    Add (?s) to let . match new lines, (?i) to ignore case."""
+    """Regular expression in the syntax of Python's `re`; quoted if it contains a comma or ends in a star and a number.
+    Add (?s) to let . match newlines, (?i) to ignore case."""
     full: bool = False
-    """The whole completion must match."""
+    """Require the whole completion to match."""
     timeout_s: float = 1.0
-    """Longest time for one completion."""
+    """Timeout per completion."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward regex:", above={"timeout_s": 0})
@@ -74,7 +74,7 @@ class Regex:
             _compiled(self.pattern)
         except regex.error as error:
             raise ConfigError(
-                f"--reward regex: {self.pattern!r} is no regular expression: {error}", hint="mend the pattern"
+                f"--reward regex: {self.pattern!r} is not a regular expression: {error}", hint="fix the pattern"
             ) from None
 
     def __call__(self, task: Task, text: str) -> Score:
@@ -92,31 +92,32 @@ class Regex:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(pattern: str) -> Any:
-    import regex  # unlike `re`, it can stop
+    import regex  # unlike `re`, it has timeouts
 
     return regex.compile(pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JSONSchema:
-    """Scores 1.0 for a completion that is JSON of a schema, by itself or in a fenced block; any JSON scores `parsed`.
+    """Scores 1.0 for a completion that is JSON valid under a schema, bare or in a fenced block, and `parsed` for other
+    JSON.
 
     --reward json_schema:schema=person.json
 
-    Schemas may have patterns, and conditions that take long: it is checked in a confined process, and what takes too
-    long does not fit.
+    As patterns and conditions of a schema can be slow, a confined process validates the JSON; a timeout counts as
+    invalid.
     """
 
     schema: Path
     """File with a JSON schema."""
     parsed: float = 0.0
-    """Score of JSON that does not fit the schema."""
+    """Score of JSON that is invalid under the schema."""
     timeout_s: float = 5.0
-    """Longest time to check one completion."""
+    """Timeout for validating one completion."""
     source: str = field(init=False, repr=False)
-    """The schema."""
+    """Text of the schema."""
     deadline_s: ClassVar[float] = 3600.0
-    """Longest time for one score, with the wait for others before it."""
+    """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward json_schema:", above={"timeout_s": 0})
@@ -129,7 +130,7 @@ class JSONSchema:
         except (OSError, ValueError, jsonschema.SchemaError) as error:
             said = getattr(error, "strerror", None) or getattr(error, "message", None) or error
             raise ConfigError(
-                f"--reward json_schema: {self.schema} holds no JSON schema: {said}", hint="give schema=FILE.json"
+                f"--reward json_schema: {self.schema} has no valid JSON schema: {said}", hint="set schema=FILE.json"
             ) from None
 
     @property
@@ -141,7 +142,7 @@ class JSONSchema:
         """Return 1.0, `parsed` or 0.0, and the JSON as the answer.
 
         Raises:
-            ForgeError: the schema refers to another one, which is not fetched.
+            ForgeError: the schema refers to another schema, which is not fetched.
         """
         try:
             if len(text) > _MOST_JSON:
@@ -155,7 +156,7 @@ class JSONSchema:
 
 
 def last_fenced(text: str) -> str | None:
-    """Return the inside of the last block between a line that ends in ``` or ```json and one that begins with ```."""
+    """Return the contents of the last block between a line ending in ``` or ```json and one beginning with ```."""
     found: str | None = None
     inside: list[str] | None = None
     for line in text.split("\n"):
@@ -170,7 +171,7 @@ def last_fenced(text: str) -> str | None:
 
 
 def fits(source: str, answer: str) -> bool:
-    """Return True if JSON fits a schema. Runs in a confined process, which can be killed when it takes too long."""
+    """Return True if JSON is valid under a schema. Runs in a confined process, which is killed on a timeout."""
     try:
         return bool(_validator(source).is_valid(json.loads(answer)))
     except RecursionError:
@@ -183,5 +184,5 @@ def _validator(source: str) -> Any:
     import referencing
 
     schema = json.loads(source)
-    # With a registry of its own a $ref is never fetched from the network.
+    # An empty registry keeps $ref from being fetched from the network.
     return jsonschema.validators.validator_for(schema)(schema, registry=referencing.Registry())

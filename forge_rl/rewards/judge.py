@@ -1,4 +1,4 @@
-"""Reward by a judge: a language model at any OpenAI-compatible endpoint, that grades episodes by a rubric."""
+"""Reward from a judge: a language model at any OpenAI-compatible endpoint that grades episodes by a rubric."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 _FIRST_WAIT_S = 1.0
-"""Wait before the second try; doubled for each further one."""
+"""Wait before the first retry, doubled for each further one."""
 _LONGEST_WAIT_S = 60.0
-"""Longest wait before another try, whatever the endpoint asks for."""
+"""Maximum wait before a retry, even if the endpoint asks for more."""
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
 _MOST_READ = 4000
-"""Letters at the end of a reply in which its grade is looked for; patterns take quadratic time at worst."""
+"""Characters at the end of a reply that are searched for its grade; patterns take quadratic time at worst."""
 _LABELLED = re.compile(r"(?i)\bscore\W{0,6}?(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
 _SCHEMA = {
     "type": "object",
@@ -47,47 +47,48 @@ class Judge:
     --reward judge:model=gpt-4o-mini,rubric=rubric.md
     --reward judge:model=qwen3,base_url=http://localhost:8000/v1,api_key_env=,max_calls=5000*0.5
 
-    It is asked again where the endpoint fails or its reply holds no grade; after that the episode's outcome is a
-    judge error. Replies are kept, and asked for once.
+    If the endpoint fails or its reply contains no grade, the request is retried; if all retries fail, the episode's
+    outcome is a judge error. Replies are cached.
     """
 
     model: str
     """Name of the model at the endpoint."""
     rubric: str = ""
-    """Text, or a file with it, that says how to grade. Jinja fills in {{question}}, {{answer}}, {{truth.answer}} and
-    other entries of the truth, and {{transcript}}; without any of them, question and answer follow it. By default the
-    judge is asked how well the question is answered, and told the true answer if there is one."""
+    """Grading instructions: text, or a file with it. Jinja fills in {{question}}, {{answer}}, {{truth.answer}} and
+    other entries of the truth, and {{transcript}}; if it uses none of them, question and answer are appended. By
+    default the judge grades how well the answer answers the question, given the true answer if there is one."""
     base_url: str = ""
-    """Address of the endpoint, up to and with /v1; that of OpenAI by default."""
+    """URL of the endpoint, up to and including /v1; defaults to OpenAI."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key; empty where the endpoint wants none."""
+    """Environment variable that holds the API key; empty if the endpoint needs none."""
     low: float = 0.0
-    """Grade that is worth 0."""
+    """Grade that scores 0."""
     high: float = 10.0
-    """Grade that is worth 1."""
+    """Grade that scores 1."""
     structured: bool = False
-    """Ask for JSON of a schema (`response_format`) instead of a text that ends with the grade."""
+    """Request JSON with a schema (`response_format`) instead of text that ends with the grade."""
     max_tokens: int = 512
-    """Most tokens of a reply."""
+    """Maximum tokens of a reply."""
     temperature: float = 0.0
-    """Temperature of the judge; below 0 none is sent, for models that refuse it."""
+    """Sampling temperature of the judge; if negative, none is sent, for models that reject it."""
     retries: int = 4
-    """Times that it is asked again, after 1, 2, 4... seconds, or what the endpoint's Retry-After says."""
+    """Number of retries, after 1, 2, 4... seconds, or later if the endpoint's Retry-After says so."""
     timeout_s: float = 60.0
-    """Longest time for one reply."""
+    """Timeout of one request."""
     concurrent: int = 16
-    """Most requests at a time, in each replica of the reward service."""
+    """Maximum concurrent requests per replica of the reward service."""
     max_calls: int = 10_000
-    """Most requests in a run, resumed or not; past it the run ends with an error. 0 is no limit."""
+    """Maximum requests in a run, including resumes; beyond it the run stops with an error. 0 means no limit."""
     max_spent_tokens: int = 0
-    """Most tokens in a run, of prompts and replies; past it the run ends with an error. 0 is no limit."""
+    """Maximum prompt and reply tokens in a run, including resumes; beyond it the run stops with an error. 0 means no
+    limit."""
     cache: Path | None = None
-    """Folder for replies that several runs share; by default they are kept in the run folder."""
+    """Folder of cached replies, to share them between runs; defaults to the run folder."""
     template: str = field(init=False, repr=False)
-    """The rubric's text."""
+    """Text of the rubric."""
     _live: _Live | None = field(default=None, init=False, repr=False, compare=False)
     deadline_s: ClassVar[float] = 3600.0
-    """Longest time for one score, with the wait for others before it."""
+    """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
         check_flags(
@@ -98,16 +99,16 @@ class Judge:
         )
         if not self.low < self.high or not math.isfinite(self.high - self.low):
             raise ConfigError(f"--reward judge: low is {self.low}, high is {self.high}", hint="set low below high")
-        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be a key: never shown
+        if self.api_key_env and not self.api_key_env.isidentifier():  # never shown, as it may be a key
             raise ConfigError(
-                "--reward judge: api_key_env is no name of an environment variable",
-                hint="put the key into a variable, and name that: api_key_env=OPENAI_API_KEY",
+                "--reward judge: api_key_env is not the name of an environment variable",
+                hint="put the key into a variable and give its name: api_key_env=OPENAI_API_KEY",
             )
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ConfigError(
                 f"--reward judge: the environment variable {self.api_key_env} is not set",
-                hint="set it to the key of the endpoint, name another one as api_key_env=NAME, or write api_key_env= "
-                "where it wants none",
+                hint="set it to the endpoint's key, give another variable as api_key_env=NAME, or write api_key_env= "
+                "if the endpoint needs no key",
             )
         object.__setattr__(self, "template", read_rubric(self.rubric))
         compile_rubric(self.template)
@@ -118,7 +119,7 @@ class Judge:
         return (Path(self.rubric),) if self.rubric and self.template != self.rubric else ()
 
     def load(self, folder: Path | None) -> None:
-        """Open the replies that are kept: in a run's folder, or in memory."""
+        """Open the cache of replies: in a run's folder, or in memory."""
         spent = JudgeStore(folder)
         replies = spent if self.cache is None else JudgeStore(self.cache)
         object.__setattr__(self, "_live", _Live(replies, spent, asyncio.Semaphore(self.concurrent)))
@@ -130,8 +131,8 @@ class Judge:
         """Return a score from 0 to 1.
 
         Raises:
-            ForgeError: the rubric asks for something that the task has not.
-            JudgeError: no grade could be had.
+            ForgeError: the rubric uses something that the task lacks.
+            JudgeError: the judge returned no grade.
             SpendingError: a limit is reached.
         """
         if self._live is None:
@@ -160,7 +161,7 @@ class Judge:
         request: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": f"{prompt}\n\n{asked}"}],
-            # OpenAI's newer models refuse the old name, most other servers do not know the new one.
+            # OpenAI's newer models reject the old name, most other servers do not know the new one.
             ("max_tokens" if self.base_url else "max_completion_tokens"): self.max_tokens,
         }
         if self.temperature >= 0:
@@ -171,7 +172,7 @@ class Judge:
         return request
 
     async def _ask(self, live: _Live, request: dict[str, Any]) -> str:
-        """Return a reply that holds a grade."""
+        """Return a reply that contains a grade."""
         import openai
 
         if live.client is None:
@@ -188,7 +189,7 @@ class Judge:
                 live.spent.add_tokens(self._identity, _tokens_of(completion, request))
                 if self._grade(reply) is not None:
                     return reply
-                problem = f"its reply holds no grade from {self.low:g} to {self.high:g}: {reply[-200:]!r}"
+                problem = f"its reply has no grade from {self.low:g} to {self.high:g}: {reply[-200:]!r}"
             except (TimeoutError, openai.APITimeoutError):
                 problem = f"no reply within {self.timeout_s:g} s"
             except openai.APIStatusError as error:
@@ -198,7 +199,7 @@ class Judge:
                 if error.code == "insufficient_quota":
                     raise self._failed(problem) from None
                 wait_s = max(wait_s, _asked_wait_s(error.response.headers))
-            except (openai.OpenAIError, ValueError) as error:  # ValueError: no JSON
+            except (openai.OpenAIError, ValueError) as error:  # ValueError: not JSON
                 cause = f": {error.__cause__}" if error.__cause__ else ""
                 problem = f"{type(error).__name__}: {str(error)[:200]}{cause}"
             if tries < self.retries:
@@ -208,8 +209,8 @@ class Judge:
     def _failed(self, problem: str) -> JudgeError:
         where = without_credentials(self.base_url) or "OpenAI"
         return JudgeError(
-            f"the judge {self.model} at {where} gave no grade: {problem}",
-            hint="look at its endpoint and at --reward judge:..., which names model, base_url and api_key_env",
+            f"the judge {self.model} at {where} returned no grade: {problem}",
+            hint="check the endpoint, and model, base_url and api_key_env in --reward judge:...",
         )
 
     def _reserve(self, live: _Live) -> None:
@@ -217,20 +218,20 @@ class Judge:
             return
         calls, tokens = live.spent.spent(self._identity)
         raise SpendingError(
-            f"the judge {self.model} has had {calls} calls and {tokens} tokens in this run, and its limits are "
-            f"max_calls={self.max_calls} and max_spent_tokens={self.max_spent_tokens} (0: none)",
-            hint="to go on from the last checkpoint, raise the limit in --reward judge:... and add --out FOLDER "
+            f"the judge {self.model} has used {calls} calls and {tokens} tokens in this run, and its limits are "
+            f"max_calls={self.max_calls} and max_spent_tokens={self.max_spent_tokens} (0: no limit)",
+            hint="to resume from the last checkpoint, raise the limit in --reward judge:... and add --out FOLDER "
             "--force-continue",
         )
 
     @property
     def _identity(self) -> str:
-        """Name by which what it costs is counted, whatever its limits are."""
+        """Key under which the judge's spending is counted, independent of its limits."""
         return f"{self.model} {_digest(self.base_url, self.template)[:12]}"
 
     def _grade(self, reply: str) -> float | None:
-        """Return the grade in a reply: what its JSON has as `score`, or the last `Score: N`, or the last number in the
-        range; None if there is none."""
+        """Return the grade in a reply: `score` in its JSON, or the last `Score: N`, or the last number in the range;
+        None if there is none."""
         if self.structured:
             try:
                 found = json.loads(reply)["score"]
@@ -247,13 +248,13 @@ class Judge:
 
 @dataclass(eq=False)
 class _Live:
-    """State of a judge in the process where it grades."""
+    """State of a judge in the process that grades."""
 
     replies: JudgeStore
     spent: JudgeStore
     room: asyncio.Semaphore
     locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
-    """One for each question that is asked now: what is asked twice at a time is asked for once."""
+    """One lock per request in flight, so that concurrent identical requests are sent once."""
     client: AsyncOpenAI | None = None
 
 
@@ -265,12 +266,12 @@ def _text_of(completion: Any) -> str:
     try:
         text = completion.choices[0].message.content
     except (AttributeError, IndexError, TypeError):
-        raise ValueError(f"its reply is no chat completion: {completion!r:.100}") from None
+        raise ValueError(f"its reply is not a chat completion: {completion!r:.100}") from None
     return text if isinstance(text, str) else ""
 
 
 def _tokens_of(completion: Any, request: Mapping[str, Any]) -> int:
-    """Tokens that the endpoint counted; about what they are where it says nothing."""
+    """Return the tokens that the endpoint reports, or an estimate if it reports none."""
     total = getattr(getattr(completion, "usage", None), "total_tokens", None)
     letters = len(request["messages"][0]["content"]) + len(_text_of(completion))
     return total if isinstance(total, int) and total > 0 else letters // 4 + 1

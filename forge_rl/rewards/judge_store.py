@@ -1,4 +1,4 @@
-"""Replies of a judge that are kept, and a count of what it has cost: an SQLite file that processes and starts share."""
+"""Cache of a judge's replies and count of its spending, in an SQLite file shared by processes and resumed runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ create table if not exists spent (judge text primary key, calls integer not null
 
 
 class JudgeStore:
-    """Keeps replies by key, and calls and tokens by judge.
+    """Stores replies by key, and the number of calls and tokens by judge.
 
         store = JudgeStore(Path("runs/grpo-1/reward"))
         store.reserve("gpt", max_calls=100, max_tokens=0)  # False when the limit is reached
 
     Args:
-        folder: made if it is missing, and closed to other users; None keeps everything in memory.
+        folder: created if missing, and made private; None keeps everything in memory.
 
     Raises:
-        ConfigError: the folder or the file in it cannot be used.
+        ConfigError: the folder or its file cannot be used.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -37,21 +37,21 @@ class JudgeStore:
             self._database.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
-                f"the judge cannot keep its replies in {folder}: {error}",
-                hint="choose or mend the folder, or delete it",
+                f"the judge cannot store its replies in {folder}: {error}",
+                hint="fix or delete the folder, or choose another",
             ) from error
 
     def reply(self, key: str) -> str | None:
-        """Return a reply that was kept."""
+        """Return a stored reply, or None."""
         found = self._database.execute("select reply from replies where key = ?", (key,)).fetchone()
         return found[0] if found else None
 
     def keep(self, key: str, reply: str) -> None:
-        """Keep a reply."""
+        """Store a reply."""
         self._database.execute("insert or replace into replies values (?, ?)", (key, reply))
 
     def reserve(self, judge: str, *, max_calls: int, max_tokens: int) -> bool:
-        """Count a call before it is made; False if that would pass a limit. 0 is no limit."""
+        """Count a call before it is made; return False if it would exceed a limit. 0 means no limit."""
         self._database.execute("insert or ignore into spent values (?, 0, 0)", (judge,))
         within = "(? = 0 or calls < ?) and (? = 0 or tokens < ?)"
         limits = (max_calls, max_calls, max_tokens, max_tokens)
@@ -61,11 +61,11 @@ class JudgeStore:
         return counted.rowcount == 1
 
     def add_tokens(self, judge: str, tokens: int) -> None:
-        """Count the tokens of a call after it was made."""
+        """Count the tokens of a call after it is made."""
         self._database.execute("update spent set tokens = tokens + ? where judge = ?", (tokens, judge))
 
     def spent(self, judge: str) -> tuple[int, int]:
-        """Return the calls and tokens of a judge."""
+        """Return the number of calls and tokens of a judge."""
         found = self._database.execute("select calls, tokens from spent where judge = ?", (judge,)).fetchone()
         return found or (0, 0)
 

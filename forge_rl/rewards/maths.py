@@ -1,4 +1,4 @@
-"""Reward by math-verify: answers that are equal as mathematics, however they are written."""
+"""Reward from math-verify: mathematically equal answers, in any notation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
 _LONGEST = 1000
-"""Most letters of an answer that are told."""
+"""Maximum length of a reported answer, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +23,17 @@ class Maths:
 
     await Maths()(task, "so it is \\boxed{0.5}")  # Score(total=1.0, answer="1/2")
 
-    It works in processes of its own; one that takes too long, as some answers make it, is killed, and its answer wrong.
+    Runs in separate processes; one that times out, as some answers cause, is killed and its answer counts as wrong.
     """
 
     key: str = "answer"
-    """Entry of the task's truth that holds the right answer, or a list of right ones, with or without dollar signs."""
+    """Entry of the task's truth that holds the true answer, or a list of them, with or without dollar signs."""
     timeout_s: float = 5.0
-    """Longest time for math-verify to compare one answer."""
+    """Timeout for comparing one answer."""
     processes: int = 2
-    """Most processes that compare, in each replica of the reward service."""
+    """Maximum worker processes per replica of the reward service."""
     deadline_s: ClassVar[float] = 3600.0
-    """Longest time for one score, with the wait for others before it."""
+    """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward math:", least={"processes": 1}, above={"timeout_s": 0})
@@ -41,7 +41,7 @@ class Maths:
             raise ConfigError("--reward math: math-verify is not installed", hint="pip install math-verify")
 
     async def __call__(self, task: Task, text: str) -> Score:
-        """Raises TaskError for a task without an answer, ForgeError where math-verify does not start."""
+        """Raises TaskError for a task without an answer, ForgeError if a worker process does not start."""
         workers = shared_workers(__name__, "compare", self.processes, self.timeout_s, ("math_verify", "sympy"))
         compared = await workers(true_answers(task, self.key, "math"), text)
         if compared is None:
@@ -51,18 +51,18 @@ class Maths:
 
 
 def compare(right: list[str], text: str) -> tuple[bool, str]:
-    """Tell whether a completion's answer equals one of the right ones, and how it is written in sympy. Of its own
+    """Return whether a completion's answer equals a true one, and the answer in sympy's notation. Runs in a separate
     process, as it has no time limit.
 
     Raises:
-        ValueError: math-verify does not understand a right answer.
+        ValueError: math-verify cannot parse a true answer.
     """
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing bounds its time
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that timeouts are disabled
     truths = [math_verify.parse(_as_maths(each), parsing_timeout=None) for each in right]
     if not all(truths):
-        raise ValueError(f"math-verify does not understand the right answer {right[truths.index([])]!r:.80}")
+        raise ValueError(f"math-verify cannot parse the true answer {right[truths.index([])]!r:.80}")
     marked = next((part for part in (tagged(text), boxed(text)) if part is not None), None)
     try:
         answer = math_verify.parse(text if marked is None else _as_maths(marked), parsing_timeout=None)
@@ -70,7 +70,7 @@ def compare(right: list[str], text: str) -> tuple[bool, str]:
             if math_verify.verify(true, answer, timeout_seconds=None):
                 return True, str(true[0])
         return False, str(answer[0])[:_LONGEST] if answer else ""
-    except Exception:  # of what a model wrote
+    except Exception:  # model output can fail in any way
         return False, ""
 
 

@@ -1,6 +1,6 @@
-"""Scorers of our own for the nine data sets of reasoning-gym whose scorers run the answer as code.
+"""Safe scorers for the nine reasoning-gym data sets whose own scorers execute the answer as code.
 
-They score as those of reasoning-gym 0.1.x do, but read answers by `expressions`.
+They score like reasoning-gym 0.1.x, but parse answers with `expressions`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from forge_rl.rewards.expressions import arithmetic, formula, literal
 
 _INTEGER = re.compile(r"\b\d+\b")
 _MOST_DIGITS = 1000
-"""Most digits of a number in an answer."""
+"""Maximum digits of a number in an answer."""
 
 ProceduralScorer = Callable[[str, Mapping[str, Any], Mapping[str, Any]], float]
-"""Scores an answer by an entry of the data set and the data set's parameters; raises where the answer makes no sense,
-which is then worth `LEAST`."""
+"""Scores an answer, given an entry of the data set and the data set's parameters; raises if the answer is malformed,
+which then scores `LEAST`."""
 
 
 def _lines(rows: Any) -> str:
@@ -90,9 +90,9 @@ OWN: Mapping[str, ProceduralScorer] = {
     "intermediate_integration": integration,
 }
 LEAST = {"countdown": 0.01, "puzzle24": 0.01}
-"""Score of an answer that makes no sense, by data set; 0 for others."""
+"""Score of a malformed answer by data set; 0 for the others."""
 
 
 def _integers(text: str) -> list[int]:
-    """Integers that a text spells, as reasoning-gym finds them."""
+    """Return the integers in a text, as reasoning-gym finds them."""
     return [int(found) for found in _INTEGER.findall(text) if len(found) <= _MOST_DIGITS]

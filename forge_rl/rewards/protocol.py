@@ -1,4 +1,4 @@
-"""Protocols of rewards: functions of a task and its episode, of its last answer alone, or of its whole group."""
+"""Reward protocol: functions of a task and its episode, only its last answer, or its whole group."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from forge_rl.types import Episode, Score, Task
 
 
 class Reward(Protocol):
-    """Scores an episode. It must pickle, so that it can be called in another process; it may be async.
+    """Scores an episode; sync or async, and picklable, as it is called in another process.
 
         def correct_and_brief(task: Task, episode: Episode) -> Score:
             correct = float(task.truth["answer"] in episode.text)
             return Score(total=correct - 0.1 * len(episode.turns), parts={"correct": correct})
 
-    Its second parameter says what it is given: one that is called `episode`, or annotated as an Episode, the episode,
-    whose reward is still 0; one that is called `episodes`, or annotated as a sequence of them, all episodes of the
-    task's group, for which it returns as many scores; any other the text of the last answer.
+    The second parameter determines the argument. Named `episode` or annotated as an Episode, it is the episode, with
+    its reward still 0. Named `episodes` or annotated as a sequence of them, it is all episodes of the task's group, and
+    the function returns one score per episode. Otherwise it is the text of the last answer.
 
     An object may also have
-        load(folder): called once in each process that scores, before its first score, with a private folder of the run;
-        deadline_s: longest time for one async score, in place of --reward.deadline-s;
-        replicas: number of processes that are its own, such as those of a model that should be loaded but once;
-        files: paths of files that its scores depend on, such as a rubric; a resumed run is told when they were edited.
+        load(folder): called once in each scoring process before its first score, with a private folder of the run;
+        deadline_s: deadline of one async score, instead of --reward.deadline-s;
+        replicas: number of dedicated processes, for example for a model that should be loaded only once;
+        files: paths of files that its scores depend on, such as a rubric; a resumed run reports if they were edited.
     """
 
     def __call__(self, task: Task, episode: Episode) -> float | Score:
-        """Return a finite number, by custom from 0 to 1, or a Score. Bad output of the model scores 0.0; a bug, or a
-        task without its truth, raises."""
+        """Return a finite number, by convention from 0 to 1, or a Score. Bad model output scores 0.0; a bug, or a task
+        without its truth, raises."""
 
 
 Form = Literal["text", "episode", "group"]
-"""Argument of a reward function beside the task: the last answer, the episode, or all episodes of the group."""
+"""Second argument of a reward function: the last answer, the episode, or all episodes of the group."""
 _SEVERAL = re.compile(r"(?i)(sequence|list|tuple|iterable|collection)\[.*episode", flags=re.DOTALL)
 Scored: TypeAlias = float | Score
 RewardFunction: TypeAlias = (
@@ -44,21 +44,21 @@ RewardFunction: TypeAlias = (
     | Callable[[Task, Episode], Scored | Awaitable[Scored]]
     | Callable[[Task, Sequence[Episode]], Sequence[Scored] | Awaitable[Sequence[Scored]]]
 )
-"""A reward in any of its forms; plain or async. It must pickle."""
+"""A reward in any of its forms, sync or async; must be picklable."""
 
 
 def form_of(function: object) -> Form:
-    """Tell which form a reward function has, by the name and the annotation of its second parameter.
+    """Return the form of a reward function, by the name and annotation of its second parameter.
 
     Raises:
-        ConfigError: it cannot be called with a task and something else.
+        ConfigError: the function cannot be called with two arguments.
     """
     declared = getattr(function, "form", None)
     if declared in ("text", "episode", "group"):
         return declared
     try:
         if not callable(function):
-            raise TypeError("it is no function")
+            raise TypeError("it is not a function")
         signature = inspect.signature(function)
         signature.bind(None, None)
     except (TypeError, ValueError) as error:
@@ -76,7 +76,7 @@ def form_of(function: object) -> Form:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Tell whether calling a reward function returns an awaitable at once."""
+    """Return True if a reward function, or an object's `__call__`, is a coroutine function."""
     function = function.func if isinstance(function, functools.partial) else function
-    call = getattr(function, "__call__", None)  # noqa: B004  of an object whose call is async
+    call = getattr(function, "__call__", None)  # noqa: B004  for objects with an async __call__
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

@@ -1,4 +1,4 @@
-"""Reward by a model: a sequence classifier in a Hugging Face folder, loaded once in each of its own replicas."""
+"""Reward from a model: a sequence classifier in a Hugging Face folder, loaded once per dedicated replica."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from forge_rl.types import Episode, Score, Task
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel:
-    """Scores an episode by the logit that a sequence classifier gives to its conversation.
+    """Scores an episode by a sequence classifier's logit for its conversation.
 
     --reward model:path=models/reward,replicas=2
 
     The conversation is the task's messages and the episode's last text, rendered by the chat template of the model's
-    own tokenizer. A classifier of several labels scores by the probability of the last one. Episodes that wait are
-    scored together.
+    tokenizer. A classifier with several labels scores by the probability of the last one. Queued episodes are scored in
+    batches.
     """
 
     path: Path
-    """Folder of a model for sequence classification, with its tokenizer."""
+    """Folder of a sequence classification model, with its tokenizer."""
     replicas: int = 1
-    """Processes that hold the model, beside those of --reward.replicas."""
+    """Number of processes that hold the model, in addition to --reward.replicas."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number type of its weights."""
+    """Dtype of the weights."""
     device: str = "cpu"
-    """Device of torch on which it is: cpu, or such as cuda:3, of which nobody else must need the memory."""
+    """Torch device of the model: cpu, or, for example, cuda:3 if nothing else needs that GPU's memory."""
     threads: int = 2
-    """Threads of each process, on a CPU."""
+    """CPU threads per process."""
     batch: int = 16
-    """Most episodes that are scored at once."""
+    """Maximum episodes per batch."""
     max_tokens: int = 4096
-    """Longest conversation; of a longer one the beginning is cut off."""
+    """Maximum tokens of a conversation; longer ones are truncated at the beginning."""
     sigmoid: bool = False
-    """Squeeze the one logit to between 0 and 1."""
+    """Apply a sigmoid to the logit of a classifier with one label."""
     _scorer: _Scorer | None = field(default=None, init=False, repr=False, compare=False)
     deadline_s: ClassVar[float] = 3600.0
-    """Longest time for one score, with the wait for others before it."""
+    """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
         least = {"replicas": 1, "threads": 1, "batch": 1, "max_tokens": 1}
@@ -55,12 +55,12 @@ class RewardModel:
             kinds = config.get("architectures") or []
         except (OSError, ValueError, AttributeError) as error:
             raise ModelError(
-                f"--reward model: {self.path} holds no model: {getattr(error, 'strerror', None) or error}: config.json",
-                hint="give path=FOLDER, a Hugging Face folder with config.json, safetensors and a tokenizer",
+                f"--reward model: {self.path} has no model: {getattr(error, 'strerror', None) or error}: config.json",
+                hint="set path=FOLDER to a Hugging Face folder with config.json, safetensors and a tokenizer",
             ) from None
         if not any("SequenceClassification" in str(each) for each in kinds):
             raise ModelError(
-                f"--reward model: {self.path} holds {', '.join(map(str, kinds)) or 'no architecture'}, no sequence "
+                f"--reward model: {self.path} has {', '.join(map(str, kinds)) or 'no architecture'}, not a sequence "
                 "classifier",
                 hint="give the folder of an AutoModelForSequenceClassification, such as TRL's RewardTrainer writes",
             )
@@ -69,7 +69,7 @@ class RewardModel:
         return self.__dict__ | {"_scorer": None}
 
     def load(self, folder: Path | None = None) -> None:
-        """Load the model; takes seconds or minutes.
+        """Load the model, which can take minutes.
 
         Raises:
             ModelError: the folder lacks weights, a tokenizer or a chat template.
@@ -81,12 +81,12 @@ class RewardModel:
         if self._scorer is None:
             await asyncio.to_thread(self.load)
         assert self._scorer is not None
-        answer = episode.text.encode(errors="replace").decode()  # a lone surrogate has no tokens
+        answer = episode.text.encode(errors="replace").decode()  # lone surrogates cannot be tokenized
         return Score(total=await self._scorer.score([*task.messages, {"role": "assistant", "content": answer}]))
 
 
 class _Scorer:
-    """The loaded model, and the episodes that wait for it."""
+    """Loaded model and its queue of episodes."""
 
     def __init__(self, config: RewardModel) -> None:
         import torch
@@ -107,23 +107,23 @@ class _Scorer:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ModelError(
                 f"the reward model in {config.path} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
-                hint="give a whole Hugging Face folder: config.json, safetensors, tokenizer",
+                hint="give a complete Hugging Face folder: config.json, safetensors, tokenizer",
             ) from error
         if missing := sorted(loading["missing_keys"]):
             raise ModelError(
                 f"the reward model in {config.path} lacks weights: {', '.join(missing)[:200]}",
-                hint="give a trained sequence classifier: what is missing would be random",
+                hint="give a trained sequence classifier: missing weights would be random",
             )
         self._model = model.eval().to(config.device)
-        # Where no token is padding, the model cannot tell where a shorter conversation ends.
+        # Without a padding token, the model cannot tell where a shorter conversation ends.
         self._most = config.batch if model.config.pad_token_id is not None else 1
         self._waiting: list[tuple[tuple[int, ...], asyncio.Future[float]]] = []
         self._running: asyncio.Task[None] | None = None
 
     async def score(self, messages: Sequence[Mapping[str, object]]) -> float:
-        """Return the score of a conversation, together with others that wait.
+        """Return the score of a conversation, batched with others in the queue.
 
-        What reads like a control token in its texts is text: an answer cannot end its turn and praise itself.
+        Text that looks like a control token is encoded as text: an answer cannot end its turn and praise itself.
         """
         ids = self._tokenizer.render(messages, add_generation_prompt=False)
         loop = asyncio.get_running_loop()
@@ -134,9 +134,9 @@ class _Scorer:
         return await done
 
     async def _run(self) -> None:
-        """Score what waits, until nothing does."""
+        """Score queued episodes until the queue is empty."""
         while self._waiting:
-            self._waiting.sort(key=lambda each: len(each[0]))  # little padding
+            self._waiting.sort(key=lambda each: len(each[0]))  # to minimise padding
             taken, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
             try:
                 scores = await asyncio.to_thread(self._forward, [ids for ids, _ in taken])

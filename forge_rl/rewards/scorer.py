@@ -1,4 +1,4 @@
-"""Scores of episodes: tried again where they fail, as a score costs less than another answer; checked and applied."""
+"""Scores episodes with retries, as a score costs less than another rollout; validates and applies the scores."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _TRIES = 3
 
 
 class Scorer(Protocol):
-    """Scores episodes, as the Reward service does."""
+    """Interface of the Reward service for scoring episodes."""
 
     async def score(self, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """Return a score for each of some episodes of one task."""
+        """Return one score per episode; all episodes are of one task."""
 
 
 async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episode]:
-    """Score episodes of one task, and try again where that fails, but for what hangs or kills its process.
+    """Score episodes of one task, with retries unless the reward hangs or kills its process.
 
     Returns:
-        The episodes with their scores; `problem` says what failed before, if anything did.
+        The episodes with their scores; `problem` describes the last failure before a successful retry.
 
     Raises:
         ForgeError: the last failure; see `Reward.score`.
@@ -36,7 +36,7 @@ async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episo
             scores = await scorer.score(episodes)
             scored = [with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
         except Exception as error:
-            # A judge was asked again already; what hangs or kills a process would do so again.
+            # A judge retries itself; a reward that hangs or kills its process would do so again.
             if tries == _TRIES - 1 or isinstance(error, JudgeError | HangError | PoisonError):
                 raise
             problem = f"scored again after: {error}"
@@ -49,7 +49,7 @@ def with_score(episode: Episode, score: Score) -> Episode:
     """Return an episode with its score.
 
     Raises:
-        ForgeError: the score is not finite, or its values are not one for each turn, or for each token.
+        ForgeError: the score is not finite, or does not have one value per turn or per token.
     """
     task, total = episode.task, float(score.total)
     parts = {name: float(value) for name, value in score.parts.items()}
@@ -63,13 +63,13 @@ def with_score(episode: Episode, score: Score) -> Episode:
         if len(given) not in (0, len(episode.turns)):
             raise ForgeError(
                 f"the reward of {task.id} has {len(given)} entries in `{name}`, for {len(episode.turns)} turns",
-                hint=f"give Score.{name} an entry for each turn of the episode, or leave it out",
+                hint=f"set Score.{name} to one entry per turn of the episode, or leave it empty",
             )
     for place, (turn, values) in enumerate(zip(episode.turns, score.tokens, strict=False)):
         if len(values) != len(turn.token_ids):
             raise ForgeError(
                 f"the reward of {task.id} has {len(values)} values for turn {place}, of {len(turn.token_ids)} tokens",
-                hint="give Score.tokens one value for each of episode.turns[i].token_ids, NaN for none",
+                hint="set Score.tokens[i] to one value for each of episode.turns[i].token_ids, NaN for none",
             )
     return episode.updated(
         reward=total,

@@ -1,4 +1,4 @@
-"""True answers of a task, for rewards that compare with them."""
+"""Reads a task's true answers, for rewards that compare with them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from forge_rl.types import Task
 
 
 def true_answers(task: Task, key: str, reward: str) -> list[str]:
-    """Return the texts that are right: `task.truth[key]`, or each of its items if it is a list.
+    """Return the true answers: `task.truth[key]`, or each of its items if it is a list.
 
-    Of a solution that ends as GSM8K's do, with `#### 72`, only what follows the mark is the answer.
+    If a solution ends with `#### 72`, as in GSM8K, only the text after the mark is the answer.
 
     Args:
-        reward: name of the reward that asks, for errors.
+        reward: name of the reward, for errors.
 
     Raises:
-        TaskError: the task has no such entry, or it is no text, number, truth value or list of those.
+        TaskError: the task has no such entry, or it is not a string, number, bool or list of these.
     """
     found = task.truth.get(key)
     several = found if isinstance(found, list | tuple) else [found]
@@ -26,7 +26,7 @@ def true_answers(task: Task, key: str, reward: str) -> list[str]:
         raise TaskError(
             f"--reward {reward}: the truth of task {task.id!r} of {task.source!r} has no answer to compare with: "
             f"{key!r} is {seen}",
-            hint=f"name the column of the answers in --tasks FILE:answer=COLUMN, the entry of the truth in --reward "
-            f"{reward}:key=NAME, or write a --reward FILE.py:FUNCTION of your own",
+            hint=f"set the column of the answers with --tasks FILE:answer=COLUMN, the entry of the truth with --reward "
+            f"{reward}:key=NAME, or write your own reward for --reward FILE.py:FUNCTION",
         )
     return [str(each).rpartition("#### ")[2].strip() for each in several]

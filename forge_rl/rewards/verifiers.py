@@ -1,4 +1,4 @@
-"""Verifiers: rewards that compare an answer with the truth of its task."""
+"""Reward from reasoning-gym's verifiers."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
 REASONING_GYM = "reasoning_gym"
-"""`Task.verifier` of the tasks that this module scores."""
+"""Value of `Task.verifier` for tasks that this module scores."""
 
 _Entry = Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGymReward:
-    """Scores a completion by the verifier of the reasoning-gym data set that its task came from.
+    """Scores a completion with the verifier of its task's reasoning-gym data set.
 
     await ReasoningGymReward(extract="tagged")(task, "<answer>5</answer>")  # Score(total=1.0, answer="5")
 
-    Verifiers work in confined processes; one that takes too long is killed, and its answer wrong.
+    Verifiers run in confined processes; one that times out is killed, and its answer counts as wrong.
     """
 
     extract: Extract = "auto"
-    """Way in which the final answer is found in the text."""
+    """Method of extracting the final answer from the text."""
     strict: bool = True
-    """Give 1.0 to answers that the verifier scores fully right, and otherwise 0.0. Many verifiers give a little for any
-    wrong answer, or for a right one inside a longer text; without `strict` that partial credit is kept."""
+    """Score 1.0 if the verifier's score is 1, otherwise 0.0. Many verifiers give partial credit for any wrong answer,
+    or for a right one inside a longer text, which is kept if not strict."""
     timeout_s: float = 10.0
-    """Longest time for a verifier to score one answer."""
+    """Timeout for verifying one answer."""
     processes: int = 2
-    """Most processes that verify, in each replica of the reward service."""
+    """Maximum worker processes per replica of the reward service."""
     deadline_s: ClassVar[float] = 3600.0
-    """Longest time for one score, with the wait for others before it."""
+    """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward reasoning_gym:", least={"processes": 1}, above={"timeout_s": 0})
@@ -49,14 +49,13 @@ class ReasoningGymReward:
         """Return a score from 0 to 1, and the answer.
 
         Raises:
-            TaskError: the task is not of reasoning-gym, or its verifier fails for a reason other than the answer.
+            TaskError: the task is not from reasoning-gym, or its verifier fails for another reason than the answer.
         """
         dataset, params, entry = task.truth.get("dataset"), task.truth.get("params", {}), task.truth.get("entry")
         if task.verifier != REASONING_GYM or not isinstance(dataset, str) or not isinstance(entry, Mapping):
             raise TaskError(
-                f"task {task.id!r} of {task.source!r} does not come from reasoning-gym: "
-                f"its truth has {sorted(task.truth)}",
-                hint="give the tasks of this source a reward of their own",
+                f"task {task.id!r} of {task.source!r} is not from reasoning-gym: its truth has {sorted(task.truth)}",
+                hint="use another reward for the tasks of this source",
             )
         gold = entry.get("answer")
         answer = extract(self.extract, text, gold if isinstance(gold, str) else None)
@@ -80,28 +79,28 @@ class ReasoningGymReward:
 
 
 def verify(dataset: str, params: Mapping[str, object], entry: _Entry, answer: str) -> float | str:
-    """Return the score of an answer, or a text that says how the data set's verifier fails on the right answer too.
+    """Return the score of an answer, or an error message if the verifier also fails on the true answer.
 
-    Runs in a confined process: reasoning-gym's verifiers bound neither time nor memory.
+    Runs in a confined process, as reasoning-gym's verifiers limit neither time nor memory.
     """
     if dataset in OWN:
         try:
             return OWN[dataset](answer, entry, params)
-        except Exception:  # of what a model wrote
+        except Exception:  # model output can fail in any way
             return LEAST.get(dataset, 0.0)
     check = _verifier(dataset, json.dumps(params, sort_keys=True))
     try:
         score = check(answer, entry)
     except Exception as error:
-        # A verifier may fail on text that a model wrote, which is then a wrong answer. But if it cannot verify the
-        # right one either, the verifier or the task is broken.
+        # If a verifier fails on model output, the answer is wrong. But if it cannot verify the true answer either, the
+        # verifier or the task is broken.
         return 0.0 if _accepts_gold(check, entry) else f"{type(error).__name__}: {error}"
-    return float(score) if isinstance(score, int | float) else f"{score!r:.100} is no number"
+    return float(score) if isinstance(score, int | float) else f"{score!r:.100} is not a number"
 
 
 @functools.lru_cache(maxsize=64)
 def _verifier(dataset: str, params_json: str) -> Callable[[str, _Entry], object]:
-    """Return the scoring function of a data set with these parameters, which some verifiers look at."""
+    """Return the scoring function of a data set with these parameters, which some verifiers use."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(dataset, seed=0, size=1, **json.loads(params_json)).score_answer

@@ -1,4 +1,4 @@
-"""Processes for code of others that reads what a model wrote: confined, without secrets, and killed when they are late.
+"""Worker processes for third-party code that reads model output: confined, without secrets, and killed on a timeout.
 
 python -c "from forge_rl.rewards.workers import main; main('forge_rl.rewards.maths', 'compare', 10, 'math_verify')"
 answers calls on stdin.
@@ -24,41 +24,41 @@ from forge_rl.errors import ForgeError
 from forge_rl.rewards.confinement import confine, end_with_parent
 
 _START_S = 120.0
-"""Longest time for a process until it is there, imports and all."""
+"""Timeout for starting a process, including imports."""
 _TRIES = 2
-"""Processes that may die of one call: the first may have been killed by others."""
+"""Number of processes to try per call, as the first may have died for another reason."""
 _LENGTH = struct.Struct("=Q")
 _MOST_TOLD = 500
-"""Longest error of a process that is reported, in letters."""
+"""Maximum length of a reported error, in characters."""
 
 
 @dataclass(eq=False)
 class Workers:
-    """Calls a function in processes of its own, each of which takes one call at a time.
+    """Calls a function in separate processes, one call at a time in each.
 
         workers = Workers("forge_rl.rewards.maths", "compare", processes=2, deadline_s=5, imports=("math_verify",))
-        await workers(["1/2"], "0.5")  # [True, "1/2"]; None where there was no answer in time
+        await workers(["1/2"], "0.5")  # [True, "1/2"]; None on a timeout
 
-    Processes start when they are needed, with an environment of their own and so without secrets, and `confine`
-    themselves before their first call. They end with this one. Arguments travel pickled; results are JSON, as a
-    process that has read hostile text is not trusted.
+    Processes start on demand, with a fresh environment without secrets, and `confine` themselves before their first
+    call. They exit with this process. Arguments are pickled, but results are JSON, as a process that has read hostile
+    text is not trusted.
     """
 
     module: str
     function: str
-    """Name of a function whose arguments pickle and whose result is JSON."""
+    """Name of a function with picklable arguments and a JSON result."""
     processes: int
-    """Most processes at a time."""
+    """Maximum concurrent processes."""
     deadline_s: float
-    """Longest time for a call, from when a process has it. The process is then killed."""
+    """Timeout of a call, from when a process receives it; the process is then killed."""
     imports: tuple[str, ...] = ()
-    """Packages that a process imports before it is ready, and may import more of later."""
+    """Packages that a process imports before it is ready, and whose files it may read later."""
     _idle: deque[asyncio.subprocess.Process] = field(default_factory=deque, init=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
     _room: asyncio.Semaphore = field(init=False)
 
     async def __call__(self, *arguments: object) -> object:
-        """Return what the function returns; None where it is late, or its process died of it.
+        """Return the function's result; None if it times out or its process dies.
 
         Raises:
             ForgeError: no process starts, or the function raises.
@@ -87,7 +87,7 @@ class Workers:
                 return None
         if "result" not in answer:
             said = str(answer.get("error"))[:_MOST_TOLD]
-            raise ForgeError(f"{self.module}: {said}", hint="report it, with the answer that it was about")
+            raise ForgeError(f"{self.module}: {said}", hint="report it, with the answer that caused it")
         return answer["result"]
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -116,7 +116,7 @@ class Workers:
         if line != b"ready\n":
             await _end(process)
             raise ForgeError(
-                f"a process of {self.module} did not start: {line.decode().strip() or 'it said nothing'}",
+                f"a process of {self.module} did not start: {line.decode().strip() or 'no output'}",
                 hint="see the reward's log in the run folder",
             )
         return process
@@ -126,12 +126,12 @@ class Workers:
 def shared_workers(
     module: str, function: str, processes: int, deadline_s: float, imports: tuple[str, ...] = ()
 ) -> Workers:
-    """Return the workers that all rewards of a process with the same wishes share."""
+    """Return the workers shared by all rewards of this process with the same arguments."""
     return Workers(module, function, processes=processes, deadline_s=deadline_s, imports=imports)
 
 
 async def _ask(process: asyncio.subprocess.Process, call: bytes) -> dict[str, object] | None:
-    """Return a process's answer to a call; None if it died or answered nonsense."""
+    """Return a process's answer to a call; None if it died or its answer is malformed."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(_LENGTH.pack(len(call)) + call)
@@ -139,7 +139,7 @@ async def _ask(process: asyncio.subprocess.Process, call: bytes) -> dict[str, ob
         await process.stdin.drain()
     try:
         answer = json.loads(await process.stdout.readline())
-    except (ValueError, RecursionError):  # also of a line that is too long
+    except (ValueError, RecursionError):  # ValueError: not JSON, or the line is too long
         return None
     return answer if isinstance(answer, dict) else None
 
@@ -151,11 +151,11 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def main(module: str, function: str, deadline_s: str, *imports: str) -> None:
-    """Answer calls, a line of JSON each, until stdin ends; whatever a call prints goes to stderr."""
+    """Serve calls until stdin closes, answering each with a line of JSON; anything a call prints goes to stderr."""
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     try:
         call = getattr(importlib.import_module(module), function)
         files = [importlib.import_module(each).__file__ for each in imports]
@@ -166,7 +166,7 @@ def main(module: str, function: str, deadline_s: str, *imports: str) -> None:
     print("ready", file=answers, flush=True)
     while length := sys.stdin.buffer.read(_LENGTH.size):
         arguments = pickle.loads(sys.stdin.buffer.read(_LENGTH.unpack(length)[0]))
-        # The system ends a process that hangs, also where nobody is left to do it.
+        # The kernel kills a process that hangs, even if the parent cannot.
         signal.setitimer(signal.ITIMER_REAL, float(deadline_s) + 1)
         try:
             answer = {"result": call(*arguments)}

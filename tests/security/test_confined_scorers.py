@@ -51,7 +51,7 @@ def test_columns_of_a_data_file_choose_no_verifier(tmp_path: Path):
     task = mixture.draw_from(mixture.source_order(1)[0])
     assert "entry" in task.truth
     assert [asyncio.run(scored(task, text)).total for text in ("5", "7")] == [1.0, 0.0]
-    with pytest.raises(TaskError, match="does not come from reasoning-gym"):
+    with pytest.raises(TaskError, match="is not from reasoning-gym"):
         asyncio.run(ReasoningGymReward()(task, "7"))
 
 
@@ -168,8 +168,8 @@ def test_seccomp_and_landlock_each_refuse_their_part_without_the_other(
     ("landlock", "error", "said"),
     [
         (4, errno.EFAULT, ""),
-        (-1, errno.EFAULT, "without Landlock, which keeps them from reading files: this kernel"),
-        (4, errno.EINVAL, "without seccomp, which keeps them from the network"),
+        (-1, errno.EFAULT, "without Landlock, which blocks reading files: this kernel"),
+        (4, errno.EINVAL, "without seccomp, which blocks the network"),
         (-1, errno.ENOSYS, "writing files and without Landlock"),
     ],
 )
