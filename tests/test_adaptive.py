@@ -125,7 +125,7 @@ def test_a_share_that_is_set_by_hand_stays_until_adapt_is_set_again_and_a_listen
     found.observe([group("b", 0, 0), group("c", 0, 1)])
     assert found.shares == before
     adapts = "mixture adapts: shares by success, between 0.05 and 0.9, target 0.5"
-    assert heard == [adapts, "mixture a 0.333333 -> 0.02", adapts, "mixture stays as it is"]
+    assert heard == [adapts, "mixture a 0.333333 -> 0.02", adapts, "mixture keeps its current weights"]
 
 
 @pytest.mark.parametrize("share", [1.5, -0.1, 0.6])

@@ -117,7 +117,7 @@ class Mixture:
         if config.adapt == "off":
             if self._adaptive is not None:
                 self._adaptive = None
-                self._tell("mixture stays as it is")
+                self._tell("mixture keeps its current weights")
             return
         if self._adaptive is None:
             self._adaptive = AdaptiveShares(config, self._weights)

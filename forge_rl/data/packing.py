@@ -116,7 +116,7 @@ def _read_row(arrays: Mapping[str, npt.NDArray[Any]]) -> Row:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Minibatch:
-    """Rows of one update; empty if all advantages are 0, and then there is no update."""
+    """Rows of one update; empty if all advantages are 0, in which case the update is skipped."""
 
     rows: tuple[Row, ...]
     """Rows, a multiple of Layout.shares. Share s trains rows[s::shares]; rows of the same step have similar lengths."""
