@@ -102,7 +102,7 @@ def test_it_is_told_the_task_and_where_the_policy_is_and_no_secret(monkeypatch: 
             {"open_files": 64},
             "Too many open files",
         ),
-        ("pass", {}, "the agent got no answer"),
+        ("pass", {}, "the agent got no completion from the policy"),
     ],
 )
 def test_what_fails_is_the_agents_error_and_says_what_it_said(code: str, limits: dict[str, Any], problem: str):
@@ -135,7 +135,7 @@ def test_an_agent_whose_every_start_fails_for_one_cause_ends_the_run(tmp_path: P
         assert await agent(TASK, session(turns=1)) is None
         marker.unlink()
         await fails(7)
-        with pytest.raises(AgentStartError, match=r"8 processes .* before they asked the policy") as caught:
+        with pytest.raises(AgentStartError, match=r"8 processes .* before they called the policy") as caught:
             await agent(TASK, session())
         assert "line 2, in <module>\nModuleNotFoundError: No module named" in caught.value.message
         assert str(tmp_path / "agent.log") in caught.value.hint
@@ -248,7 +248,7 @@ def test_a_text_names_an_agent_that_runs_in_a_process_of_its_own(tmp_path: Path)
 @pytest.mark.parametrize(
     ("agent", "problem"),
     [
-        ("solve", "'solve' names no function"),
+        ("solve", "'solve' does not name a function"),
         ("{folder}/none.py:solve", "none.py: No such file"),
         ("{folder}/mine.py:other", "has no other"),
         ("{folder}/mine.py:CONSTANT", "is no function"),
@@ -265,7 +265,7 @@ def test_a_wrong_name_of_an_agent_is_told_before_anything_starts(agent: str, pro
 
 def test_a_program_that_is_not_there_is_named():
     for command in ("", "no-such-program-of-mine --flag"):
-        with pytest.raises(ConfigError, match="there is no program"):
+        with pytest.raises(ConfigError, match=r"program .* was not found"):
             AgentCommand(command)
     with pytest.raises(ConfigError, match="memory-gib"):
         CommandLimits(memory_gib=0)

@@ -176,7 +176,7 @@ def test_an_agent_that_asks_nothing_gives_nothing_to_train():
         async with attempts_of(agent) as attempts:
             episode = await attempts(TASK, PolicyClient(FakeBackend()))
         assert episode.outcome is Outcome.ENVIRONMENT_ERROR
-        assert "no answer" in episode.problem
+        assert "no completion" in episode.problem
 
     asyncio.run(check())
 
@@ -265,7 +265,7 @@ def test_an_agent_that_asks_again_and_again_is_cut_and_scored_and_one_that_hangs
             episode = await running
         if hangs:
             assert episode.outcome is Outcome.ENVIRONMENT_ERROR
-            assert "asked the policy nothing for half of it" in episode.problem
+            assert "did not call the policy for half of that time" in episode.problem
         else:
             assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, len("Hello there."))
             assert len(episode.turns) >= 2
@@ -289,7 +289,7 @@ def test_an_agent_that_loops_is_told_what_a_session_may_have_and_is_cut():
             assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 5)
             many = await replace(attempts, agent=ask_for_many)(TASK, PolicyClient(FakeBackend()))
             assert (many.outcome, many.turns) == (Outcome.ENVIRONMENT_ERROR, ())
-            assert "6 turns, and may have 5 (--gateway.session-turns)" in many.problem
+            assert "6 turns, more than 5 (--gateway.session-turns)" in many.problem
             each = len(episode.turns[0].context)
         async with attempts_of(loop, config=GatewayConfig(session_tokens=2 * each)) as attempts:
             episode = await attempts(TASK, PolicyClient(FakeBackend()))

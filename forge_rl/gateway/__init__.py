@@ -1,4 +1,4 @@
-"""The gateway: OpenAI's and Anthropic's APIs before the engines; it records each turn token for token."""
+"""The gateway: OpenAI's and Anthropic's APIs in front of the engines, with each turn recorded token for token."""
 
 from forge_rl.gateway.agent_command import AgentCommand, AgentFunction
 from forge_rl.gateway.agents import Agent, serving_agents

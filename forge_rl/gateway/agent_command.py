@@ -1,4 +1,4 @@
-"""Agents in processes of their own: a function that a text names, or any command line."""
+"""Agents in their own processes: a function given by name, or any command line."""
 
 from __future__ import annotations
 
@@ -25,41 +25,40 @@ from forge_rl.user_code import names_code
 from forge_rl.variables import handed_on
 
 _FAILED_STARTS = 8
-"""Number of processes in a row that end with one cause before they ask the policy, after which no more are tried."""
+"""Consecutive processes that end for one cause before calling the policy, after which the agent is given up."""
 _LOGGED_BYTES = 1 << 16
-"""End of what one process writes to stderr that is logged."""
+"""Maximum bytes logged of a process's stderr; the last ones are kept."""
 _QUOTED_LINES = 12
-"""Lines of stderr that an error shows."""
+"""Lines of stderr shown in an error."""
 _LOG_BYTES = 16 << 20
-"""Length from which a log is begun anew; the one before it is kept."""
+"""Size at which a log is rotated; one old log is kept."""
 
 
 class AgentError(ForgeError):
-    """An agent's process failed: its problem, as it said it."""
+    """An agent's process failed, with the problem it reported."""
 
 
 class AgentStartError(AgentError):
-    """An agent whose processes all fail for one cause before they ask the policy: it ends the run."""
+    """All processes of an agent fail for one cause before they call the policy; stops the run."""
 
 
 class AgentCommand:
-    """An agent that is a command line, in whatever language.
+    """An agent run as a command line, in any language.
 
         start(..., agent=AgentCommand("node agent.js"))
 
-    It finds the policy by its environment: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY,
-    which clients read by themselves, and FORGE_RL_MODEL. The task comes as JSON on its stdin, and in the file that
-    FORGE_RL_TASK_FILE names: id, source, messages and tools. What it prints is the text to score, unless its last line
-    is a JSON object with an "answer", which then is; if it prints nothing, it is the policy's last answer. `python` is
-    the interpreter that runs this.
+    Its environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which clients read
+    automatically, and FORGE_RL_MODEL. It gets the task as JSON on stdin and in the file FORGE_RL_TASK_FILE: id, source,
+    messages and tools. The text to score is its stdout, or the "answer" of a JSON object in the last line, or the
+    policy's last answer if it prints nothing. `python` is the interpreter that runs forge_rl.
 
     Args:
-        command: program and arguments, or a line that is split as a shell would.
-        limits: what each process may use; by default those of the gateway's config.
-        log: file for what they write to stderr.
+        command: program and arguments, or a line that is split as in a shell.
+        limits: resource limits of each process.
+        log: file for the processes' stderr.
 
     Raises:
-        ConfigError: there is no such program.
+        ConfigError: the program does not exist.
     """
 
     def __init__(
@@ -69,14 +68,14 @@ class AgentCommand:
         self.limits = limits or CommandLimits()
         if not self.command or shutil.which(self.command[0], path=_path()) is None:
             program = self.command[0] if self.command else ""
-            raise ConfigError(f"there is no program {program!r} for the agent", hint="name one that is on the PATH")
+            raise ConfigError(f"the agent's program {program!r} was not found", hint="use a program on the PATH")
         self.log = log
         self._slots = asyncio.Semaphore(self.limits.at_a_time)
         self._failed_starts: list[str] = []
-        """Causes, the same each time, of the processes that failed since one asked the policy."""
+        """Cause, repeated, of each process that failed since one last called the policy."""
 
     def logging_to(self, log: Path) -> Self:
-        """Return the same agent with a log."""
+        """Return a copy of the agent that logs to `log`."""
         other = copy.copy(self)
         other.log, other._failed_starts = log, []
         return other
@@ -85,11 +84,11 @@ class AgentCommand:
         return f"AgentCommand({shlex.join(self.command)!r})"
 
     async def __call__(self, task: Task, session: Session) -> str | None:
-        """Let the command work on a task.
+        """Run the command on a task.
 
         Raises:
-            AgentError: it failed.
-            AgentStartError: so did all before it, for the same cause.
+            AgentError: the command failed.
+            AgentStartError: too many processes in a row failed for the same cause before they called the policy.
         """
         shown = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
         return await self._run(json.dumps(shown).encode(), session)
@@ -101,7 +100,7 @@ class AgentCommand:
                 file.write_bytes(shown or given)
                 variables = {
                     "OPENAI_BASE_URL": session.base_url,
-                    "OPENAI_API_BASE": session.base_url,  # as some packages still call it
+                    "OPENAI_API_BASE": session.base_url,  # older name that some packages still read
                     "OPENAI_API_KEY": session.key,
                     "ANTHROPIC_BASE_URL": session.anthropic_url,
                     "ANTHROPIC_API_KEY": session.key,
@@ -117,11 +116,11 @@ class AgentCommand:
 
     @property
     def _hint(self) -> str:
-        log = f"; what it wrote to stderr is in {self.log}" if self.log else ""
+        log = f"; its stderr is in {self.log}" if self.log else ""
         return f"run it by hand: {shlex.join(self.command)}{log}"
 
     def _note(self, session: Session, done: Finished) -> None:
-        """Log what a process wrote to stderr; and end what cannot go well."""
+        """Log a process's stderr; raise AgentStartError once too many in a row failed for one cause."""
         if self.log is not None and done.errors:
             said = done.errors.encode(errors="replace")[-_LOGGED_BYTES:]
             head = visible(f"--- task {session.task_id}: {done.problem or 'ended with status 0'}")
@@ -134,35 +133,35 @@ class AgentCommand:
         if not asked:
             self._failed_starts.append(cause)
         if len(self._failed_starts) >= _FAILED_STARTS:
-            self._failed_starts.clear()  # whoever tries again has mended it
+            self._failed_starts.clear()  # a retry starts from zero
             last = "\n".join(["", *done.errors.strip().splitlines()[-_QUOTED_LINES:]])
             raise AgentStartError(
-                f"{_FAILED_STARTS} processes of the agent in a row ended before they asked the policy; the last one "
+                f"{_FAILED_STARTS} processes of the agent in a row ended before they called the policy; the last one "
                 f"{problem}{last}",
                 hint=self._hint,
             )
 
 
 class AgentFunction(AgentCommand):
-    """An agent that is a function in a process of its own, plain or async, of (task) or (task, session).
+    """An agent run as a plain or async function of (task) or (task, session), in its own process.
 
         start(..., agent="mine.py:solve")
 
-    Its environment is that of an AgentCommand.
+    Its environment variables are the same as an AgentCommand's.
 
     Args:
         name: MODULE:FUNCTION or FILE.py:FUNCTION.
-        limits: what each process may use.
+        limits: resource limits of each process.
 
     Raises:
-        ConfigError: the name has another form.
+        ConfigError: the name is malformed.
     """
 
     def __init__(self, name: str, limits: CommandLimits | None = None) -> None:
         if not names_code(name):
             raise ConfigError(
-                f"the agent {name!r} names no function",
-                hint="write MODULE:FUNCTION or FILE.py:FUNCTION; a command line is AgentCommand(...)",
+                f"the agent {name!r} does not name a function",
+                hint="write MODULE:FUNCTION or FILE.py:FUNCTION; for a command line, use AgentCommand(...)",
             )
         super().__init__((sys.executable, "-m", "forge_rl.agent_child", name), limits)
 
@@ -172,10 +171,10 @@ class AgentFunction(AgentCommand):
         return await self._run(json.dumps(given).encode(), session, json.dumps(shown).encode())
 
     async def check(self) -> None:
-        """Load the function once, so that a wrong name is told before much is started.
+        """Load the function once, so that a wrong name fails early.
 
         Raises:
-            ConfigError: it cannot be loaded.
+            ConfigError: the function cannot be loaded.
         """
         done = await run_command((*self.command, "--check"), self.limits, variables={}, given=b"")
         if done.problem:
@@ -185,7 +184,7 @@ class AgentFunction(AgentCommand):
 
 
 def _answer(output: str) -> str | None:
-    """Return the "answer" of a JSON object in the last line of what a command prints, or else all of it, if any."""
+    """Return the "answer" of a JSON object in the last line of a command's output, or all of it; None if empty."""
     printed = output.strip()
     try:
         found = json.loads(printed.rpartition("\n")[2])
@@ -197,12 +196,12 @@ def _answer(output: str) -> str | None:
 
 
 def _path() -> str:
-    """Return the PATH of agents: our own interpreter, and what is installed for it, comes first."""
+    """Return the PATH of agents, with this interpreter's folder first."""
     return os.pathsep.join([str(Path(sys.executable).parent), handed_on().get("PATH", os.defpath)])
 
 
 def _append(log: Path, text: bytes) -> None:
-    """Add to a log, which is begun anew when it is long."""
+    """Append to a log, and rotate it when it is long."""
     with contextlib.suppress(FileNotFoundError):
         if log.stat().st_size > _LOG_BYTES:
             log.replace(log.with_name(f"{log.name}.1"))

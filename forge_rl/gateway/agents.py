@@ -1,4 +1,4 @@
-"""Episodes of agents that only know an API: each has a session of the gateway, which records its turns."""
+"""Episodes of agents that only use an API: each runs in a gateway session, which records its turns."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
 
 _LOOKS = 50
-"""Number of times that an episode's own time is looked at before its deadline."""
+"""Number of checks of an episode's own time before its deadline."""
 
 Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | Score | None]]
-"""Works on a task with the policy at session.base_url, under session.key. Returns the text to score; None stands for
-the policy's last answer, and a Score takes the place of the reward's. Blocking work must run in a thread or a process;
-a ReplicaError says that such a process died, and the episode is tried again."""
+"""Function that works on a task with the policy at session.base_url, using session.key. Returns the text to score, None
+for the policy's last answer, or a Score that replaces the reward's. Blocking work must run in a thread or a process; a
+ReplicaError means that such a process died, and the episode is retried."""
 
 
 class PolicyClient(Protocol):
-    """An episode's client of the policy."""
+    """An episode's client for the policy."""
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings of its turns."""
+        """Sampling settings of the episode's turns."""
 
     @property
     def used_s(self) -> Callable[[], float]:
-        """Seconds that the episode has had so far: neither waiting for an engine nor paused."""
+        """Function that returns the episode's own seconds so far, without waits for an engine and pauses."""
 
     async def decode(
         self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, gather_s: float, lock: asyncio.Lock
     ) -> None:
-        """Decode a completion, alone under the lock. Tokens may be gathered for so many seconds."""
+        """Decode a completion while holding the lock. Tokens may be gathered for `gather_s` seconds."""
 
 
 class SessionBackend:
-    """Decodes requests of sessions on the engines that their episodes are granted, and all others on another backend.
+    """Decodes sessions' requests through their episodes' clients, and all others on another backend.
 
     Args:
-        outside: decodes requests of no session.
+        outside: backend for requests outside of sessions.
     """
 
     def __init__(self, outside: Backend) -> None:
@@ -68,7 +68,7 @@ class SessionBackend:
 
     @contextlib.contextmanager
     def connected(self, session: Session, client: PolicyClient) -> Iterator[None]:
-        """Decode a session's requests with this client while the body runs."""
+        """Decode a session's requests through `client` inside the context."""
         self._clients[session.key] = (client, asyncio.Lock())
         try:
             yield
@@ -78,7 +78,7 @@ class SessionBackend:
     async def decode(
         self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float
     ) -> None:
-        """Decode as Backend.decode says. Requests of one session are decoded one after the other."""
+        """Decode a completion, see `Backend.decode`. Requests of one session are decoded one at a time."""
         if session is None:
             await self._outside.decode(prompt_ids, sampling, observe, session=None, gather_s=gather_s)
         else:
@@ -88,25 +88,25 @@ class SessionBackend:
 
 @dataclass(frozen=True)
 class AgentEpisodeRunner:
-    """Runs episodes of an agent, each in a gateway session of its own."""
+    """Runs episodes of an agent, each in its own gateway session."""
 
     agent: Agent
     gateway: Gateway
     backend: SessionBackend
-    """Backend of that gateway."""
+    """The gateway's backend."""
     reward: Reward
     """Scores the text that the agent returns."""
     deadline_s: float
-    """Longest time for an episode, of its own."""
+    """Maximum own time of an episode, in seconds."""
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
-        """Run one episode. A failure of the agent or of a service is an outcome.
+        """Run one episode. Failures of the agent or of a service become its outcome.
 
         Raises:
             ContextError: the agent's first prompt leaves no room for an answer.
-            PoisonError: a request of the agent ended engines, one after another.
-            SpendingError: a judge has spent all that it may.
-            AgentStartError: the agent's processes fail at each start.
+            PoisonError: a request of the agent crashed several engines.
+            SpendingError: a judge's budget is spent.
+            AgentStartError: the agent's processes keep failing at start.
         """
         began = time.monotonic()
         session = self.gateway.open(task.id, sampling=client.sampling)
@@ -128,7 +128,7 @@ class AgentEpisodeRunner:
         return episode.updated(seconds=time.monotonic() - began)
 
     async def _work(self, task: Task, session: Session, client: PolicyClient) -> tuple[Outcome, str | Score, str]:
-        """Run the agent and close the session; returns the outcome, a text or score, and the problem if any."""
+        """Run the agent and close the session; return the outcome, a text or score, and the problem, "" if none."""
         text, failure, died = None, "", False
         deadline = _OwnTime(self.deadline_s, client.used_s, session)
         try:
@@ -144,13 +144,13 @@ class AgentEpisodeRunner:
             failure = str(error) if died else f"the agent raised {type(error).__name__}: {error}{_line_of(error)}"
         finally:
             session.close()
-            # None of its requests may be on an engine when the episode is over.
+            # No request of the session may be on an engine after the episode.
             await session.ended()
         last = session.turns[-1] if session.turns else None
         if deadline.limit.expired():
             if last is not None and not deadline.hangs:
                 return Outcome.TRUNCATED, last.text, ""
-            hangs = "and has asked the policy nothing for half of it"
+            hangs = "and did not call the policy for half of that time"
             return Outcome.ENVIRONMENT_ERROR, "", f"the agent took longer than {self.deadline_s:g} s, {hangs}"
         if died:
             return Outcome.INFRASTRUCTURE_ERROR, "", failure
@@ -164,29 +164,29 @@ class AgentEpisodeRunner:
             if session.refusal.status >= 500 or session.refusal.status == 429:
                 return Outcome.INFRASTRUCTURE_ERROR, "", failure
         if failure or last is None:
-            return Outcome.ENVIRONMENT_ERROR, "", failure or "the agent got no answer"
+            return Outcome.ENVIRONMENT_ERROR, "", failure or "the agent got no completion from the policy"
         return Outcome.TRUNCATED if last.truncated else Outcome.COMPLETED, last.text if text is None else text, ""
 
 
 class _OwnTime:
-    """Deadline that counts an episode's own time; leaving its context ends the watch.
+    """Deadline on an episode's own time, active inside its context.
 
     Args:
-        deadline_s: longest time.
+        deadline_s: maximum time.
         used_s: returns the time so far.
-        session: shows when the agent asks the policy.
+        session: session that shows when the agent calls the policy.
     """
 
     def __init__(self, deadline_s: float, used_s: Callable[[], float], session: Session) -> None:
         self.limit = asyncio.timeout(None)
         self.hangs = False
-        """True if it passed, and the agent had not been at the policy for half of the time."""
+        """True if the deadline passed and the agent did not call the policy for half of the time."""
         self._deadline_s = deadline_s
         self._used_s = used_s
         self._session = session
         self._turns = 0
         self._asked_s = 0.0
-        """Own time when the agent was last seen at the policy."""
+        """Own time when the agent was last seen calling the policy."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> None:
@@ -208,7 +208,7 @@ class _OwnTime:
 
 
 def _line_of(error: Exception) -> str:
-    """Name the agent's own line that an error came through."""
+    """Return the line of the agent's code that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[1].filename}:{frames[1].lineno})" if len(frames) > 1 else ""
 
@@ -223,13 +223,13 @@ async def serving_agents(
     warn: Callable[[str], None] = lambda text: None,
     logs: Path | None = None,
 ) -> AsyncIterator[AgentEpisodeRunner]:
-    """Serve the policy to an agent at a gateway of its own, and yield what runs its episodes.
+    """Serve the policy to an agent at its own gateway, and yield the runner of its episodes.
 
-    A text, MODULE:FUNCTION or FILE.py:FUNCTION, names an agent that runs in a process of its own. Processes of agents
-    write to agent.log in the folder `logs`, if it is given.
+    A string, MODULE:FUNCTION or FILE.py:FUNCTION, names an agent that runs in its own process. The stderr of agents'
+    processes is written to agent.log in the folder `logs`, if given.
 
     Raises:
-        ConfigError: it cannot listen, or there is no such agent.
+        ConfigError: the gateway cannot listen, or the agent cannot be loaded.
     """
     if isinstance(agent, str):
         agent = function = AgentFunction(agent, config.agent_limits)

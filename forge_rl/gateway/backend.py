@@ -1,4 +1,4 @@
-"""The gateway's backend: the protocol of whatever decodes, and a Generator as one."""
+"""The gateway's backend: the protocol, and its implementation on a Generator."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ class Backend(Protocol):
 
     @property
     def max_model_tokens(self) -> int:
-        """Most tokens of a prompt and its completion together."""
+        """Maximum tokens of a prompt and its completion together."""
 
     async def decode(
         self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float
     ) -> None:
-        """Decode one completion. Cancelling this ends the request.
+        """Decode one completion. Cancelling this aborts the request.
 
         Args:
             prompt_ids: the whole prompt.
             sampling: settings of the completion.
-            observe: given each chunk as it comes; the last one, and no other, has a `finish`. True ends the completion.
-            session: key of the session that the request belongs to; None outside of one.
+            observe: called with each chunk as it arrives; only the last one has a `finish`. Returning True stops the
+                completion.
+            session: key of the request's session; None outside of sessions.
             gather_s: seconds for which tokens may be gathered into one chunk.
 
         Raises:
-            ForgeError: the request failed; errors.to_api_error makes it the client's error.
+            ForgeError: the request failed; `errors.to_api_error` translates it for the client.
         """
 
 
 class GeneratorBackend:
-    """Decodes on a Generator: when an engine dies, another one resumes the completion."""
+    """Decodes on a Generator; if an engine dies, another one resumes the completion."""
 
     def __init__(self, generator: Generator, model: str) -> None:
         self._generator = generator
@@ -53,5 +54,5 @@ class GeneratorBackend:
     async def decode(
         self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float
     ) -> None:
-        """Decode as Backend.decode says."""
+        """Decode one completion, see `Backend.decode`."""
         await self._generator.generate(prompt_ids, sampling, observe=observe, gather_s=gather_s)

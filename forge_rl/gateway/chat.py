@@ -1,4 +1,4 @@
-"""Turns a conversation into token ids: recorded turns of its session keep theirs, only what follows is tokenised."""
+"""Converts conversations to token ids; recorded turns of the session keep theirs, only what follows is tokenized."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from forge_rl.gateway.sessions import Session
 from forge_rl.types import TokenArray, TokenIds, ToolCall
 
 _MOST_LEVELS = 64
-"""Levels of a call's arguments that are shown as JSON; templates fail at some depth."""
+"""Maximum nesting of a call's arguments passed to templates as JSON; they fail at some depth."""
 
 _TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "summary_text", "reasoning_text")
-"""Types of content that are text."""
+"""Types of content parts that hold text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMessage:
-    """One message of a conversation, the same whichever API it came by."""
+    """One message of a conversation, independent of the API it came through."""
 
     role: str
     """system, user, assistant or tool."""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
-    """Tool calls of an assistant's message."""
+    """Tool calls of an assistant message."""
     call_id: str = ""
-    """Id of the call that a tool's message answers."""
+    """Id of the call that a tool message answers."""
     name: str = ""
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> ChatMessage:
-        """Read a message of OpenAI's form, which those of all APIs are brought to; `where` is its place in the request.
+        """Read a message in OpenAI's format, to which all APIs are converted; `where` is its path in the request.
 
         Raises:
-            ApiError: it holds what is not supported, or lacks what it needs.
+            ApiError: the message has unsupported content or lacks a required field.
         """
         role = "system" if raw.get("role") == "developer" else str(raw.get("role"))
         calls, content = raw.get("tool_calls") or (), raw.get("content")
         if calls and role != "assistant":
-            raise ApiError(400, "only an assistant's message has tool calls", param=f"{where}.tool_calls")
+            raise ApiError(400, "only an assistant message may have tool calls", param=f"{where}.tool_calls")
         if role == "tool" and not raw.get("tool_call_id"):
-            raise ApiError(400, "a tool's message names its call", param=f"{where}.tool_call_id")
+            raise ApiError(400, "a tool message needs a tool_call_id", param=f"{where}.tool_call_id")
         if content is None and not calls and role != "assistant":
             raise ApiError(400, "the message has no content", param=f"{where}.content")
         return cls(
@@ -63,13 +63,13 @@ class ChatMessage:
         )
 
     def template(self) -> dict[str, object]:
-        """Return the message as chat templates take it."""
+        """Return the message in chat templates' format."""
         calls = self.template_calls()
         optional = {"tool_calls": calls, "tool_call_id": self.call_id, "name": self.name}
         return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
 
     def template_calls(self) -> list[dict[str, object]]:
-        """Return the calls as chat templates take them."""
+        """Return the calls in chat templates' format."""
         return [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": parsed(call.arguments)}}
             for call in self.calls
@@ -78,7 +78,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """Token ids that the model is shown, with what a later request needs to go on from the completion."""
+    """Prompt token ids, with the state that lets a later request continue from the completion."""
 
     token_ids: TokenArray[np.int32] = TokenArray(np.int32)  # noqa: RUF009  a descriptor
     digest: bytes = b""
@@ -86,15 +86,15 @@ class Prompt:
     text: str | None = None
     """Raw prompt text; None for chat and for prompts of ids."""
     reads: Callable[[str, Sequence[int]], tuple[str, Sequence[ToolCall]]] | None = None
-    """Finds content and tool calls in a completion's text and ids; None where the text is all of it."""
+    """Parses content and tool calls from a completion's text and ids; None if the text is the content."""
     asked_temperature: float | None = None
-    """Temperature that the request names."""
+    """Temperature in the request, if any."""
 
 
 def parsed(arguments: str) -> object:
     """Parse a call's arguments as JSON.
 
-    Return their text if they are none, or hold what no template can show: a lone surrogate, or too many levels.
+    Returns the text if it is not JSON, or if templates cannot render it: lone surrogates or too many levels.
     """
     try:
         value = json.loads(arguments)
@@ -112,10 +112,10 @@ def parsed(arguments: str) -> object:
 
 
 def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
-    """Return the digest with one more message.
+    """Return the digest extended by one message.
 
-    Of an assistant's, blanks around its text and in the JSON of arguments make no difference, nor do the ids of its
-    calls: clients and parsers write them as they please.
+    In assistant messages, whitespace around the text and in the JSON of arguments is ignored, and so are call ids:
+    clients and parsers change them.
     """
     shown = message.template()
     if message.role == "assistant":
@@ -125,11 +125,11 @@ def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
 
 
 class PromptBuilder:
-    """Makes prompts out of conversations and texts.
+    """Builds prompts from conversations and texts.
 
     Args:
         tokenizer: the model's tokenizer.
-        tool_parser: name of the parser that reads the completions.
+        tool_parser: name of the completions' tool parser.
     """
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str) -> None:
@@ -143,27 +143,27 @@ class PromptBuilder:
         session: Session | None,
         settings: Mapping[str, object] | None = None,
     ) -> Prompt:
-        """Make the prompt of a conversation, up to where the model is to answer.
+        """Build the prompt of a conversation, including the generation prompt.
 
         Args:
             messages: the conversation.
-            tools: the tools' schemas.
-            session: whose recorded turns keep their ids.
+            tools: schemas of the tools.
+            session: session with the recorded turns, which keep their ids.
             settings: other variables of the chat template.
 
         Raises:
-            ModelError: the chat template refuses the messages.
-            ApiError: the chat template cannot show tools.
+            ModelError: the chat template rejects the messages.
+            ApiError: the chat template does not render tools.
         """
         if tools and not self.tokenizer.shows_tools and self._tool_parser != "hermes":
             raise ApiError(
                 400,
-                f"the model's chat template shows no tools, and how the tool parser {self._tool_parser!r} wants them "
-                "shown is not known",
+                "the model's chat template does not render tools, so the tool parser must be 'hermes', not "
+                f"{self._tool_parser!r}",
                 param="tools",
             )
         first = _canonical([list(tools), settings or {}])
-        # For each number of messages from 0 on, a digest of the tools and that many messages.
+        # Digests of the tools and the first n messages, for n from 0.
         known = list(accumulate(messages, extend_digest, initial=hashlib.sha256(first).digest()))
         recorded = (
             (count, ids)
@@ -183,9 +183,9 @@ class PromptBuilder:
         return Prompt(token_ids=token_ids, digest=known[-1])
 
     def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
-        """Make the prompt of a completion. Its control tokens are parsed: the client writes the template's part too."""
+        """Build the prompt of a completion. Control tokens are parsed: the client writes the template's part too."""
         if not isinstance(prompt, str):
-            # Ids that no array of ours holds are refused as all others that the model does not have.
+            # Clamp to int32: out-of-range ids are refused later, like any id not in the vocabulary.
             return Prompt(token_ids=[min(max(token, -1), 2**31 - 1) for token in prompt])
         known, context = session.longest_prefix(prompt) if session is not None else ("", ())
         rest = prompt[len(known) :]
@@ -194,10 +194,10 @@ class PromptBuilder:
 
 
 def _join_text(content: object, where: str) -> str:
-    """Return the text of a message's content; `where` is its place in the request.
+    """Return the text of a message's content; `where` is its path in the request.
 
     Raises:
-        ApiError: it holds something else than text.
+        ApiError: the content is not only text.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -1,4 +1,4 @@
-"""One completion while it is decoded: the engine's tokens, and the text that clients see of them."""
+"""State of a completion during decoding: the engine's tokens and the text shown to the client."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from forge_rl.gateway.chat import Prompt
 from forge_rl.types import Chunk, Sampling, Turn
 
 LEAST_LOGPROB = -9999.0
-"""OpenAI's value for a logprob that is unknown or has no JSON."""
+"""OpenAI's value for logprobs that are unknown or not representable in JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
-    """A token with its logprob and the likeliest alternatives."""
+    """A token with its logprob and the most likely tokens."""
 
     token: int
     logprob: float
     top_ids: tuple[int, ...]
-    """Apart from their logprobs: two objects a token for the garbage collector to look at, instead of twenty."""
+    """Ids of the most likely tokens, apart from the logprobs: the garbage collector sees 2 objects a token, not 20."""
     top_logprobs: tuple[float, ...]
 
     @property
     def top(self) -> tuple[tuple[int, float], ...]:
-        """The likeliest tokens, each with its logprob."""
+        """The most likely tokens, each with its logprob."""
         return tuple(zip(self.top_ids, self.top_logprobs, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Added:
-    """Text and tokens that a chunk adds to a completion."""
+    """Text and tokens that one chunk adds to a completion."""
 
     text: str
     token_ids: list[int]
@@ -46,13 +46,13 @@ class Completion:
     """One completion of a request.
 
     Args:
-        index: its place among the completions of its prompt.
-        prompt: what the model is shown.
-        sampling: how tokens are sampled.
+        index: index among the completions of the prompt.
+        prompt: the prompt.
+        sampling: sampling settings.
         tokenizer: the model's tokenizer.
-        skip_special: leave special tokens out of the text.
-        keeps_stop: leave the stop text that ends it in the text.
-        logprobs: report each token's logprob and so many of the likeliest; None reports nothing.
+        skip_special: omit special tokens from the text.
+        keeps_stop: include the stop string that ended it in the text.
+        logprobs: number of most likely tokens reported with each token's logprob; None reports no logprobs.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Completion:
         self.prompt = prompt
         self.sampling = sampling
         self.finish = ""
-        """"stop" or "length" once it has ended."""
+        """Finish reason: "stop" or "length"; "" before the end."""
         self.stop_text = ""
-        """Stop text that ended it, out of sampling.stop; "" if none did."""
+        """String of sampling.stop that ended the completion; "" if none did."""
         self.text = ""
-        """Text so far, without the stop text that ended it."""
+        """Text so far, without the stop string unless `keeps_stop`."""
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if logprobs is None else []
         self.of_prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
@@ -90,16 +90,16 @@ class Completion:
 
     @property
     def tokens(self) -> int:
-        """Tokens decoded so far."""
+        """Number of tokens decoded so far."""
         return len(self.ids)
 
     @property
     def version(self) -> int:
-        """Version of the weights behind the last token; -1 while there is none."""
+        """Weight version of the last token; -1 before the first."""
         return self._versions[-1] if self._versions else -1
 
     def add(self, chunk: Chunk) -> Added:
-        """Add decoded tokens; return what the client may see of them."""
+        """Add decoded tokens; return what may be shown to the client."""
         ids = chunk.token_ids.tolist()
         self.ids += ids
         self._behaviour += chunk.logprobs.tolist()
@@ -116,7 +116,7 @@ class Completion:
         return Added(text=self._next_text(), token_ids=ids, logprobs=logprobs)
 
     def turn(self, *, trained: bool) -> Turn:
-        """Return the completion as it is trained on; its logprobs are NaN, which packing masks, if it is not."""
+        """Return the completion as a turn; if it is not trained on, its logprobs are NaN, which packing masks."""
         text = self._tokenizer.decode(self.ids)
         if self.stop_text:
             text = text.partition(self.stop_text)[0]
@@ -132,12 +132,12 @@ class Completion:
 
     @property
     def full_text(self) -> str:
-        """Text of all its tokens, with the stop text and special tokens."""
+        """Text of all tokens, with the stop string and special tokens."""
         return self._tokenizer.decode(self.ids, skip_special=False)
 
     def _next_text(self) -> str:
-        """Return text that can be shown now and was not yet; set `finish` when a stop text is found."""
-        # A stop text can begin in what is held back, which is never longer than it.
+        """Return the text that can be shown now and was not yet; set `finish` if a stop string is found."""
+        # A stop string can begin in the text held back, which is never longer than the string.
         ends = [(at, stop) for stop in self.sampling.stop if (at := self.text.find(stop, self._shown)) >= 0]
         if ends:
             at, self.stop_text = min(ends)
@@ -152,7 +152,7 @@ class Completion:
         found = []
         tops = chunk.top or ((),) * len(chunk.token_ids)
         for token, logprob, top in zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), tops, strict=True):
-            # A greedy completion has no behaviour logprob; the one to report is that of the likeliest token.
+            # A greedy completion has no behaviour logprob: report the most likely token's.
             known = logprob if math.isfinite(logprob) else dict(top).get(token, LEAST_LOGPROB)
             top = top[: self._top]  # max, given NaN second, returns the first
             ids, logprobs = tuple(other for other, _ in top), tuple(max(LEAST_LOGPROB, value) for _, value in top)
@@ -163,7 +163,7 @@ class Completion:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that is the beginning, not the whole, of a stop text."""
+    """Return the length of the text's longest suffix that is a proper prefix of a stop string."""
     tail = text[max(0, len(text) - len(stop) + 1) :]
     at = tail.find(stop[0])
     while at >= 0 and not stop.startswith(tail[at:]):

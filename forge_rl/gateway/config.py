@@ -1,4 +1,4 @@
-"""Configuration of a gateway: where it listens, who may ask, and how much at a time."""
+"""Configuration of a gateway: address, access and limits."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ AgentSampling: TypeAlias = Literal["replaced", "untrained", "trained"]
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """Configures the HTTP server before the engines: `GatewayConfig(port=8000)`."""
+    """Configures the HTTP server in front of the engines: `GatewayConfig(port=8000)`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Other machines reach the gateway only on another one, such as 0.0.0.0."""
+    """Address to listen on. The default serves only this machine; 0.0.0.0 serves others too."""
     port: int = 0
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     api_key_file: Path | None = None
-    """File with the key that requests must carry, in a run besides the keys of its episodes. It must be this user's
-    alone (chmod 600)."""
+    """File with the API key for requests; episodes of a run have their own keys. No other user may have access to it
+    (chmod 600)."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which requests may call the gateway in their Host header, besides those of loopback and the address that
-    it listens on; * allows all. Web pages that rebind their own name to the gateway are refused by it."""
+    """Host names accepted in requests' Host header, besides loopback and the listening address; * accepts all. This
+    blocks DNS rebinding by web pages."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins such as https://chat.example whose web pages may use the gateway from a browser; * allows all."""
+    """Origins, such as https://chat.example, of web pages that may use the gateway from a browser; * accepts all."""
     aliases: tuple[str, ...] = ()
-    """Other names for the model, such as the one that an agent asks for."""
+    """Other names for the model, such as the one that an agent requests."""
     tool_parser: str = ""
-    """Name of vLLM's parser for the model's way to write tool calls; by default that which fits its chat template."""
+    """Name of vLLM's tool parser; by default the one that fits the model's chat template."""
     reasoning_parser: str = ""
-    """Name of vLLM's parser that tells the model's thoughts from its answer; "" leaves them in its text."""
+    """Name of vLLM's reasoning parser, which separates reasoning from the answer; "" leaves it in the text."""
     agent_sampling: AgentSampling = "replaced"
-    """Sampling settings of agents in a run, such as temperature, top_p and forced tools or JSON: replaced by the run's;
-    honoured in turns that are then untrained; or honoured and trained, with the logprobs of the settings that were."""
+    """Treatment of agents' sampling settings in a run, such as temperature, top_p and forced tools or JSON. replaced:
+    use the run's settings; untrained: honour the agent's, and do not train on these turns; trained: honour them, and
+    train with the logprobs under them."""
     max_body_bytes: int = 4 << 20
-    """Longest body of a request. English text has four bytes a token."""
+    """Maximum bytes of a request's body. English text has about four bytes per token."""
     max_concurrent: int = 4096
-    """Most completions that are decoded at a time in a session, and outside of sessions all together; more requests are
-    refused with status 429. The number of sessions is bounded by a run's schedule."""
+    """Maximum concurrent completions per session, and of all requests outside of sessions together; further requests
+    are refused with status 429. A run's schedule bounds the number of sessions."""
     client_deadline_s: float = 60.0
-    """Longest time that a client may take to send its request, or to read what is sent to it."""
+    """Maximum time for a client to send its request, or to read data already sent to it."""
 
     session_turns: int = 1000
-    """Most completions of a session, which is an agent's attempt at a task; all are kept until it ends. More requests
-    are refused, and the attempt is truncated."""
+    """Maximum completions of a session, which is one episode of an agent; all are kept until it ends. Further requests
+    are refused, and the episode is truncated."""
     session_tokens: int = 1 << 24
-    """Most tokens of all its completions and their prompts together."""
+    """Maximum tokens of a session: all completions and their prompts together."""
 
     agent_deadline_s: float = 3600.0
-    """Longest time for an agent's attempt at a task, without the time for which it waits for an engine or is paused. If
-    it came back to the policy again and again, the attempt is truncated, and scored; else the agent hangs."""
+    """Maximum time of an agent's episode, without waits for an engine and pauses. After it, the episode is truncated
+    and scored; it fails if the agent did not call the policy for half of the time."""
 
     agent_limits: CommandLimits = field(default_factory=CommandLimits)
-    """Resources that each process of an agent may use that runs in processes of its own."""
+    """Resource limits of each process, for agents that run in their own processes."""
 
     def __post_init__(self) -> None:
         for flag, value, good, hint in (
@@ -87,10 +88,10 @@ class GatewayConfig:
 
     @property
     def is_public(self) -> bool:
-        """True if other machines may reach it."""
+        """True if other machines may reach the gateway."""
         if self.host == "localhost":
             return False
         try:
             return not ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name, which may mean anything
+        except ValueError:  # a name, which may resolve to any address
             return True

@@ -1,4 +1,4 @@
-"""HTTP connections: bounds for heads and trailers, deadlines for requests to begin, and how many may be open."""
+"""HTTP connections: limits on headers, trailers and open connections, and deadlines for requests."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.json_text import encode
 
 KEEP_ALIVE_S = 75
-"""Longest time between a response and the next whole head of a connection."""
+"""Maximum time from a response to the end of the next request's headers."""
 MOST_HEAD_BYTES = 32 << 10
-"""Longest request line and headers together; also what may come without bringing a body on, as trailers do."""
+"""Maximum bytes of request line and headers together, and of other bytes outside of bodies, such as trailers."""
 MOST_HEADERS = 100
 MOST_PIPELINED = 8
-"""Requests that may wait behind one that is being answered."""
+"""Maximum requests that wait behind the current one on a connection."""
 HEAD_DEADLINE_S = 20.0
-"""Longest time from a connection, or the first byte of a request, to the end of its headers."""
+"""Maximum time from the connection, or the first byte of a request, to the end of the headers."""
 _SWEEP_S = 1.0
-"""Time between two looks at the connections that wait for a request."""
+"""Interval of the check for connections that miss their deadline."""
 
 
 class Connection(HttpToolsProtocol):
-    """Reads the requests of a connection, none of them with more of a head than is allowed.
+    """Reads a connection's requests, with limits on their headers.
 
     Args:
-        open_connections: bounds how many there are, and how long they wait for a request.
+        open_connections: limits the number of connections, and their waits for a request.
     """
 
     def __init__(self, *args: Any, open_connections: OpenConnections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._open_connections = open_connections
         self._overhead_bytes = 0
-        """Bytes since the last that were of a body, or of a request that is whole."""
+        """Bytes received since the last body part or complete request."""
         self._reads_head = False
         self._error = ApiError(400, "this is not HTTP/1.1")
 
@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
         if len(self.headers) > MOST_HEADERS:
             raise self._too_large(f"there are more than {MOST_HEADERS} headers")
         if len(self.pipeline) >= MOST_PIPELINED:
-            raise self._too_large(f"more than {MOST_PIPELINED} requests wait for their turn on one connection")
+            raise self._too_large(f"more than {MOST_PIPELINED} requests are pipelined on one connection")
         self._reads_head = False
         self._open_connections.serve(self)
         super().on_headers_complete()
@@ -85,7 +85,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be a request, and close; in the middle of a response, that is cut."""
+        """Refuse an invalid request and close the connection, which cuts off a response in progress."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
             return
@@ -104,27 +104,27 @@ class Connection(HttpToolsProtocol):
 
 
 class OpenConnections:
-    """Bounds the connections that are open, and closes those whose next request does not come in time.
+    """Limits the number of open connections, and closes those whose next request misses its deadline.
 
-    Where there are too many, the oldest that never asked anything is closed for the new one, else the one that has
-    waited longest since its last response; a connection whose request is being answered never is.
+    Above the limit, a new connection replaces the oldest one that never sent a request, or else the one idle longest
+    since its last response; connections with a request in progress are never closed.
 
     Args:
-        most: how many may be open.
+        most: maximum number of open connections.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._count = 0
         self._unused: OrderedDict[Connection, float] = OrderedDict()
-        """Connections without a whole request so far, oldest first, each with its deadline."""
+        """Connections without a complete request so far, oldest first, each with its deadline."""
         self._idle: OrderedDict[Connection, float] = OrderedDict()
-        """Connections between two requests, in the order of their last response, each with its deadline."""
+        """Connections between requests, in the order of their last response, each with its deadline."""
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
 
     def add(self, connection: Connection) -> None:
-        """Count a connection; close another one if there are too many."""
+        """Add a new connection; close another one if there are too many."""
         self._count += 1
         self._unused[connection] = self._loop.time() + HEAD_DEADLINE_S
         if self._count > self._most:
@@ -132,27 +132,27 @@ class OpenConnections:
             waiting.popitem(last=False)[0].transport.close()
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection that was closed."""
+        """Remove a closed connection."""
         self._count -= 1
         self.serve(connection)
 
     def begin(self, connection: Connection) -> None:
-        """Note the first byte of a request."""
+        """Start the deadline of a connection's request at its first byte."""
         for waiting in (self._unused, self._idle):
             if connection in waiting:
                 waiting[connection] = min(waiting[connection], self._loop.time() + HEAD_DEADLINE_S)
 
     def serve(self, connection: Connection) -> None:
-        """Note that a connection's request is being answered."""
+        """Stop the deadline of a connection, whose request is in progress."""
         self._unused.pop(connection, None)
         self._idle.pop(connection, None)
 
     def wait(self, connection: Connection, deadline_s: float) -> None:
-        """Note that a connection has all its responses; its next request has so many seconds."""
+        """Give an idle connection `deadline_s` seconds for its next request."""
         self._idle[connection] = self._loop.time() + deadline_s
 
     def stop(self) -> None:
-        """Look at them no longer."""
+        """Stop the deadline checks."""
         self._timer.cancel()
 
     def _sweep(self) -> None:

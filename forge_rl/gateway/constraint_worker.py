@@ -1,10 +1,10 @@
-"""Tries constraints of requests in processes that may crash or hang. A script: it imports nothing of forge_rl.
+"""Tries requests' constraints in processes that may crash or hang. A script that imports nothing from forge_rl.
 
 python -I constraint_worker.py LIMITS
 
-It reads JSON lines: first the tokenizer's vocabulary as xgrammar serialises it, then [kind, text] of one constraint
-after another. It answers each with a line, [problem], which is "" if an engine can decode under the constraint. Each is
-tried in a fork, under limits of processor time and memory.
+It reads JSON lines: first the tokenizer's vocabulary, serialized by xgrammar, then one [kind, text] per constraint. It
+answers each with a line, [problem], where "" means that an engine can decode under the constraint. Each is tried in a
+fork, under limits on CPU time and memory.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ import numpy as np
 import xgrammar
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\{\d+(?:, ?-?\d*)?\}|[\w.\-]+|[()|*+?]')
-"""Parts of xgrammar's normal form of a grammar, as it prints it."""
+"""Tokens of a grammar in xgrammar's printed normal form."""
 _MOST_TEXT = 2 << 20
-"""Longest normal form of a grammar, in characters."""
+"""Maximum characters of a grammar's normal form."""
 _MOST_EMPTY = 8
-"""How often a grammar may repeat what may be empty: all ways to spread the empty ones are followed at each token."""
+"""Maximum repeats of an item that may be empty: each token follows all ways to distribute the empty ones."""
 _MOST_REPEATS = 1 << 31
-"""Product of nested repeats."""
+"""Maximum product of nested repeats."""
 _WALKS, _WALK_TOKENS = 3, 256
-"""Completions that are drawn under a constraint, and the most tokens of one."""
+"""Completions sampled under a constraint, and maximum tokens of each."""
 _MEAN_S, _WORST_S = 0.025, 0.5
-"""Processor time that a token of such a completion may take, on average and at worst: all requests wait for it."""
+"""Maximum mean and maximum single CPU time per token of such a completion: all requests wait for it."""
 
 
 def main(limits: dict[str, float]) -> None:
-    """Answer until stdin ends."""
+    """Try constraints from stdin until it is closed."""
     die_with(os.getppid())
     vocabulary = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline()))
     for line in sys.stdin:
@@ -58,24 +58,24 @@ def main(limits: dict[str, float]) -> None:
 
 
 def die_with(parent: int) -> None:
-    """End this process with its parent."""
+    """Kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def ending(status: int) -> str:
-    """Say why an attempt did not come to its end; "" if it did."""
+    """Describe why an attempt did not finish; "" if it did."""
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return ""
     if code in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGALRM):
         return "it takes too long"
-    return "it takes too much memory, or crashes what compiles it"
+    return "it takes too much memory, or crashes the compiler"
 
 
 def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> str:
-    """Compile a constraint and decode under it, in this process; returns what is wrong with it, or ""."""
+    """Compile a constraint and sample under it, in this process; return the problem, or ""."""
     os.nice(5)
     signal.alarm(round(limits["wall_s"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -102,13 +102,13 @@ def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> 
 
 
 def allow_cpu(seconds: float) -> None:
-    """End this process after so many more seconds of processor time."""
+    """Limit this process to `seconds` more seconds of CPU time."""
     limit = int(time.process_time() + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def tags(text: str) -> tuple[Any, ...]:
-    """Read a structural tag as vLLM does, which knows two forms."""
+    """Parse a structural tag like vLLM, which accepts two formats."""
     found = json.loads(text)
     if "structures" not in found:
         return (text,)
@@ -136,7 +136,7 @@ COMPILE: dict[str, Any] = {
 
 
 def walk(compiled: Any, vocabulary_size: int) -> str:
-    """Draw completions of a grammar; returns what is wrong with it."""
+    """Sample completions under a grammar; return the problem, or ""."""
     mask = np.full((1, (vocabulary_size + 31) // 32), -1, np.int32)
     draw = random.Random(0)
     for _ in range(_WALKS):
@@ -149,7 +149,7 @@ def walk(compiled: Any, vocabulary_size: int) -> str:
             filled = time.thread_time() - began
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary_size])
             if not len(allowed):
-                return "no token can follow in it" if count == 1 else ""
+                return "it allows no first token" if count == 1 else ""
             token = next((int(each) for each in draw.choices(allowed, k=8) if int(each) not in stops), None)
             if token is None:
                 break
@@ -158,14 +158,14 @@ def walk(compiled: Any, vocabulary_size: int) -> str:
             took = filled + time.thread_time() - began
             taken += took
             if took > _WORST_S or taken / max(count, 16) > _MEAN_S:
-                return f"each token under it takes {1000 * taken / count:.0f} ms of all requests' time"
+                return f"each token takes {1000 * taken / count:.0f} ms, for which all requests wait"
             if matcher.is_terminated():
                 break
     return ""
 
 
 class Rule:
-    """A rule of a grammar, or a group in one."""
+    """A rule of a grammar, or a group within one."""
 
     def __init__(self) -> None:
         self.alternatives: list[list[Item]] = [[]]
@@ -173,7 +173,7 @@ class Rule:
 
 
 class Item:
-    """What stands in a rule: a rule's name, or a literal that may be empty or not."""
+    """An item of a rule: the name of a rule, or a literal, possibly empty."""
 
     def __init__(self, rule: str, *, is_empty: bool = False) -> None:
         self.rule = rule
@@ -182,7 +182,7 @@ class Item:
 
 
 def read_rules(text: str) -> dict[str, Rule]:
-    """Read a grammar in normal form."""
+    """Parse a grammar in normal form."""
     rules: dict[str, Rule] = {}
     for line in text.splitlines():
         name, _, body = line.partition(" ::= ")
@@ -201,7 +201,7 @@ def read_rules(text: str) -> dict[str, Rule]:
                 if items:
                     least, _, most = token[1:-1].partition(",") if token[0] == "{" else ("0" * (token != "+"), "", "-1")
                     items[-1].least = int(least or 1)
-                    items[-1].most = max(int(most or least or 1), 1)  # without an end it is recursion, not a count
+                    items[-1].most = max(int(most or least or 1), 1)  # an open range is recursion, not a count
             else:
                 literal = token[0] in '"['
                 items.append(Item("" if literal else token, is_empty=token == '""'))
@@ -209,9 +209,9 @@ def read_rules(text: str) -> dict[str, Rule]:
 
 
 def repeats_too_much(text: str) -> str:
-    """Check the repeats of a grammar in normal form; returns what is wrong with them, or ""."""
+    """Check the repeats in a grammar in normal form; return the problem, or ""."""
     if len(text) > _MOST_TEXT:
-        return f"its grammar has {len(text)} characters, and may have {_MOST_TEXT}"
+        return f"its grammar has {len(text)} characters, more than {_MOST_TEXT}"
     rules = read_rules(text)
 
     def may_be_empty(item: Item) -> bool:
@@ -227,10 +227,10 @@ def repeats_too_much(text: str) -> str:
     products: dict[str, tuple[int, int]] = {}
 
     def nested(name: str) -> tuple[int, int]:
-        """Return the largest product of nested repeats below a rule, and of those of what may be empty."""
+        """Return the largest product of nested repeats below a rule, of all items and of those that may be empty."""
         if name not in rules or name in products:
             return products.get(name, (1, 1))
-        products[name] = (1, 1)  # where a rule comes back to itself
+        products[name] = (1, 1)  # for recursive rules
         most = empty = 1
         for item in (each for items in rules[name].alternatives for each in items):
             below, empty_below = nested(item.rule)
@@ -243,9 +243,9 @@ def repeats_too_much(text: str) -> str:
     found = [nested(name) for name in rules]
     most, empty = (max((each[place] for each in found), default=1) for place in (0, 1))
     if empty > _MOST_EMPTY:
-        return f"it repeats what may be empty up to {empty} times, and may do so {_MOST_EMPTY} times"
+        return f"it repeats an item that may be empty up to {empty} times, more than {_MOST_EMPTY}"
     if most > _MOST_REPEATS:
-        return f"its nested repeats come to {most}, and may come to {_MOST_REPEATS}"
+        return f"its nested repeats multiply to {most}, more than {_MOST_REPEATS}"
     return ""
 
 

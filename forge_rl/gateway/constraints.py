@@ -1,4 +1,4 @@
-"""Tries constraints of requests, such as schemas and grammars, in a process that may crash, before an engine does."""
+"""Tries requests' constraints, such as schemas and grammars, in a process that may crash, before an engine does."""
 
 from __future__ import annotations
 
@@ -17,57 +17,56 @@ from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.errors import ApiError
 
 _MOST_BYTES = 128 << 10
-"""Longest text of a constraint."""
+"""Maximum bytes of a constraint."""
 _MOST_DEPTH = 200
-"""Brackets that may be open at a time in it."""
+"""Maximum nesting of brackets in a constraint."""
 _MOST_WAITING, _MOST_OF_ONE = 64, 16
-"""Constraints that may wait to be tried, of all callers and of one."""
+"""Maximum constraints waiting to be tried, of all callers and of one."""
 _MOST_VERDICTS = 4096
 _START_S = 120.0
-"""Time that the process may take to start: it imports torch."""
+"""Maximum start time of the process, which imports torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialLimits:
-    """Bounds what it may take to try a constraint: `TrialLimits(wall_s=10)`."""
+    """Limits on the trial of a constraint: `TrialLimits(wall_s=10)`."""
 
     wall_s: float = 60.0
-    """Longest time."""
+    """Maximum wall time."""
     read_s: float = 1.0
-    """Processor time to read it, which engines do in their event loops."""
+    """Maximum CPU time to parse it, which engines do in their event loops."""
     compile_s: float = 20.0
-    """Processor time to compile it; xgrammar takes seconds for a string with a maxLength."""
+    """Maximum CPU time to compile it; xgrammar takes seconds for a string with a maxLength."""
     walk_s: float = 5.0
-    """Processor time to draw some completions under it."""
+    """Maximum CPU time to sample completions under it."""
     memory_bytes: int = 1 << 30
-    """Memory that it may add."""
+    """Maximum memory added by the trial."""
 
 
 class ConstraintChecker:
-    """Tells which constraints an engine can decode under; one that crashes or hangs costs its own request only.
+    """Checks that engines can decode under constraints; one that crashes or hangs fails only its own request.
 
     checker = ConstraintChecker(tokenizer)
     await checker.check("regex", "[a-z]{1,9}")
     await checker.close()
 
-    Its process starts with the first constraint. Constraints are tried one at a time and callers take turns:
-    each waits for one trial of every other caller, however many constraints these send. Verdicts are kept,
-    so that one that is sent again is not tried again.
+    The process starts with the first constraint. Constraints are tried one at a time, and callers take turns: each
+    waits for at most one trial of every other caller. Verdicts are cached.
 
     Args:
         tokenizer: the model's tokenizer.
-        limits: what each may take.
+        limits: limits on each trial.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: TrialLimits | None = None) -> None:
         self._tokenizer = tokenizer
         self._limits = limits or TrialLimits()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="gateway-constraints")
-        """One thread, which the process ends with."""
+        """One thread, which also kills the process at the end."""
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._waiting: dict[bytes, asyncio.Future[str]] = {}
         self._callers: dict[str, tuple[asyncio.Lock, set[bytes]]] = {}
-        """Whose turn of a caller's constraints it is, and which of them wait."""
+        """By caller, the lock that its constraints take in turn, and the keys of those that wait."""
         self._turn = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -78,14 +77,14 @@ class ConstraintChecker:
         Args:
             kind: "json", "regex", "ebnf", "lark" or "tag".
             text: the constraint.
-            caller: name of who sent it.
+            caller: name of the sender.
 
         Raises:
-            ApiError: it cannot, or too many wait, of this caller or at all.
+            ApiError: an engine cannot, or too many constraints wait, of this caller or in total.
         """
         self.check_size(len(text.encode(errors="replace")))
         if (depth := _depth(text)) > _MOST_DEPTH:
-            raise _refusal(f"{depth} brackets are open at a time, and {_MOST_DEPTH} may be")
+            raise _refusal(f"its brackets nest {depth} deep, more than {_MOST_DEPTH}")
         key = hashlib.sha256(f"{kind}\n{text}".encode(errors="replace")).digest()
         problem = self._verdicts.get(key)
         if problem is None:
@@ -96,20 +95,20 @@ class ConstraintChecker:
             raise _refusal(problem)
 
     def check_size(self, size: int) -> None:
-        """Raise ApiError for a constraint of so many bytes, if that is too much to look at."""
+        """Raise ApiError if a constraint of `size` bytes is too large."""
         if size > _MOST_BYTES:
-            raise _refusal(f"it has {size} bytes, and may have {_MOST_BYTES}")
+            raise _refusal(f"it has {size} bytes, more than {_MOST_BYTES}")
 
     async def close(self) -> None:
-        """End the process; constraints that wait are refused."""
+        """Kill the process; waiting constraints are refused."""
         self._closed = True
         if (process := self._process) is not None:
-            process.kill()  # a trial that waits for it ends
+            process.kill()  # ends a trial that waits for it
         self._executor.submit(self._kill)
         await asyncio.to_thread(self._executor.shutdown)
 
     async def _verdict(self, key: bytes, kind: str, text: str, caller: str) -> str:
-        """Try a constraint, or wait until another request has tried the same."""
+        """Try a constraint, or wait for a trial of the same one."""
         if (same := self._waiting.get(key)) is None:
             _, waiting = self._callers.get(caller, (None, set()))
             if len(self._waiting) >= _MOST_WAITING or len(waiting) >= _MOST_OF_ONE:
@@ -123,7 +122,7 @@ class ConstraintChecker:
         """Try a constraint when it is its caller's turn."""
         own, waiting = self._callers[caller]
         try:
-            async with own, self._turn:  # both are first come, first served; of each caller, one waits for the second
+            async with own, self._turn:  # both locks are FIFO; one constraint per caller waits for the second
                 if self._closed:
                     raise ApiError(503, "the server was closed", code="closed")
                 return await asyncio.get_running_loop().run_in_executor(self._executor, self._try, kind, text)
@@ -140,7 +139,7 @@ class ConstraintChecker:
                 self._verdicts.popitem(last=False)
 
     def _try(self, kind: str, text: str) -> str:
-        """Have the process try a constraint; returns what is wrong with it, or "". Runs in the thread."""
+        """Try a constraint in the process; return the problem, or "". Runs in the executor's thread."""
         if self._closed:
             raise ApiError(503, "the server was closed", code="closed")
         process = self._started()
@@ -152,14 +151,14 @@ class ConstraintChecker:
             if select.select([process.stdout], [], [], self._limits.wall_s + _START_S)[0]:
                 (problem,) = json.loads(process.stdout.readline())
                 return str(problem)
-        except (OSError, ValueError):  # it ended
+        except (OSError, ValueError):  # the process ended
             pass
         self._kill()
         raise ApiError(503, "the process that tries constraints failed; try again", code="busy")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            from xgrammar import TokenizerInfo  # it loads torch
+            from xgrammar import TokenizerInfo  # loads torch
 
             script, limits = Path(__file__).with_name("constraint_worker.py"), json.dumps(asdict(self._limits))
             self._process = subprocess.Popen(
@@ -177,7 +176,7 @@ class ConstraintChecker:
 
     def _kill(self) -> None:
         if (process := self._process) is not None:
-            process.kill()  # what it forked ends with it
+            process.kill()  # its forks end with it
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
@@ -186,7 +185,7 @@ class ConstraintChecker:
 
 
 def _depth(text: str) -> int:
-    """Return the most brackets of a text that are open at a time, whatever they mean."""
+    """Return the maximum nesting of brackets in a text, also of those in literals."""
     depth = most = 0
     for character in text:
         if character in "([{":
@@ -198,4 +197,4 @@ def _depth(text: str) -> int:
 
 
 def _refusal(problem: str) -> ApiError:
-    return ApiError(400, f"the constraint of the request cannot be used: {problem}", code="invalid_constraint")
+    return ApiError(400, f"the request's constraint cannot be used: {problem}", code="invalid_constraint")

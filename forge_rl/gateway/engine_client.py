@@ -1,4 +1,4 @@
-"""Stands in for the engine of vLLM's server: decodes on a backend, under the rules of sessions. Imports vLLM."""
+"""Replaces the engine client of vLLM's server: decodes on a backend and applies sessions' rules. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _EXTRA = (
     *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
     *("stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"),
 )
-"""Settings of vLLM's that a completion may have beside ours."""
+"""Sampling settings of vLLM without a field in `Sampling`; they go into `extra`."""
 
 
 class EngineClient:
-    """Decodes what vLLM's server asks for on a backend, and records what belongs to a session.
+    """Decodes requests of vLLM's server on a backend, and records sessions' turns.
 
-    It has what the server uses of vLLM's class of this name.
+    It implements the part of vLLM's EngineClient that the server uses.
 
     Args:
-        backend: decodes.
+        backend: decodes completions.
         tokenizer: the model's tokenizer.
-        model_config: what vLLM's server reads of its ModelConfig.
-        renderer: what it reads of its renderer.
-        agent_sampling: whose sampling settings hold in sessions.
-        constraints: tries what forces an answer's form.
-        replaced: called with the name of each setting that a session's replaced.
+        model_config: the attributes of vLLM's ModelConfig that the server reads.
+        renderer: the attributes of vLLM's renderer that the server reads.
+        agent_sampling: treatment of agents' sampling settings in sessions, see `GatewayConfig`.
+        constraints: checks constraints on completions.
+        replaced: called with the name of each setting that the session's sampling replaces.
     """
 
     errored = False
@@ -73,12 +73,12 @@ class EngineClient:
         self._replaced = replaced
 
     def check_admission(self, count: int) -> None:
-        """Admit a request: the guard has counted it."""
+        """Admit every request: the guard has already checked the limits."""
 
     def generate(
         self, prompt: Mapping[str, Any], params: SamplingParams, request_id: str, **_: object
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Decode the completions of a prompt; returns vLLM's outputs, streamed or whole."""
+        """Decode the completions of a prompt; yields vLLM's outputs, streamed or whole."""
         call = CALL.get()
         stream = self._generate(prompt["forge_rl"], prompt.get("prompt"), params, request_id, call)
         call.streams.append(stream)
@@ -127,9 +127,9 @@ class EngineClient:
     async def _decode(
         self, completion: Completion, call: Call, show: Callable[[CompletionOutput], None] | None
     ) -> None:
-        """Decode one completion, and show what each chunk adds to it, or gather chunks if nobody is shown any.
+        """Decode one completion; call `show` with each chunk's output, or gather chunks if it is None.
 
-        Once the request's last completion has ended, and before a client can know, all are recorded.
+        All completions of the request are recorded when the last one ends, before the client can see that.
         """
 
         def observe(chunk: Chunk) -> bool:
@@ -146,12 +146,12 @@ class EngineClient:
         with call.on_engine():
             await self._backend.decode(ids, sampling, observe, session=key, gather_s=0.0 if show else GATHER_S)
         if not completion.finish:
-            raise ServiceError("a completion has no end", service="generator", call="decode")
+            raise ServiceError("the backend returned before the completion's end", service="generator", call="decode")
 
     async def _check_constraint(self, constraint: Mapping[str, Any], caller: str) -> None:
         """Raise ApiError if an engine cannot decode under a constraint.
 
-        `caller` is the key of the session that asks; "" outside of sessions.
+        `caller` is the session's key; "" outside of sessions.
         """
         if "whitespace_pattern" in constraint:
             raise ApiError(400, "whitespace_pattern is not supported", param="structured_outputs")
@@ -160,7 +160,7 @@ class EngineClient:
                 case "regex", str():
                     await self._constraints.check("regex", given, caller)
                 case "choice", list():
-                    self._constraints.check_size(sum(map(len, given)))  # to write them as a grammar is slow
+                    self._constraints.check_size(sum(map(len, given)))  # writing them as a grammar is slow
                     await self._constraints.check("ebnf", choice_as_grammar(given), caller)
                 case "grammar", str():
                     await self._constraints.check("lark" if grammar_is_likely_lark(given) else "ebnf", given, caller)
@@ -183,10 +183,10 @@ class EngineClient:
         )
 
     def _sampling(self, prompt: Prompt, params: SamplingParams, place: int, session: Session | None) -> Sampling:
-        """Choose the sampling of a completion: outside of sessions what was asked for.
+        """Return the sampling of a completion: outside of sessions, as requested.
 
-        A session is sampled as the run says: logprobs at other settings would be another distribution's. A greedy one
-        is evaluated: whatever is asked for, all of it is greedy.
+        In sessions, `agent_sampling` decides between the run's settings and the request's; logprobs under other
+        settings are another distribution's. A session with temperature 0 is an evaluation, and always greedy.
         """
         tokens, temperature = params.max_tokens, params.temperature
         stop = tuple(params.stop or ())
@@ -208,7 +208,7 @@ class EngineClient:
                 temperature, extra = own.temperature, {}
             elif prompt.asked_temperature is None:
                 temperature = own.temperature
-        # A greedy completion has no behaviour logprobs; what can be reported is that of the likeliest token.
+        # A greedy completion has no behaviour logprobs; report the most likely token's.
         top = 0 if params.logprobs is None else max(params.logprobs, 1 if temperature == 0 else 0)
         return Sampling(
             max_tokens=tokens,
@@ -234,12 +234,12 @@ class EngineClient:
 
 
 def _changes(value: Any, plain: Any) -> bool:
-    """Return whether a setting changes what is sampled; some values have two ways to say that they do nothing."""
+    """Return whether a setting differs from its default; some have several neutral values."""
     return value != plain and (value or plain) not in (None, {}, [], -1)
 
 
 def _of_prompt(completion: Completion, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
-    """Return the prompt's logprobs as vLLM's server reads them; None where nobody asked."""
+    """Return the prompt's logprobs in vLLM's format; None if not requested."""
     if not completion.of_prompt:
         return None
     return [
@@ -269,13 +269,13 @@ def _whole(completion: Completion) -> CompletionOutput:
 
 
 def _message(completion: Completion) -> ChatMessage:
-    """Return a completion as the client has it, and sends it back."""
+    """Return a completion as the message that the client receives and sends back."""
     reads = completion.prompt.reads
     content, calls = (completion.text, ()) if reads is None else reads(completion.text, completion.ids)
     return ChatMessage(role="assistant", content=content, calls=tuple(calls))
 
 
 def _as_json(value: Any) -> dict[str, object]:
-    """Return the public fields of vLLM's constraint that are set."""
+    """Return the public fields that are set in vLLM's constraint."""
     public = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
     return {name: each for name, each in public.items() if each not in (None, False) and not name.startswith("_")}

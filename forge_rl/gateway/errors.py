@@ -1,4 +1,4 @@
-"""Errors of requests, in the shapes that OpenAI's and Anthropic's clients know."""
+"""Errors of requests, in the formats of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge_rl.errors import (
 )
 
 ENDS_ENGINES = "ends_engines"
-"""Code of a request at which several engines died."""
+"""Error code of a request that crashed several engines."""
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -34,21 +34,21 @@ _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rat
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error that a client is answered with."""
+    """An error response to a client."""
 
     status: int
     """HTTP status."""
     message: str
-    """Message with what is wrong and a hint; shown to the client."""
+    """Problem and hint, shown to the client."""
     param: str | None = None
-    """Parameter that is wrong, such as "messages.0.content"."""
+    """Wrong parameter, such as "messages.0.content"."""
     code: str | None = None
     """OpenAI's error code, such as "context_length_exceeded"."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Extra headers of the response."""
 
     def body(self, is_anthropic: bool) -> dict[str, object]:
-        """Return the body that the clients of an API know."""
+        """Return the response body in Anthropic's or OpenAI's format."""
         other = "invalid_request_error" if self.status < 500 else "api_error" if is_anthropic else "server_error"
         kind = (_ANTHROPIC_TYPES if is_anthropic else _OPENAI_TYPES).get(self.status, other)
         if not is_anthropic:
@@ -59,7 +59,7 @@ class ApiError(Exception):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Translate an error for a client; a ForgeError's hint is for the server's owner and left out."""
+    """Translate an error for a client, without a ForgeError's hint, which is for the server's owner."""
     match error:
         case ApiError():
             return error
@@ -78,12 +78,12 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def invalid(error: ValidationError, *at: str | int) -> ApiError:
-    """Make the error that names the first wrong field of a request, of which the part `at` a place was checked."""
+    """Return the error for the first wrong field of a request; `at` is the path of the part that was validated."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     kind, problem = first["type"], first["msg"]
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem}", code="invalid_json")
-    # Of a union, pydantic names each branch that was tried; what the client wrote are its keys and places.
+    # For unions, pydantic's path includes the branches tried; keep only the client's keys and indices.
     param = (
         ".".join(str(part) for part in (*at, *first["loc"]) if isinstance(part, int) or str(part).isidentifier())
         or None

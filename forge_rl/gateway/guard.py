@@ -1,4 +1,4 @@
-"""The gateway's guard: ASGI middleware that lets whole requests of callers who may ask through to an app, whichever."""
+"""The gateway's guard: ASGI middleware that passes complete, authorized requests to an app."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Paths that begin with it are answered in the shape of Anthropic's API."""
+"""Prefix of the paths answered in the format of Anthropic's API."""
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
 """Paths that need no key."""
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 _BODIES_AT_ONCE = 32
-"""Bodies of the greatest length that may be on their way at a time; more bytes are refused with status 503."""
+"""Maximum bytes of incomplete bodies, in bodies of maximum length; more bytes are refused with status 503."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
 class InFlight:
-    """Counts what each caller has in flight, and refuses more than a caller may have.
+    """Counts each caller's completions in flight, and enforces a limit.
 
     Args:
-        most: for one caller.
+        most: limit for one caller.
     """
 
     def __init__(self, most: int) -> None:
@@ -40,20 +40,20 @@ class InFlight:
         self._counts: Counter[Hashable] = Counter()
 
     def total(self) -> int:
-        """Number for all callers together."""
+        """Number in flight of all callers together."""
         return self._counts.total()
 
     @contextlib.contextmanager
     def admit(self, count: int, caller: Hashable) -> Iterator[None]:
-        """Count so many more of a caller while the body runs.
+        """Add `count` to a caller's completions in flight inside the context.
 
         Raises:
-            ApiError: there would be too many.
+            ApiError: the caller would exceed the limit.
         """
         if self._counts[caller] + count > self._most:
             raise ApiError(
                 429,
-                f"{self._counts[caller]} completions are in flight, and {self._most} may be; try again",
+                f"{self._counts[caller]} of at most {self._most} completions are in flight; try again",
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )
@@ -67,21 +67,21 @@ class InFlight:
 
 
 class Guard:
-    """Keeps from an app what it need not see: other sites' pages, wrong keys, bodies too long, too slow, or no JSON.
+    """Refuses requests from other sites' pages, with wrong keys, or with bodies that are too long, slow or not JSON.
 
-    What a caller may ask reaches the app with its whole body in one message, and who asks in scope["state"]["caller"].
-    All else is answered here, in the shape of the API that was asked: names of other hosts (403), the reach of DNS
-    rebinding; pages of other origins (403); keys (401); too many requests (429); the body's type (415), length (413)
-    and time (408). Of paths, /health and /metrics need no key. WebSockets are closed.
+    Accepted requests reach the app with their whole body in one message and the caller in scope["state"]["caller"].
+    Others are answered here, in the format of the API: wrong host, which blocks DNS rebinding (403); other origin
+    (403); wrong key (401); too many requests (429); the body's type (415), length (413) and time (408). /health and
+    /metrics need no key. WebSockets are closed.
 
         app = Guard(other_app, GatewayConfig(), caller=KeyRing("secret").caller, in_flight=InFlight(256))
 
     Args:
-        app: serves what is let through.
-        config: the limits, and what hosts and origins are served.
-        caller: returns who asks, None for the owner; raises ApiError if nobody may.
+        app: serves accepted requests.
+        config: limits, and allowed hosts and origins.
+        caller: returns the caller, None for the owner; raises ApiError for a missing or wrong key.
         in_flight: counts each caller's requests.
-        refused: called with the path, the caller if known, and the error, of each request that is refused.
+        refused: called with the path, the caller if known, and the error of each refused request.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Guard:
         self._hosts = _Hosts(config)
         self._origins = frozenset(config.allowed_origins)
         self._arriving_bytes = 0
-        """Bytes of bodies that are not whole yet."""
+        """Bytes of bodies that are still being received."""
         self._admitting: ASGIApp = self._admit
         if self._origins:
             self._admitting = CORSMiddleware(
@@ -122,16 +122,16 @@ class Guard:
                 await self._admitting(scope, receive, send)
 
     def _check_site(self, headers: Headers) -> None:
-        """Check the names by which a browser would ask for another site.
+        """Check the headers by which a browser shows that another site sent the request.
 
         Raises:
-            ApiError: the host is not served here, or a page of another origin asks.
+            ApiError: the host or the page's origin is not allowed.
         """
         host = ",".join(headers.getlist("host")).lower()
         if not self._hosts.serves(host):
             raise ApiError(
                 403,
-                f"the host {host[:100]!r} is not served here; its owner may add it to allowed-hosts",
+                f"the host {host[:100]!r} is not served here; the server's owner may add it to allowed-hosts",
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
@@ -140,7 +140,7 @@ class Guard:
         if "*" not in self._origins and origin not in self._origins:
             raise ApiError(
                 403,
-                f"pages of {origin[:100]!r} may not ask; the server's owner may add it to allowed-origins",
+                f"pages of {origin[:100]!r} are not allowed; the server's owner may add it to allowed-origins",
                 code="origin_not_allowed",
             )
 
@@ -165,17 +165,17 @@ class Guard:
             await self._app({**scope, "state": state}, receive, send)
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
-        """Read the body of a request, never more of it than is allowed.
+        """Read the body of a request, up to the maximum length.
 
         Raises:
-            ApiError: it is too long, too slow, or no JSON by its header.
-            _GoneError: the client did not send all of it.
+            ApiError: the body is too long, too slow, or not JSON by its header.
+            _GoneError: the client disconnected before the end of the body.
         """
         most, deadline_s = self._config.max_body_bytes, self._config.client_deadline_s
         length = headers.get("content-length", "0")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and (length != "0" or "transfer-encoding" in headers):
-            # A web page cannot send this type to another origin without being allowed to.
+            # A web page cannot send JSON to another origin without CORS.
             raise ApiError(415, f"the content type is {kind[:100] or 'missing'}; send application/json")
         too_long = ApiError(413, f"the body is longer than {most} bytes (max-body-bytes)", code="request_too_large")
         if length.isdecimal() and int(length) > most:
@@ -194,7 +194,7 @@ class Guard:
                     if len(body) > most:
                         raise too_long
                     if self._arriving_bytes > _BODIES_AT_ONCE * most:
-                        raise ApiError(503, "too many bodies arrive at a time; try again", headers={"retry-after": "1"})
+                        raise ApiError(503, "too many request bodies at once; try again", headers={"retry-after": "1"})
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {deadline_s:g} s (client-deadline-s)") from None
         finally:
@@ -208,15 +208,14 @@ class Guard:
 
 
 class _GoneError(Exception):
-    """The client closed its connection before its request was whole."""
+    """The client closed its connection before its request was complete."""
 
 
 class _Hosts:
-    """Names in a request's Host header that are this server's, at whatever port: it may be forwarded.
+    """This server's names in a request's Host header, at any port, as it may be forwarded.
 
-    These are loopback's names and addresses, the address that it listens on, and those that are allowed beside. If it
-    listens on all addresses of the machine, they are that machine's name and every address: a page that reaches it
-    by rebinding has a name.
+    These are loopback's names and addresses, the listening address, and the allowed hosts. A server that listens on all
+    addresses also accepts the machine's name and every address: DNS rebinding needs a name.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -240,7 +239,7 @@ class _Hosts:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Make ASGI's receive that begins with a whole body, and keeps it no longer than until it is taken."""
+    """Return an ASGI receive that first returns a whole body, and keeps it only until then."""
     whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
     async def replayed() -> Message:

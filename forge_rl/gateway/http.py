@@ -1,4 +1,4 @@
-"""HTTP: uvicorn in an event loop that is not its own, responses at their client's pace."""
+"""HTTP: uvicorn in the caller's event loop, and responses written at the client's pace."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from forge_rl.gateway.json_text import encode, to_event
 from forge_rl.runtime.private_network import has_way_out, listen_outside
 
 CLIENT_GONE = 499
-"""Status in the metrics of a request whose client did not wait."""
+"""Status, in the metrics, of a request whose client disconnected."""
 _GRACE_S = 5
-"""Seconds that connections may take to close at the end."""
+"""Seconds for connections to close at shutdown."""
 _SESSIONS = 16384
-"""Sessions that connections are allowed for, beside those of other requests."""
+"""Connections allowed for sessions, on top of `max_concurrent` for other requests."""
 _OTHER_FILES = 1024
-"""Files that this process may have open beside connections."""
+"""Open files reserved for uses other than connections."""
 
 
 class HttpServer:
-    """Serves an app as soon as it is made and the event loop runs.
+    """Serves an app in the running event loop, from construction until `stop`.
 
     Args:
         app: the ASGI app.
-        config: where to listen.
+        config: the gateway's config.
 
     Raises:
-        ConfigError: the port is in use, or there is no such address here.
+        ConfigError: the port is in use, or the address is not this machine's.
     """
 
     def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
@@ -50,7 +50,7 @@ class HttpServer:
         host, port = listeners[0].getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        """URL that reaches it from this machine."""
+        """URL of the server on this machine."""
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -58,7 +58,7 @@ class HttpServer:
                 lifespan="off",
                 ws="none",
                 log_config=None,
-                log_level="error",  # a line for each wrong request would let anybody fill the disk
+                log_level="error",  # a line per invalid request would let anybody fill the disk
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
@@ -68,38 +68,38 @@ class HttpServer:
         self._serving = asyncio.ensure_future(self._server.serve(sockets=listeners))
 
     async def stop(self) -> None:
-        """Stop listening, and wait until connections are closed."""
+        """Stop listening, and wait for connections to close."""
         self._server.should_exit = True
         await self._serving
         self._connections.stop()
 
 
 def check_address(config: GatewayConfig) -> None:
-    """Check, before much is started, that the server could listen.
+    """Check early that the server can listen.
 
     Raises:
-        ConfigError: the port is in use, or there is no such address here.
+        ConfigError: the port is in use, or the address is not this machine's.
     """
     for listener in _listen(config):
         listener.close()
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the program that it is a part of."""
+    """A uvicorn server that does not handle signals, as the program does."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
 
 
 def _listen(config: GatewayConfig) -> list[socket.socket]:
-    """Listen at the address; in a private network at that port inside, first, and at the address outside."""
+    """Listen at the address; from inside a private network, also at the same port inside, as the first listener."""
     host, port = config.host, config.port
     listeners: list[socket.socket] = []
     try:
         if has_way_out():
             listeners.append(listen_outside(host, port))
             port = listeners[0].getsockname()[1]
-            if config.is_public:  # the address is not there, inside
+            if config.is_public:  # the address does not exist inside
                 host = "::1" if ":" in host else "127.0.0.1"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listeners.insert(0, socket.create_server((host, port), family=family, backlog=2048))
@@ -109,20 +109,19 @@ def _listen(config: GatewayConfig) -> list[socket.socket]:
         cause = str(error.strerror or error).partition(" (while")[0]
         raise ConfigError(
             f"the gateway cannot listen on {config.host} port {config.port}: {cause}",
-            hint="set another --port (0 takes a free one), or end the program that has it",
+            hint="set another --port (0 picks a free one), or stop the program that uses it",
         ) from error
     for listener in listeners:
-        # A client that takes nothing for this long loses its connection, and what was kept for it. Accepted connections
-        # inherit it.
+        # Drops a client that reads nothing for this long, and the data buffered for it. Accepted sockets inherit it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.client_deadline_s * 1000))
     return listeners
 
 
 def _allow_connections(count: int) -> int:
-    """Raise this process's limit of open files to what connections need; many systems begin with 1024.
+    """Raise this process's limit on open files for `count` connections; many systems default to 1024.
 
     Returns:
-        Number of connections for which it suffices, at most `count`.
+        Number of connections that the limit allows, at most `count`.
     """
     wanted = 2 * count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -133,11 +132,11 @@ def _allow_connections(count: int) -> int:
 
 
 class ClientGone(Exception):
-    """The client closed its connection, or took nothing for too long."""
+    """The client closed its connection, or read nothing for too long."""
 
 
 class AsgiResponse(Response):
-    """A response that a function writes, with ASGI's receive and send."""
+    """A response written by a function of ASGI's receive and send."""
 
     def __init__(self, write: Callable[[Receive, Send], Awaitable[None]]) -> None:
         super().__init__()
@@ -152,28 +151,28 @@ class ResponseWriter:
 
     Args:
         send: ASGI's send.
-        deadline_s: longest time for the client to read what was written before.
+        deadline_s: maximum time for the client to read data already written.
     """
 
     def __init__(self, send: Send, deadline_s: float) -> None:
         self._send = send
         self._deadline_s = deadline_s
         self.started_s: float | None = None
-        """Monotonic time at which the first bytes were written."""
+        """Monotonic time of the first write; None before."""
         self.is_stream = False
 
     async def write_json(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Write a whole JSON response."""
+        """Write a complete JSON response."""
         await self._write(body, True, status, {"content-type": "application/json", **(headers or {})})
 
     async def write_events(self, data: bytes, *, last: bool = False) -> None:
-        """Write server-sent events; the first ones start the stream."""
+        """Write server-sent events; the first call starts the stream."""
         self.is_stream = True
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         await self._write(data, last, 200, headers)
 
     async def write_error(self, error: ApiError, is_anthropic: bool) -> None:
-        """Write an error in its API's shape; in the middle of a stream it is the last event."""
+        """Write an error in its API's format, as the last event if a stream has started."""
         body = error.body(is_anthropic)
         if self.started_s is None:
             await self.write_json(encode(body), error.status, error.headers)
@@ -186,7 +185,7 @@ class ResponseWriter:
             listed = [(name.encode(), value.encode()) for name, value in headers.items()]
             await self._send({"type": "http.response.start", "status": status, "headers": listed})
         try:
-            # uvicorn waits here while the client has not taken most of what was written before.
+            # uvicorn waits here until the client has read most of the data already written.
             async with asyncio.timeout(self._deadline_s):
                 await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         except TimeoutError:
@@ -194,15 +193,15 @@ class ResponseWriter:
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, running: set[asyncio.Task[None]]) -> None:
-    """Run work until its client disconnects; the request's body was read before.
+    """Run work until it is done or its client disconnects; the request's body must have been read.
 
     Args:
-        work: cancelled when the client goes.
+        work: coroutine, cancelled when the client disconnects.
         receive: ASGI's receive.
-        running: holds the work's task meanwhile; cancelling it there ends the request.
+        running: set that holds the work's task while it runs; cancelling the task aborts the request.
 
     Raises:
-        ClientGone: the client went.
+        ClientGone: the client disconnected.
         ApiError: the work was cancelled.
     """
 

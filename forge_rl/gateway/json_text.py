@@ -1,4 +1,4 @@
-"""JSON: bounds what is read, and writes it without holding up the event loop."""
+"""JSON: bounds on requests, and encoding that does not block the event loop."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 def holds_more(text: bytes, values: int, containers: int) -> bool:
-    """Return whether JSON holds more values, or more objects and arrays, without the memory that parsing would take."""
+    """Return whether JSON exceeds a number of values, or of objects and arrays, without the memory of parsing it."""
     if _within(text, values, containers):
         return False
-    # Commas and brackets in strings count for nothing. A value has at most two strings: its name and itself.
+    # Commas and brackets in strings do not count. A value has at most two strings: its key and itself.
     most_quotes = 4 * (values + containers)
     pieces = text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', most_quotes + 1)
     return len(pieces) > most_quotes + 1 or not _within(b"".join(pieces[::2]), values, containers)
 
 
 class LazyList(list[object]):
-    """A list of JSON whose elements are made when they are written, for `encode_beside`; there must be some.
+    """A JSON list whose elements are created when `encode_beside` writes them; it must not be empty.
 
     Args:
-        elements: all of them.
+        elements: the elements, iterated once.
     """
 
     def __init__(self, elements: Iterable[object]) -> None:
-        super().__init__((None,))  # which shows that it is not empty
+        super().__init__((None,))  # makes the list truthy
         self._elements = elements
 
     def __iter__(self) -> Iterator[object]:
@@ -39,7 +39,7 @@ def encode(body: object) -> bytes:
 
 
 async def encode_beside(make: Callable[[], object]) -> bytes:
-    """Make a long body and encode it in a thread, so that the loop has its turns: what is written in C has none."""
+    """Build and encode a long body in a thread, piece by piece: the C encoder would hold the GIL throughout."""
 
     def write() -> bytes:
         text = io.StringIO()
@@ -51,7 +51,7 @@ async def encode_beside(make: Callable[[], object]) -> bytes:
 
 
 def to_event(body: object) -> bytes:
-    """Encode as the data of a server-sent event."""
+    """Encode as a server-sent event."""
     return b"data: " + encode(body) + b"\n\n"
 
 

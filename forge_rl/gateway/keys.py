@@ -1,4 +1,4 @@
-"""Keys: whom a request's key belongs to, and the files that hold the owner's key."""
+"""API keys: the caller that a key belongs to, and the file with the owner's key."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ S = TypeVar("S")
 
 
 class KeyRing(Generic[S]):
-    """Knows whom each key belongs to: a session, or the owner.
+    """Maps API keys to callers: sessions, or the owner.
 
         keys: KeyRing[Session] = KeyRing("the owner's")
         keys.add(session.key, session)
         keys.caller(headers)  # the session, None for the owner, or an ApiError with status 401
 
     Args:
-        owner: the owner's key; "" if there is none.
-        open_to_all: take requests without a key as the owner's, where the owner has none.
+        owner: the owner's key; "" for none.
+        open_to_all: if the owner has no key, treat requests without a session's key as the owner's.
     """
 
     def __init__(self, owner: str = "", *, open_to_all: bool = False) -> None:
         self._owner = _digest(owner) if owner else None
         self._open_to_all = open_to_all and not owner
         self._sessions: dict[bytes, S] = {}
-        """By the digest of the key: how long a look-up takes tells nothing about the keys."""
+        """Sessions by the digest of their key, so that lookup times reveal nothing about keys."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     @property
     def sessions(self) -> tuple[S, ...]:
-        """Sessions whose key is accepted."""
+        """Sessions whose keys are accepted."""
         return tuple(self._sessions.values())
 
     def add(self, key: str, session: S) -> None:
@@ -52,11 +52,11 @@ class KeyRing(Generic[S]):
         self._sessions[_digest(key)] = session
 
     def remove(self, key: str) -> None:
-        """Refuse a session's key from now on."""
+        """Stop accepting a session's key."""
         self._sessions.pop(_digest(key), None)
 
     def caller(self, headers: Headers) -> S | None:
-        """Return the session whose key a request carries; None if it is the owner's, or needs none.
+        """Return the session whose key a request carries; None for the owner.
 
         Raises:
             ApiError: the key is missing or wrong.
@@ -67,9 +67,9 @@ class KeyRing(Generic[S]):
         session = self._sessions.get(digest)
         if session is not None or (self._owner is not None and hmac.compare_digest(digest, self._owner)):
             return session
-        if self._open_to_all and not (key.startswith("forge-") and "." in key):  # which a closed session had
+        if self._open_to_all and not (key.startswith("forge-") and "." in key):  # the key of a closed session
             return None
-        wrong = "wrong API key, or its session was closed"
+        wrong = "wrong API key, or the key of a closed session"
         missing = "no API key: send it as `Authorization: Bearer KEY` or `x-api-key`"
         raise ApiError(401, wrong if key else missing, code="invalid_api_key")
 
@@ -78,38 +78,38 @@ def read_key(file: Path) -> str:
     """Read a key from a file that no other user can read or write.
 
     Raises:
-        ConfigError: there is none, or others may know or change it.
+        ConfigError: the file holds no key, or other users may read or write it.
     """
     users = {0, os.getuid()}
     try:
         link = file.lstat()
         if stat.S_ISLNK(link.st_mode) and link.st_uid not in users:
-            raise ConfigError(f"the key file {file} is another user's link", hint="name a file of your own")
-        # A pipe would make open wait for its writer.
+            raise ConfigError(f"the key file {file} is another user's link", hint="use a file that you own")
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid not in users or found.st_mode & _OTHERS:
                 raise ConfigError(
                     f"the key file {file} is open to other users (mode {stat.filemode(found.st_mode)})",
-                    hint=f"make it yours alone, with chmod 600 {file}, and put a new key into it",
+                    hint=f"run chmod 600 {file}, and put a new key into it",
                 )
             key = opened.read(_MOST_KEY_BYTES + 1).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is no ASCII text"
-        raise ConfigError(f"cannot read the key file {file}: {cause}", hint="name a file that holds a key") from error
+        cause = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise ConfigError(f"cannot read the key file {file}: {cause}", hint="use a file that holds a key") from error
     if not key or len(key) > _MOST_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
-            f"the key file {file} holds no key",
-            hint="put one line into it: letters, digits and signs without blanks",
+            f"the key file {file} does not hold a valid key",
+            hint="put one line into it: letters, digits and punctuation, without spaces",
         )
     return key
 
 
 def kept_key(file: Path) -> str:
-    """Return the key in a file; a new one is made and written, for this user alone, if there is no file.
+    """Return the key in a file; if the file does not exist, create it with a new key, readable by this user only.
 
     Raises:
-        ConfigError: the file cannot be written, or others may know or change it.
+        ConfigError: the file cannot be written, or other users may read or write it.
     """
     try:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as opened:

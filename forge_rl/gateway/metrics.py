@@ -1,4 +1,4 @@
-"""Counts of the gateway, for Prometheus."""
+"""Prometheus metrics of the gateway."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class GatewayMetrics:
-    """Counts what one gateway does, in a registry of its own.
+    """Metrics of one gateway, in their own registry.
 
     Args:
-        in_flight: number of completions that are being decoded.
-        sessions: number of open sessions.
+        in_flight: returns the number of completions in flight.
+        sessions: returns the number of open sessions.
     """
 
     def __init__(self, in_flight: Callable[[], float], sessions: Callable[[], float]) -> None:
@@ -25,32 +25,32 @@ class GatewayMetrics:
         timer = partial(
             Histogram, labelnames=["endpoint"], buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
         )
-        self._requests = Counter("requests", "Requests that ended", ["endpoint", "status"], **own)
-        self._seconds = timer("request_seconds", "From a request to the end of its response", **own)
-        self._first = timer("first_event_seconds", "From a request to the first event of its stream", **own)
+        self._requests = Counter("requests", "Finished requests", ["endpoint", "status"], **own)
+        self._seconds = timer("request_seconds", "Seconds from a request to the end of its response", **own)
+        self._first = timer("first_event_seconds", "Seconds from a request to the first event of its stream", **own)
         self._tokens = Counter("tokens", "Tokens of answered requests", ["kind"], **own)
         self._settings = Counter(
             "settings_replaced", "Sampling settings of agents replaced by a run's", ["name"], **own
         )
-        Gauge("completions_in_flight", "Completions that are being decoded", **own).set_function(in_flight)
-        Gauge("sessions_open", "Sessions whose key is accepted", **own).set_function(sessions)
+        Gauge("completions_in_flight", "Completions in flight", **own).set_function(in_flight)
+        Gauge("sessions_open", "Open sessions", **own).set_function(sessions)
 
     def request(self, endpoint: str, status: int, seconds: float, first_event_s: float | None = None) -> None:
-        """Count a request that ended."""
+        """Count a finished request."""
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
         if first_event_s is not None:
             self._first.labels(endpoint).observe(first_event_s)
 
     def tokens(self, prompt: int, completion: int) -> None:
-        """Count the tokens of a request that was answered."""
+        """Count the tokens of an answered request."""
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("completion").inc(completion)
 
     def replaced(self, name: str) -> None:
-        """Count a sampling setting of an agent's that was replaced by the run's."""
+        """Count a sampling setting of an agent that the run's replaced."""
         self._settings.labels(name).inc()
 
     def text(self) -> bytes:
-        """Return all counts in Prometheus' format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Makes prompts for vLLM's handlers, in which recorded turns keep their tokens. Imports vLLM."""
+"""Builds prompts for vLLM's handlers, in which recorded turns keep their tokens. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class PromptRenderer(OnlineRenderer):
-    """Makes prompts in which recorded turns keep their tokens, and text is never a control token."""
+    """Builds prompts in which recorded turns keep their tokens, and text is never parsed as control tokens."""
 
     def use(
         self,
@@ -66,7 +66,7 @@ class PromptRenderer(OnlineRenderer):
         return ResponsesRenderResult(messages=messages, engine_input=engine_input)
 
     async def _beside(self, render: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine that waits for nothing, beside the event loop if the request is long."""
+        """Run a coroutine that never waits, in the reader's thread if the request is long."""
         return await self._reader.run(CALL.get().body_bytes, partial(_finish, render))
 
     async def preprocess_chat(
@@ -126,7 +126,7 @@ class PromptRenderer(OnlineRenderer):
             if not len(prompt.token_ids):
                 raise ApiError(400, "the prompt is empty", param="prompt")
             if prompt.token_ids.min() < 0 or prompt.token_ids.max() >= size:
-                raise ApiError(400, f"token ids go from 0 to {size - 1}", param="prompt")
+                raise ApiError(400, f"token ids must be from 0 to {size - 1}", param="prompt")
             self._check_completion(call, prompt, request)
             if request.prompt_logprobs is not None or (request.echo and request.logprobs is not None):
                 self._check_scored(call, prompt)
@@ -137,13 +137,13 @@ class PromptRenderer(OnlineRenderer):
         return found
 
     def _check_scored(self, call: Call, prompt: Prompt) -> None:
-        """Refuse logprobs of a prompt whose logits, all at once, would take an engine's memory."""
+        """Raise ApiError for prompt logprobs whose logits would not fit an engine's memory, or in a session."""
         if call.session is not None:
-            raise ApiError(400, "an agent's prompts have no logprobs", param="prompt_logprobs")
+            raise ApiError(400, "prompt logprobs are not supported in an agent's session", param="prompt_logprobs")
         most = most_scored_tokens(self._tokenizer.vocab_size)
         if len(prompt.token_ids) > most:
             count = len(prompt.token_ids)
-            raise ApiError(400, f"a prompt of {count} tokens; at most {most} have logprobs", param="prompt")
+            raise ApiError(400, f"the prompt has {count} tokens; at most {most} can have logprobs", param="prompt")
 
     def _check_completion(self, call: Call, prompt: Prompt, request: Any) -> None:
         named = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -163,23 +163,23 @@ def _engine_input(
 
 
 def _finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that waits for nothing."""
+    """Run a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         return end.value
     coroutine.close()
-    raise AssertionError("it waits for something")
+    raise AssertionError("the coroutine waits")
 
 
 def _pruned(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool without what is None, as it was sent."""
+    """Return a tool without None fields, as the client sent it."""
     function = {name: value for name, value in tool.get("function", {}).items() if value is not None}
     return {**{name: value for name, value in tool.items() if value is not None}, "function": function}
 
 
 def _force_arguments(tools: Sequence[Any] | None) -> None:
-    """Hold forced calls to their tools' schemas, unless a tool says otherwise: small models write other arguments."""
+    """Constrain forced calls to their tools' schemas, unless `strict` is set: small models write other arguments."""
     for tool in tools or ():
         function = getattr(tool, "function", tool)
         schema = getattr(function, "parameters", None)

@@ -1,4 +1,4 @@
-"""Reads long requests beside the event loop, one after the other, and refuses what cannot fit the model."""
+"""Reads long requests in a thread, one at a time, and refuses those that cannot fit the model's context."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.json_text import holds_more
 
 _LONG_BYTES = 32 << 10
-"""Bodies from this length are read beside the event loop: they would hold up everything else in it."""
+"""Length from which bodies are read in the thread, so that they do not block the event loop."""
 _MOST_WAITING_BYTES = 256 << 20
-"""Bodies that may wait for their turn to be read, together."""
+"""Maximum total bytes of bodies that wait for the thread."""
 _MOST_VALUES = 1 << 17
-"""Values in the JSON of a request, where the model's context is not half as long."""
+"""Maximum values in a request's JSON; twice the model's context if that is more."""
 _MOST_CONTAINERS = 3 << 12
-"""Objects and arrays in it, which take more time and memory."""
+"""Maximum objects and arrays in it, which take more time and memory."""
 _BYTES_PER_TOKEN = 4
-"""Length of usual text, from which on it is counted whether it fits the context."""
+"""Usual length of a token; longer texts are tokenized to check that they fit the context."""
 _SLICE_CHARACTERS = 1 << 16
 
 T = TypeVar("T")
 
 
 class Reader:
-    """Does the work that grows with a request's length.
+    """Runs the work that grows with a request's length.
 
     Args:
         tokenizer: the model's tokenizer.
-        max_model_tokens: the model's context.
+        max_model_tokens: length of the model's context.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_model_tokens: int) -> None:
@@ -42,19 +42,19 @@ class Reader:
         self._longest_token = max(map(len, tokenizer.hf.get_vocab()))
         self._most_values = max(_MOST_VALUES, 2 * max_model_tokens)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="gateway-requests")
-        """One thread, so that the loop keeps its core, whatever clients send and do not wait for."""
+        """One thread, so that clients' requests cannot take the event loop's core."""
         self._threads: set[int] = set()
         self._waiting_bytes = 0
 
     def close(self) -> None:
-        """Read no more requests."""
+        """Stop reading requests."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, body: bytes, read: Callable[[bytes], T]) -> T:
-        """Read the body of a request, beside the event loop if it is long.
+        """Parse a request's body with `read`, in the thread if it is long.
 
         Raises:
-            ApiError: it holds too much, or too many wait to be read. What `read` raises comes through.
+            ApiError: the body has too many values, or too many bodies wait. Exceptions of `read` propagate.
         """
 
         def read_long() -> T:
@@ -68,10 +68,10 @@ class Reader:
         return await self.run(len(body), read_long) if len(body) >= _LONG_BYTES else read(body)
 
     async def run(self, body_bytes: int, work: Callable[[], T]) -> T:
-        """Do work of a request with a body of that length, beside the event loop if it is long and not there already.
+        """Run work of a request, in the thread if its body is long; called from the thread, it runs directly.
 
         Raises:
-            ApiError: too many wait to be read. What `work` raises comes through.
+            ApiError: too many requests wait. Exceptions of `work` propagate.
         """
         if body_bytes < _LONG_BYTES or threading.get_ident() in self._threads:
             return work()
@@ -90,7 +90,7 @@ class Reader:
             self._waiting_bytes -= body_bytes
 
     def check_room(self, text: str | int, param: str) -> None:
-        """Raise ApiError if a text, or so many tokens, cannot fit the model's context."""
+        """Raise ApiError if a text, or a number of tokens, cannot fit the model's context."""
         least = text if isinstance(text, int) else self._least_tokens(text)
         if least > self._limit:
             raise too_long(
@@ -100,13 +100,13 @@ class Reader:
             )
 
     def check_completion(self, prompt_tokens: int, asked: int | None, param: str, *, cut: bool = False) -> None:
-        """Raise ApiError if a prompt leaves no room for a completion of so many tokens.
+        """Raise ApiError if a prompt leaves too little room for its completion.
 
         Args:
             prompt_tokens: length of the prompt.
-            asked: most tokens of the completion; None takes what is left.
-            param: name of the prompt.
-            cut: a completion may be cut to what is left.
+            asked: maximum tokens of the completion; None means the rest of the context.
+            param: the prompt's parameter.
+            cut: allow the context to truncate the completion.
         """
         room = self._limit - prompt_tokens
         tokens = max(asked if asked is not None else room, 1)
@@ -119,10 +119,10 @@ class Reader:
             )
 
     def _least_tokens(self, text: str) -> int:
-        """Return a number of tokens that a text has at least, without making many more than the context holds.
+        """Return a lower bound on the number of tokens in a text.
 
-        A text that may be longer than the context is tokenised by slices until it is; a quarter is left for what their
-        borders add. To tokenise all of it would take seconds.
+        A text that may exceed the context is tokenized in slices until it does, with a margin of a quarter for tokens
+        that slice borders add; tokenizing all of it would take seconds.
         """
         least = len(text) // self._longest_token
         if least > self._limit or (len(text) if text.isascii() else 4 * len(text)) < _BYTES_PER_TOKEN * self._limit:
@@ -136,5 +136,5 @@ class Reader:
 
 
 def too_long(message: str, param: str) -> ApiError:
-    """Make the error of a prompt that does not fit the model's context."""
+    """Return the error for a prompt that does not fit the model's context."""
     return ApiError(400, message, param=param, code="context_length_exceeded")

@@ -1,4 +1,4 @@
-"""Bodies of requests: what is taken of each API, how much of it, and what is refused and why; vLLM reads the rest."""
+"""Request bodies: each API's supported, ignored and refused parameters, and their limits; vLLM parses the rest."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sampling_bounds import check_sampling
 from forge_rl.gateway.template_settings import check_template
 
-_NOT_THERE = "it is not there"
+_NOT_THERE = "it is not implemented"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Finds halves of surrogate pairs, as JSON escapes them or as the bytes that no UTF-8 has."""
+"""Surrogates as JSON escapes, or as bytes that are invalid UTF-8."""
 _SEARCHED_BYTES = 1 << 16
-"""Longest body that is searched for one: all other requests wait meanwhile."""
+"""Maximum bytes of a body searched for lone surrogates: all other requests wait meanwhile."""
 _MOST_MESSAGES = 4096
-"""Messages of one request."""
+"""Maximum messages per request."""
 _MOST_TOOLS = 512
-"""Tools of one request."""
+"""Maximum tools per request."""
 _MOST_STOPS = 16
-"""Stop texts of one request: all are looked for after each token."""
+"""Maximum stop strings per request: each is searched for after every token."""
 _MOST_STOP_CHARACTERS = 512
 _MOST_TOKENS = 2**31 - 1
-"""Largest max_tokens that a request may name; the model's context is the true bound."""
+"""Largest max_tokens accepted; the model's context is the effective limit."""
 _MOST_COMPLETIONS = 128
-"""Completions of one request."""
+"""Maximum completions per request."""
 _MOST_LOGPROBS = 512
-"""Logprobs of one position in all completions of a request."""
+"""Maximum logprobs per position over all completions of a request."""
 _FIRST_ERROR = Field(fail_fast=True)
-"""Lists end at their first error: errors of all elements would take long, and much memory."""
+"""Validation of a list stops at its first error: collecting all would take long and much memory."""
 
 
 def _names(words: str) -> frozenset[str]:
@@ -40,30 +40,30 @@ def _names(words: str) -> frozenset[str]:
 
 
 def _refused(why: str, **neutral: tuple[object, ...]) -> dict[str, tuple[tuple[object, ...], str]]:
-    """Name parameters that are refused, each with the values that change nothing and may be sent."""
+    """Return refused parameters, each with the neutral values that are accepted, and the reason."""
     return {name: (values, why) for name, values in neutral.items()}
 
 
 class Body(BaseModel):
-    """A request's body. Parameters that are not declared are refused, but for those that vLLM reads."""
+    """A request's body. Refuses parameters that are neither declared nor listed as served or ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     model: str
     stream: bool | None = None
 
     served: ClassVar[frozenset[str]]
-    """Parameters that vLLM reads and checks."""
+    """Parameters that vLLM parses and validates."""
     ignored: ClassVar[frozenset[str]]
-    """Parameters that change nothing here."""
+    """Parameters without effect here."""
     unsupported: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]]
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """Read the body of a request.
+        """Parse a request's body.
 
         Raises:
-            ValidationError: it is not JSON, or a field is wrong.
-            ApiError: a text in it has a lone surrogate, or it asks for what is not supported, or for too much.
+            ValidationError: the body is not JSON, or a field is wrong.
+            ApiError: a string has a lone surrogate, or a parameter is unsupported or exceeds a limit.
         """
         try:
             found = cls.model_validate_json(body)
@@ -76,7 +76,7 @@ class Body(BaseModel):
         return found
 
     def check(self) -> None:
-        """Raise ApiError for what is not supported, and for what is too much."""
+        """Raise ApiError for unsupported parameters and values above the limits."""
         for name, (neutral, why) in self.unsupported.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
@@ -89,33 +89,33 @@ class Body(BaseModel):
 
     @property
     def wanted(self) -> int:
-        """Number of completions."""
+        """Number of completions requested."""
         return 1
 
     def passed(self) -> dict[str, Any]:
-        """Return what vLLM is to read."""
+        """Return the parameters for vLLM."""
         dropped = {name for name in self.model_extra or () if name not in self.served}
         found = self.model_dump(exclude_unset=True, exclude=dropped)
         return {name: value for name, value in found.items() if value is not None}
 
     def _check_stops(self, stops: Sequence[str], param: str) -> None:
         if "" in stops:
-            raise ApiError(400, "a stop text is empty", param=param)
+            raise ApiError(400, "a stop string is empty", param=param)
         if len(stops) > _MOST_STOPS or max(map(len, stops), default=0) > _MOST_STOP_CHARACTERS:
-            problem = f"there may be {_MOST_STOPS} stop texts, each with {_MOST_STOP_CHARACTERS} characters"
+            problem = f"at most {_MOST_STOPS} stop strings of at most {_MOST_STOP_CHARACTERS} characters are allowed"
             raise ApiError(400, problem, param=param)
 
     def _check_count(self, logprobs: int | None, param: str) -> None:
         if self.wanted > _MOST_COMPLETIONS:
-            problem = f"{self.wanted} completions in one request are more than {_MOST_COMPLETIONS}"
+            problem = f"the request asks for {self.wanted} completions, more than {_MOST_COMPLETIONS}"
             raise ApiError(400, problem, param=param)
         if logprobs is not None and self.wanted * (logprobs + 1) > _MOST_LOGPROBS:
-            problem = f"all completions together may have {_MOST_LOGPROBS} logprobs for a position; ask for fewer"
+            problem = f"all completions together may have {_MOST_LOGPROBS} logprobs per position; request fewer"
             raise ApiError(400, problem, param="logprobs")
 
 
 class _Lenient(BaseModel):
-    """Parts of messages; unknown fields there, such as cache hints, are ignored: they do not concern the sampling."""
+    """Parts of messages; ignores unknown fields such as cache hints, which do not affect sampling."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -172,7 +172,7 @@ _SAMPLING = _names(
 
 
 class _OpenAI(Body):
-    """Fields that chat completions and completions share."""
+    """Fields shared by chat completions and completions."""
 
     n: int | None = Field(None, ge=1, le=_MOST_COMPLETIONS)
     stream_options: _StreamOptions | None = None
@@ -183,7 +183,7 @@ class _OpenAI(Body):
 
     served: ClassVar = _SAMPLING
     unsupported: ClassVar = {
-        **_refused("completions are text", modalities=(["text"],), audio=()),
+        **_refused("only text is supported", modalities=(["text"],), audio=()),
         **_refused("use tools", functions=([],), function_call=("none", "auto")),
         **_refused("use n", best_of=(1,)),
         **_refused(_NOT_THERE, prediction=(), web_search_options=(), verbosity=("medium",), moderation=()),
@@ -197,7 +197,7 @@ class _OpenAI(Body):
     def check(self) -> None:
         super().check()
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options is only for streams", param="stream_options")
+            raise ApiError(400, "stream_options requires stream to be true", param="stream_options")
         self._check_stops((self.stop,) if isinstance(self.stop, str) else self.stop or (), "stop")
 
     def passed(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class _OpenAI(Body):
 
 
 class ChatBody(_OpenAI):
-    """Body of a chat completion."""
+    """Body of a chat completion request."""
 
     messages: list[_Message] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
@@ -223,7 +223,7 @@ class ChatBody(_OpenAI):
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs wants logprobs to be true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs requires logprobs to be true", param="top_logprobs")
         self._check_count((self.top_logprobs or 0) if self.logprobs else None, "n")
 
     @property
@@ -232,7 +232,7 @@ class ChatBody(_OpenAI):
 
     def passed(self) -> dict[str, Any]:
         found = super().passed()
-        if not found.get("tools"):  # some clients always send a list, and a choice
+        if not found.get("tools"):  # some clients always send an empty list and a tool_choice
             found.pop("tools", None)
             if found.get("tool_choice") in ("auto", "none"):
                 del found["tool_choice"]
@@ -240,7 +240,7 @@ class ChatBody(_OpenAI):
 
 
 class CompletionBody(_OpenAI):
-    """Body of a completion."""
+    """Body of a completion request."""
 
     prompt: (
         str
@@ -259,18 +259,18 @@ class CompletionBody(_OpenAI):
         super().check()
         self._check_count(self.logprobs, "prompt")
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens of 0 is for echo", param="max_tokens")
+            raise ApiError(400, "max_tokens 0 requires echo to be true", param="max_tokens")
         if self.stream and self.scores_prompt:
-            raise ApiError(400, "a stream has no logprobs of its prompt", param="stream")
+            raise ApiError(400, "prompt logprobs are not supported in a stream", param="stream")
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the prompt's tokens have logprobs in the answer."""
+        """True if the response has logprobs of the prompt's tokens."""
         return self.prompt_logprobs is not None or bool(self.echo and self.logprobs is not None)
 
     @property
     def prompts(self) -> Sequence[Any]:
-        """Each prompt by itself."""
+        """List of the prompts, also if there is only one."""
         several = bool(self.prompt) and isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return self.prompt if several else [self.prompt]
 
@@ -280,7 +280,7 @@ class CompletionBody(_OpenAI):
 
 
 class ResponsesBody(Body):
-    """Body of a response."""
+    """Body of a Responses API request."""
 
     input: Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)] | str
     max_output_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
@@ -295,8 +295,8 @@ class ResponsesBody(Body):
         *("include_reasoning", "chat_template_kwargs", "metadata", "max_tool_calls"),
     }
     unsupported: ClassVar = {
-        **_refused("responses are not kept: send the whole input", previous_response_id=(), conversation=()),
-        **_refused("responses are not kept", background=(False,)),
+        **_refused("responses are not stored; send the whole input", previous_response_id=(), conversation=()),
+        **_refused("responses are not stored", background=(False,)),
         **_refused(_NOT_THERE, prompt=(), context_management=([],), moderation=()),
     }
     ignored: ClassVar = _names(
@@ -309,12 +309,12 @@ class ResponsesBody(Body):
         self._check_stops((self.stop,) if isinstance(self.stop, str) else self.stop or (), "stop")
         for place, tool in enumerate(self.tools or ()):
             if tool.get("type") not in ("function", "custom"):
-                problem = f"tools of type {str(tool.get('type'))[:100]!r} are not there: the agent runs its own"
+                problem = f"tools of type {str(tool.get('type'))[:100]!r} are not supported: agents run their own"
                 raise ApiError(400, problem, param=f"tools.{place}")
 
 
 class CountBody(Body):
-    """Body that asks for the number of tokens of a message's prompt; of Anthropic's API."""
+    """Body of a request to Anthropic's API to count a prompt's tokens."""
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     tools: list[dict[str, Any]] | None = Field(None, max_length=_MOST_TOOLS, fail_fast=True)
@@ -326,11 +326,11 @@ class CountBody(Body):
     def check(self) -> None:
         super().check()
         if self.messages[-1].get("role") == "assistant":
-            raise ApiError(400, "the model's message cannot be prefilled: end with a user's message", param="messages")
+            raise ApiError(400, "the answer cannot be prefilled; end with a user message", param="messages")
 
 
 class MessagesBody(CountBody):
-    """Body of a message of Anthropic's API."""
+    """Body of a message request to Anthropic's API."""
 
     max_tokens: int = Field(ge=1, le=_MOST_TOKENS)
     stop_sequences: list[str] | None = Field(None, fail_fast=True)
@@ -347,9 +347,9 @@ class MessagesBody(CountBody):
 
 
 def _lone_surrogate(body: bytes) -> str | None:
-    """Return the parameter of a body that has half of a surrogate pair, such as "messages.0.content".
+    """Return the path of a body's lone surrogate, such as "messages.0.content"; "" for a top-level string or key.
 
-    That is "" if it is the body's own or a key, and None if there is none, or the body is long, or no JSON anyway.
+    None if there is none, or if the body is too long to search or not JSON.
     """
     if len(body) > _SEARCHED_BYTES or not _SURROGATE.search(body):
         return None

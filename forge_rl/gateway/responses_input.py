@@ -1,4 +1,4 @@
-"""Makes chat messages of the input of OpenAI's Responses: vLLM's types for it take a millisecond for each item."""
+"""Converts input of OpenAI's Responses API to chat messages; vLLM's types for it take a millisecond per item."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _WANTED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "function_call_output": {"call_id": str, "output": (str, list)},
     "custom_tool_call_output": {"call_id": str, "output": (str, list)},
 }
-"""Fields of items that are not messages, each with its type."""
+"""Required fields of items other than messages, each with its type."""
 
 
 def to_messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Make chat messages of a response's instructions and input; what one answer said and called is one message.
+    """Convert a response's instructions and input to chat messages; text and calls of one answer form one message.
 
-    The model's thoughts are left out: its own tokens have them where the conversation goes on from them.
+    Reasoning items are omitted: recorded turns keep the model's reasoning in their own tokens.
 
     Raises:
-        ApiError: an item is of an unknown kind, or lacks what it needs.
+        ApiError: an item has an unknown type or lacks a required field.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
@@ -33,7 +33,7 @@ def to_messages(instructions: str | None, given: str | Sequence[Mapping[str, Any
         kind, where = str(item.get("type", "message")), f"input.{place}"
         for name, wanted in _WANTED.get(kind, {}).items():
             if not isinstance(item.get(name), wanted):
-                raise ApiError(400, f"an item of type {kind!r} has no {name}", param=f"{where}.{name}")
+                raise ApiError(400, f"an item of type {kind!r} has no valid {name}", param=f"{where}.{name}")
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind in ("function_call", "custom_tool_call"):
             arguments = item["arguments"] if kind == "function_call" else json.dumps({"input": item["input"]})
@@ -49,6 +49,6 @@ def to_messages(instructions: str | None, given: str | Sequence[Mapping[str, Any
             else:
                 messages.append({"role": item["role"], "content": item["content"]})
         elif kind != "reasoning":
-            problem = f"an item of type {kind[:100]!r} is incomplete or not supported here"
+            problem = f"an item of type {kind[:100]!r} is incomplete or not supported"
             raise ApiError(400, problem, param=where)
     return messages

@@ -1,5 +1,5 @@
-"""Ranges of a request's sampling settings: outside of them logits become NaN, or each step takes long for everybody;
-and the length of a prompt that can be scored."""
+"""Ranges of a request's sampling settings, outside of which logits become NaN or steps slow for all requests, and the
+maximum length of a scored prompt."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "repetition_penalty": (0.1, 10),
 }
-"""Least and most of each number."""
+"""Minimum and maximum of each setting."""
 _COUNTS = ("top_k", "min_tokens")
 _MOST_COUNT = 2**31 - 1
 _BIAS = 100.0
-"""Most that a token's logit may be raised or lowered by."""
+"""Maximum absolute bias on a token's logit."""
 _LISTS = {"logit_bias": 1024, "stop_token_ids": 1024, "allowed_token_ids": 1 << 18, "bad_words": 128}
-"""Most entries of each list of tokens or words."""
+"""Maximum entries of each list of tokens or words."""
 _MOST_ENTRIES = 1 << 18
-"""Entries of such a list in all completions of a request together: each has its own copy of it."""
+"""Maximum entries of such a list times completions of a request, which each hold a copy."""
 _MOST_BAD_WORDS = 1024
-"""Words that all completions together may be kept from: each token is compared with them in Python."""
+"""Maximum bad_words times completions of a request: each token is compared with them in Python."""
 _MOST_WORD_CHARACTERS = 128
 PROMPT_LOGITS_BYTES = 1 << 30
-"""Most bytes of the logits of a prompt whose logprobs are asked for: an engine holds them all at once, in float32."""
+"""Maximum bytes of the logits of a scored prompt, which an engine holds all at once in float32."""
 
 
 def check_sampling(settings: Mapping[str, object], wanted: int) -> None:
-    """Raise ApiError, which names the parameter, if a setting of a request is out of range.
+    """Raise ApiError with the parameter's name if a sampling setting of a request is out of range.
 
     Args:
-        settings: parameters of the request by name; others than those of sampling are left alone.
-        wanted: completions that it asks for.
+        settings: parameters of the request by name; those that are not sampling settings are ignored.
+        wanted: number of completions requested.
     """
     for name, (least, most) in _RANGES.items():
         value = settings.get(name)
@@ -48,7 +48,7 @@ def check_sampling(settings: Mapping[str, object], wanted: int) -> None:
         value = settings.get(name)
         least = -1 if name == "top_k" else 0
         if value is not None and not (type(value) is int and least <= value <= _MOST_COUNT):
-            raise _refusal(name, f"a whole number from {least} to {_MOST_COUNT}")
+            raise _refusal(name, f"an integer from {least} to {_MOST_COUNT}")
     for name, most in _LISTS.items():
         value = settings.get(name)
         if value is None:
@@ -57,19 +57,19 @@ def check_sampling(settings: Mapping[str, object], wanted: int) -> None:
             raise _refusal(name, "an object" if name == "logit_bias" else "a list")
         together = _MOST_BAD_WORDS if name == "bad_words" else _MOST_ENTRIES
         if len(value) > most or len(value) * wanted > together:
-            raise _refusal(name, f"of at most {most} entries, and of {together} in all completions together")
+            raise _refusal(name, f"of at most {most} entries, and {together} over all completions")
     biases = settings.get("logit_bias")
     if isinstance(biases, dict) and not all(_is_number(each) and abs(each) <= _BIAS for each in biases.values()):
-        raise _refusal("logit_bias", f"made of numbers from {-_BIAS:g} to {_BIAS:g}")
+        raise _refusal("logit_bias", f"an object of numbers from {-_BIAS:g} to {_BIAS:g}")
     words_kept_out = settings.get("bad_words")
     if isinstance(words_kept_out, list) and not all(
         isinstance(word, str) and 0 < len(word) <= _MOST_WORD_CHARACTERS for word in words_kept_out
     ):
-        raise _refusal("bad_words", f"made of words with 1 to {_MOST_WORD_CHARACTERS} characters")
+        raise _refusal("bad_words", f"a list of words with 1 to {_MOST_WORD_CHARACTERS} characters")
 
 
 def most_scored_tokens(vocab_size: int) -> int:
-    """Return the most tokens of a prompt whose logprobs are asked for, of a model with so many logits."""
+    """Return the maximum length in tokens of a scored prompt, for a model with `vocab_size` logits."""
     return PROMPT_LOGITS_BYTES // (4 * vocab_size)
 
 

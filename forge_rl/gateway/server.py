@@ -1,4 +1,4 @@
-"""The gateway: an HTTP server in the controller's own event loop, before a backend that decodes."""
+"""The gateway: an HTTP server in the controller's event loop, in front of a decoding backend."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", ANTHROPIC_PATH, f"{ANTHROPIC_PATH}/count_tokens")
 _LONG_TOKENS = 2048
-"""Responses with so many tokens are written beside the event loop."""
+"""Number of tokens from which responses are encoded in a thread."""
 
 
 class Gateway:
@@ -53,18 +53,18 @@ class Gateway:
             turns = session.close()
 
     Args:
-        config: where it listens, and what it accepts.
+        config: address, access and limits.
         backend: decodes completions.
         tokenizer: the model's tokenizer.
-        api_key: the owner's key, for requests outside of sessions; by default that of config.api_key_file.
-        open_to_all: answer requests outside of sessions, where there is no such key. A run leaves it off: its engines
-            are for its episodes.
-        constraints: tries what forces an answer's form; by default in a process that the gateway ends with itself.
-        healthy: what /health reports.
-        warn: called with a line for the user.
+        api_key: the owner's key, for requests outside of sessions; by default the key in config.api_key_file.
+        open_to_all: answer requests outside of sessions if there is no owner's key. A run leaves it off, as its engines
+            serve its episodes.
+        constraints: checks constraints on completions; by default the gateway's own checker, closed by `stop`.
+        healthy: returns the health that /health reports.
+        warn: called with each warning, one line.
 
     Raises:
-        ConfigError: there is no good key in config.api_key_file.
+        ConfigError: config.api_key_file is unreadable or unsafe, or holds no valid key.
     """
 
     def __init__(
@@ -89,27 +89,27 @@ class Gateway:
         self._vllm: VLLMServer | None = None
         self._warn = warn
         self._replaced: set[str] = set()
-        """Sampling settings of agents that were replaced by a run's."""
+        """Names of agents' sampling settings that the run's replaced so far."""
         if not api_key and config.api_key_file is not None:
             api_key = read_key(config.api_key_file)
         self._keys: KeyRing[Session] = KeyRing(api_key, open_to_all=open_to_all)
         self._healthy = healthy
         if config.is_public and open_to_all and not api_key:
-            warn(f"the gateway listens on {config.host} without a key: whoever reaches it may use it")
+            warn(f"the gateway listens on {config.host} without a key: anyone who can reach it may use it")
         self._started_s = int(time.time())
         self._running: set[asyncio.Task[None]] = set()
         """Requests in flight outside of sessions."""
         self._in_flight = InFlight(config.max_concurrent)
-        """Completions in flight, by session; None for those outside of sessions."""
+        """Completions in flight by session; None outside of sessions."""
         self._closing = False
         self._metrics = GatewayMetrics(self._in_flight.total, lambda: len(self._keys))
         self._http: http.HttpServer | None = None
 
     async def start(self) -> None:
-        """Import vLLM's server, which takes seconds in a process that has not, and listen.
+        """Import vLLM's server, which takes seconds, and start listening.
 
         Raises:
-            ConfigError: the port is in use, there is no such address here, or there is no such parser in vLLM.
+            ConfigError: the port is in use, the address is not this machine's, or vLLM lacks a configured parser.
         """
         http.check_address(self.config)
         name = self.config.tool_parser or parser_for(self._tokenizer)
@@ -123,27 +123,27 @@ class Gateway:
             return VLLMServer(*given, replaced=self._note_replaced)
 
         self._vllm = await asyncio.to_thread(load)
-        gc.freeze()  # garbage collection would hold up the loop for half a second to look at all of vLLM
+        gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
         self._http = http.HttpServer(self._app(), self.config)
 
     @property
     def base_url(self) -> str:
-        """URL for OpenAI's clients; Anthropic's leave out the /v1."""
+        """Base URL for OpenAI's clients; Anthropic's omit the /v1."""
         assert self._http is not None, "start comes first"
         return f"{self._http.url}/v1"
 
     @property
     def model(self) -> str:
-        """Name of the model, as requests have it."""
+        """Name of the model in requests."""
         return self._backend.model
 
     def open(self, task_id: str = "", *, sampling: Sampling) -> Session:
-        """Begin a session: one episode, with a key of its own.
+        """Open a session for one episode, with its own key.
 
         Args:
-            task_id: id of the episode's task, for people to read.
-            sampling: how its turns are sampled, unless a request says otherwise: the training temperature, the most
-                tokens of a turn, and the seed that those of its turns come from.
+            task_id: id of the episode's task, for display.
+            sampling: the turns' sampling settings; config.agent_sampling says which of them requests override. Turns'
+                seeds are derived from its seed.
         """
         key = f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
         on_close = partial(self._keys.remove, key)
@@ -161,7 +161,7 @@ class Gateway:
         return session
 
     async def stop(self) -> None:
-        """End all requests and sessions, and stop listening."""
+        """Abort all requests, close all sessions, and stop listening."""
         self._closing = True
         for session in self._keys.sessions:
             session.close()
@@ -202,7 +202,7 @@ class Gateway:
         return http.AsgiResponse(partial(self._respond, path, request))
 
     async def _respond(self, path: str, request: Request, receive: Receive, send: Send) -> None:
-        """Serve one request that the guard let through."""
+        """Serve one request accepted by the guard."""
         began = time.monotonic()
         writer = http.ResponseWriter(send, self.config.client_deadline_s)
         status = 500
@@ -211,7 +211,7 @@ class Gateway:
         try:
             body = b"".join([part async for part in request.stream()])
             work = self._serve(path, body, session, writer)
-            del body  # it would stay for as long as the answer takes
+            del body  # else it stays in memory until the response is done
             await http.while_connected(work, receive, running)
             status = 200
         except (http.ClientGone, ClientDisconnect):
@@ -254,7 +254,7 @@ class Gateway:
         self._metrics.tokens(call.prompt_tokens, call.completion_tokens)
 
     async def _write_stream(self, events: AsyncGenerator[str, None], call: Call, writer: http.ResponseWriter) -> None:
-        """Write events no faster than the client reads; none before an engine answers, which may fail."""
+        """Write events at the client's pace, once an engine has answered: earlier failures become error responses."""
         held = b""
         async with contextlib.aclosing(events):
             async for event in events:
@@ -269,24 +269,24 @@ class Gateway:
         await writer.write_events(held, last=True)
 
     def _check_model(self, name: str) -> str:
-        """Return the name if the model goes by it.
+        """Return `name` if it is a name of the model.
 
         Raises:
-            ApiError: it does not.
+            ApiError: the name is unknown.
         """
         if name not in self._models:
-            problem = f"The model `{name[:100]}` does not exist; there is {', '.join(self._models)}"
+            problem = f"The model `{name[:100]}` does not exist; available: {', '.join(self._models)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
         return name
 
     def _note_replaced(self, name: str) -> None:
-        """Count a sampling setting that was replaced by a run's, and say it the first time."""
+        """Count an agent's sampling setting replaced by the run's, and warn the first time."""
         self._metrics.replaced(name)
         if name not in self._replaced:
             self._replaced.add(name)
             self._warn(
-                f"an agent sets {name}, which is replaced by the run's: training assumes its sampling; "
-                "--gateway.agent-sampling honours what agents set"
+                f"an agent sets {name}, which the run's sampling replaces, as training assumes it; set "
+                "--gateway.agent-sampling to honour agents' settings"
             )
 
     def _count_refusal(self, path: str, caller: Hashable, error: ApiError) -> None:
@@ -302,7 +302,7 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **ends})
 
     def _model_card(self, name: str) -> dict[str, object]:
-        """Describe a model for both OpenAI's and Anthropic's clients."""
+        """Return a model's description, with the fields of OpenAI's and Anthropic's APIs."""
         return {
             "id": name,
             "object": "model",

@@ -1,4 +1,4 @@
-"""Sessions: the key of one episode, and the turns recorded under it, token for token."""
+"""Sessions: one episode's API key, and its turns recorded token for token."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.types import Sampling, TokenIds, Turn
 
 SESSION_FULL = "session_limit_exceeded"
-"""Code of the error that a request gets after the last one that a session may have."""
+"""Error code of requests beyond a session's limits."""
 
 
 class Session:
-    """One episode at the gateway; made by Gateway.open.
+    """One episode at the gateway; created by `Gateway.open`.
 
     Args:
-        key: API key of its requests.
-        base_url: URL for OpenAI's clients.
-        task_id: id of the episode's task, for people to read.
+        key: API key of the session's requests.
+        base_url: base URL for OpenAI's clients.
+        task_id: id of the episode's task, for display.
         model: name of the policy in requests.
-        sampling: how its turns are sampled, and the most tokens of one.
-        most_turns: turns that it may have.
-        most_tokens: tokens that all its turns may have, with their prompts.
-        on_close: called when it closes; ends its key.
+        sampling: the turns' sampling settings.
+        most_turns: maximum number of turns.
+        most_tokens: maximum tokens of all turns and their prompts together.
+        on_close: called when the session closes; revokes its key.
     """
 
     def __init__(
@@ -52,43 +52,43 @@ class Session:
         self.running: set[asyncio.Task[None]] = set()
         """Requests in flight."""
         self.refusal: ApiError | None = None
-        """Error that the last request was answered with, if it was."""
+        """Error response of the last request, if it failed."""
         self._most_turns = most_turns
         self._most_tokens = most_tokens
         self._tokens = 0
         self._on_close = on_close
         self._turns: list[Turn] = []
         self._contexts: dict[bytes, npt.NDArray[np.int32]] = {}
-        """Ids of recorded turns, prompt and completion, by the digest of their messages."""
+        """Prompt and completion ids of recorded turns, by the digest of their messages."""
         self._texts: dict[str, npt.NDArray[np.int32]] = {}
-        """Ids of recorded turns that were not of a chat, by their text."""
+        """Prompt and completion ids of recorded turns outside of chats, by their text."""
         self._seeds_used: Counter[int] = Counter()
 
     @property
     def anthropic_url(self) -> str:
-        """URL for Anthropic's clients, which add the version themselves."""
+        """Base URL for Anthropic's clients, which add the version themselves."""
         return self.base_url.removesuffix("/v1")
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Turns so far, in the order in which they ended. The logprobs of greedy turns are NaN, which packing masks."""
+        """Turns so far, in the order in which they finished. Logprobs of greedy turns are NaN, which packing masks."""
         return tuple(self._turns)
 
     def check_room(self, wanted: int) -> None:
-        """Raise ApiError if so many more completions are more than the session may have."""
+        """Raise ApiError if `wanted` more completions would exceed the session's limits."""
         turns, tokens = len(self._turns) + wanted, self._tokens
         if turns <= self._most_turns and tokens < self._most_tokens:
             return
-        problem, flag = f"{turns} turns, and may have {self._most_turns}", "turns"
+        problem, flag = f"would have {turns} turns, more than {self._most_turns}", "turns"
         if turns <= self._most_turns:
-            problem, flag = f"{tokens} tokens, and may have {self._most_tokens}", "tokens"
-        raise ApiError(400, f"the session has {problem} (--gateway.session-{flag})", code=SESSION_FULL)
+            problem, flag = f"has {tokens} tokens of at most {self._most_tokens}", "tokens"
+        raise ApiError(400, f"the session {problem} (--gateway.session-{flag})", code=SESSION_FULL)
 
     def close(self) -> tuple[Turn, ...]:
-        """End the session: its key is refused from now on, and requests in flight are ended and not recorded.
+        """Close the session: revoke its key, and abort requests in flight without recording them.
 
         Returns:
-            Its turns.
+            The session's turns.
         """
         if not self.closed:
             self.closed = True
@@ -98,12 +98,12 @@ class Session:
         return self.turns
 
     async def ended(self) -> None:
-        """Wait, once it is closed, until its requests have left the engines."""
+        """Wait, after `close`, until the session's requests have left the engines."""
         if running := tuple(self.running):
             await asyncio.wait(running)
 
     def seed_for(self, prompt_ids: npt.NDArray[np.int32]) -> int | None:
-        """Return a new seed for each completion of a prompt, whatever order concurrent requests come in."""
+        """Return a new seed for each completion of a prompt, independent of the order of concurrent requests."""
         if self.sampling.seed is None:
             return None
         prompt = zlib.crc32(prompt_ids.astype(np.int64).tobytes())
@@ -111,12 +111,12 @@ class Session:
         return zlib.crc32(f"{self.sampling.seed}/{prompt}/{self._seeds_used[prompt]}".encode())
 
     def record(self, turn: Turn, *, digest: bytes | None = None, text: str | None = None) -> None:
-        """Keep a turn.
+        """Record a turn.
 
         Args:
-            turn: the turn, with the engine's own ids.
-            digest: digest of the tools and messages up to and with the one that was returned.
-            text: prompt and completion as text, where the request was not a chat.
+            turn: the turn, with the engine's token ids.
+            digest: digest of the tools and messages, including the returned one.
+            text: prompt and completion as text, if the request was not a chat.
         """
         self.refusal = None
         self._turns.append(turn)
@@ -128,12 +128,12 @@ class Session:
             self._texts.setdefault(text, ids)
 
     def context(self, digest: bytes) -> npt.NDArray[np.int32] | None:
-        """Return the ids of the last turn that ended with these messages."""
+        """Return the token ids of the last turn with this digest of its messages; None if there is none."""
         return self._contexts.get(digest)
 
     def longest_prefix(self, text: str) -> tuple[str, TokenIds]:
-        """Return the longest recorded text that a prompt begins with, and its ids; both are empty if there is none."""
-        # A list, as other requests may be recorded while a thread looks.
+        """Return the longest recorded text that is a prefix of `text`, and its ids; both are empty if there is none."""
+        # A copy, as other requests may be recorded while a thread searches.
         known = max(filter(text.startswith, list(self._texts)), key=len, default="")
         return known, self._texts.get(known, ())
 

@@ -1,4 +1,4 @@
-"""Variables that a request may set of a chat template: none by which it could be read as a message."""
+"""Chat template variables that a request may set: none that could be rendered as a message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from forge_rl.gateway.errors import ApiError
 
 _TEMPLATE_WORD = re.compile(r"[A-Za-z0-9_.-]{0,64}")
-"""Text that a request may give a chat template beside its messages; no control token is written so."""
+"""Strings that a request may pass to a chat template; no control token has this form."""
 _TEMPLATE_OWN = frozenset(
     {
         *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
@@ -17,23 +17,23 @@ _TEMPLATE_OWN = frozenset(
         *("dict", "lipsum", "cycler", "joiner", "namespace", "loop", "caller", "varargs", "kwargs"),
     }
 )
-"""Arguments of what renders a chat template, and its functions, which are not a request's to set."""
+"""Arguments of the template renderer and names of its functions, which a request may not set."""
 _SPECIAL_TOKENS = ("_token", "_special_tokens")
-"""Ends of the names by which a template writes special tokens: bos_token, eos_token, additional_special_tokens."""
+"""Suffixes of variables with special tokens: bos_token, eos_token, additional_special_tokens."""
 
 
 def template_settings(found: Mapping[str, object]) -> dict[str, object]:
-    """Return the variables of a chat template that are a request's to set, out of all that vLLM gives it."""
+    """Return those of vLLM's chat template variables that a request may set."""
     return {name: value for name, value in found.items() if _may_set(name) and value is not None}
 
 
 def _may_set(name: str) -> bool:
-    """Return whether a variable of a chat template is a request's to set."""
+    """Return whether a request may set a chat template variable."""
     return name not in _TEMPLATE_OWN and not name.endswith(_SPECIAL_TOKENS)
 
 
 def check_template(settings: object) -> None:
-    """Raise ApiError if a request gives its chat template what could be read as a message."""
+    """Raise ApiError if a request's template variables could be rendered as a message."""
     if settings is None:
         return
     good = isinstance(settings, dict) and all(
@@ -42,8 +42,8 @@ def check_template(settings: object) -> None:
     )
     if not good:
         problem = (
-            "chat_template_kwargs may hold numbers, true, false, null and single words, by names of variables that are "
-            "neither special tokens nor the template's own"
+            "chat_template_kwargs may hold only numbers, true, false, null and single words, and may not set special "
+            "tokens or the renderer's own variables"
         )
         raise ApiError(400, problem, param="chat_template_kwargs", code="invalid_value")
 

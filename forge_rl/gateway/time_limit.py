@@ -1,4 +1,4 @@
-"""Bounds the processor time of code that reads hostile text in the event loop."""
+"""CPU time limit for code that parses hostile text in the event loop."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _AGAIN_S = 0.05
-"""Time until code that swallowed the error is interrupted again."""
+"""Interval at which code that swallowed the error is interrupted again."""
 
 
 class LateError(BaseException):
-    """Raised in code that ran out of time. Not an Exception, which that code might catch."""
+    """Raised in code that exceeds its time limit. Not an Exception, which that code might catch."""
 
 
 def call_within(seconds: float, function: Callable[[], T]) -> T:
-    """Call a function, and interrupt it once it has taken this much of the thread's processor time.
+    """Call a function, and interrupt it once it has used `seconds` of the thread's CPU time.
 
         call_within(1.0, lambda: pattern.findall(text))
 
-    Python's bytecode and both packages of regular expressions can be interrupted; other C code runs to its end first.
-    Python runs signal handlers in the main thread only: in another thread the time is not bounded.
+    Python bytecode and the re and regex packages can be interrupted; other C code finishes first. There is no limit
+    outside of the main thread, the only one in which Python runs signal handlers.
 
     Raises:
         LateError: the function was interrupted.
@@ -35,7 +35,7 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
     runs = True
 
     def on_time(*_: object) -> None:
-        if runs and time.thread_time() > until:  # the timer counts what other threads take, too
+        if runs and time.thread_time() > until:  # the timer also counts other threads' time
             raise LateError
 
     before = signal.signal(signal.SIGVTALRM, on_time)

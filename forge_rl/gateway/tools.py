@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls and thoughts: find them in a completion, in the server and without one."""
+"""vLLM's parsers of tool calls and reasoning, for use in the server and without it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from forge_rl.gateway.time_limit import LateError, call_within
 from forge_rl.types import ToolCall, Turn
 
 _MOST_S, _MOST_PER_CHARACTER_S = 1.0, 1e-5
-"""Processor time for parsing a whole completion: a fixed part, and one for each character. vLLM's slowest parser takes
-3 microseconds a character of honest calls."""
+"""CPU time limit for parsing a whole completion: a fixed part, and a part per character. vLLM's slowest parser takes 3
+microseconds per character of well-formed calls."""
 
 
 class ToolParser:
-    """A parser of vLLM's, imported when it is first needed: vLLM takes seconds.
+    """One of vLLM's tool parsers, imported on first use, as importing vLLM takes seconds.
 
         parser = ToolParser(parser_for(tokenizer), tokenizer)
         content, calls = await parser.parse(turn, task.tools)
 
     Args:
-        name: name in vLLM of the parser of tool calls.
+        name: vLLM's name of the tool parser.
         tokenizer: the model's tokenizer.
-        reasoning: name of the parser of thoughts; "" leaves them in the text.
+        reasoning: vLLM's name of the reasoning parser; "" leaves reasoning in the text.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer, reasoning: str = "") -> None:
@@ -37,11 +37,11 @@ class ToolParser:
         self.reasoning = reasoning
         self._tokenizer = tokenizer
         self._loading = asyncio.Lock()
-        self._loaded: tuple[type[Any], type[Any]] | None = None  # vLLM has no types that we follow
+        self._loaded: tuple[type[Any], type[Any]] | None = None  # Any: vLLM's types are not used here
 
     @property
     def cls(self) -> type[Any]:
-        """The parser's class, once it is loaded."""
+        """The parser's class; `load` must have been called."""
         assert self._loaded is not None, "load comes first"
         return self._loaded[0]
 
@@ -49,15 +49,15 @@ class ToolParser:
         """Import the parser in a thread, once.
 
         Raises:
-            ConfigError: there is no parser of that name, or it does not fit the tokenizer.
+            ConfigError: vLLM has no parser of that name, or it does not support the tokenizer.
         """
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
-                gc.freeze()  # garbage collection would hold up the loop for half a second to look at all of vLLM
+                gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
 
     async def parse(self, turn: Turn, tools: Sequence[Mapping[str, object]]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return content and tool calls of a turn, of those tools. What the parser cannot read is text."""
+        """Return a turn's content and calls of `tools`. Text that the parser cannot read is content."""
         await self.load()
         assert self._loaded is not None
         cls, request = self._loaded
@@ -70,7 +70,7 @@ class ToolParser:
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager
 
-        # They log a stack trace for each call that a model wrote badly.
+        # Parsers log a stack trace for each malformed call.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         for kind, name, manager in (
             ("tool", self.name, ToolParserManager),
@@ -90,16 +90,16 @@ class ToolParser:
             )
         except TypeError as error:
             raise ConfigError(
-                f"the parsers {self.name!r} and {self.reasoning!r} do not fit the model: {error}",
+                f"the parsers {self.name!r} and {self.reasoning!r} do not support the model: {error}",
                 hint="set another --tool-parser or --reasoning-parser",
             ) from error
         return _forgiving(parser), ChatCompletionRequest
 
 
 def parser_for(tokenizer: Tokenizer) -> str:
-    """Return the name of vLLM's parser for the way in which a model's chat template writes tool calls.
+    """Return the name of vLLM's parser for the tool call format of a model's chat template.
 
-    Templates that show no tools get them as Hermes' text, whose calls are then the ones to look for.
+    Templates that do not render tools get them in Hermes' format, so calls are parsed in that format too.
     """
     if not tokenizer.shows_tools:
         return "hermes"
@@ -117,7 +117,7 @@ def parser_for(tokenizer: Tokenizer) -> str:
 
 
 def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return content and calls of a whole completion; `parser` is one of vLLM's for `request`."""
+    """Return content and calls of a whole completion; `parser` is vLLM's, created for `request`."""
     _, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=list(token_ids))
     if request.parallel_tool_calls is False:
         calls = (calls or [])[:1]
@@ -128,15 +128,15 @@ def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -
 
 
 def _forgiving(parser: type[Any]) -> type[Any]:
-    """Return a subclass of the parser that returns unreadable completions, and those that take too long, as text.
+    """Return a subclass of the parser that returns completions as text if parsing fails or takes too long.
 
-    It may raise on anything that a model writes, and take hours for it in the event loop.
+    vLLM's parsers may raise on a model's text, or take hours, in the event loop.
     """
     from vllm.entrypoints.generate.base.protocol import DeltaMessage
 
     class Forgiving(parser):
         def parse(self, model_output: str, *given: Any, **named: Any) -> Any:
-            # Pieces of arguments are for streams, and cost time quadratic in the length: 9 s for 20,000 characters.
+            # Argument deltas are only for streams, and take quadratic time: 9 s for 20,000 characters.
             parts: list[Any] = [self, getattr(getattr(self, "_tool_parser", None), "_parser_engine", None)]
             for part in parts:
                 if hasattr(part, "_stream_arg_deltas"):

@@ -1,5 +1,4 @@
-"""vLLM's handlers of each API, with the logprobs that engines told and with Anthropic's requests as they were checked.
-Imports vLLM."""
+"""vLLM's handlers of each API, with the engines' logprobs and validated Anthropic requests. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Logprobs:
-    """Lists of logprobs in the form of each API, made as they are written where a response is whole."""
+    """Mixin that formats logprobs for each API, lazily in responses that are not streamed."""
 
     forge_rl_tokenizer: Tokenizer
 
@@ -48,7 +47,7 @@ class _Logprobs:
         initial_text_offset: int = 0,
         **__: object,
     ) -> CompletionLogProbs:
-        """Make the logprobs of a completion, after those of its prompt where that is echoed."""
+        """Format the logprobs of a completion, preceded by the prompt's if it is echoed."""
         entries = [_entry(token, known) for token, known in zip(token_ids, top_logprobs, strict=False)]
 
         def likeliest() -> Iterator[dict[str, float] | None]:
@@ -56,7 +55,7 @@ class _Logprobs:
                 if entry is None:
                     yield None
                 else:
-                    # Tokens of one text share an entry, which is the likeliest's: by it clients know a greedy token.
+                    # Tokens with equal text share an entry with the highest logprob, by which clients detect greedy tokens.
                     found: dict[str, float] = {}
                     for token, logprob in (*entry.top, (entry.token, entry.logprob)):
                         text = self._token(token)
@@ -83,18 +82,18 @@ class _Logprobs:
 
 
 class Chat(_Logprobs, OpenAIServingChat):
-    """vLLM's chat completions."""
+    """vLLM's handler of chat completions."""
 
 
 class Completions(_Logprobs, OpenAIServingCompletion):
-    """vLLM's completions."""
+    """vLLM's handler of completions."""
 
 
 class Messages(_Logprobs, AnthropicServingMessages):
-    """vLLM's messages of Anthropic's API."""
+    """vLLM's handler of Anthropic's messages."""
 
     def convert(self, request: Any) -> Any:
-        """Make the chat request of a request, which may be long."""
+        """Convert a request to vLLM's chat request, which takes time if it is long."""
         return AnthropicServingMessages.to_chat_completion_request(
             request, merge_inline_system=self._merge_inline_system
         )
@@ -102,7 +101,7 @@ class Messages(_Logprobs, AnthropicServingMessages):
     @classmethod
     def _build_base_request(cls, anthropic_request: Any, openai_messages: list[Any]) -> Any:
         request = super()._build_base_request(anthropic_request, [])
-        request.messages = openai_messages  # as they are: vLLM's types for them are slow
+        request.messages = openai_messages  # unvalidated: vLLM's types for them are slow
         return request
 
     @classmethod
@@ -111,7 +110,7 @@ class Messages(_Logprobs, AnthropicServingMessages):
 
     def messages_full_converter(self, generator: Any) -> Any:
         for call in generator.choices[0].message.tool_calls:
-            # What the model wrote may be no object, which it must be here.
+            # Arguments must be a JSON object here, and the model may have written something else.
             try:
                 good = isinstance(json.loads(call.function.arguments), dict)
             except (ValueError, RecursionError):
@@ -122,7 +121,7 @@ class Messages(_Logprobs, AnthropicServingMessages):
 
 
 class Responses(OpenAIServingResponses):
-    """vLLM's responses."""
+    """vLLM's handler of responses."""
 
     forge_rl_tokenizer: Tokenizer
 
@@ -141,7 +140,7 @@ class Responses(OpenAIServingResponses):
 
 
 def _entry(token: int, known: TokenLogprob | Mapping[int, Logprob] | None) -> TokenLogprob | None:
-    """Return a token's logprob, given it or those of its position in a prompt; a prompt's first token has none."""
+    """Return a token's entry from itself or from its prompt position's logprobs; a prompt's first token has none."""
     if known is None or isinstance(known, TokenLogprob):
         return known
     others = [(other, entry.logprob) for other, entry in known.items() if other != token]
@@ -150,5 +149,5 @@ def _entry(token: int, known: TokenLogprob | Mapping[int, Logprob] | None) -> To
 
 
 def _listed(make: Callable[[], Iterator[T]], count: int) -> list[T]:
-    """Make a list, as it is written where a response is whole: it may be long."""
+    """Return a list, lazy unless streamed or empty, as a whole response's may be long."""
     return LazyList(make()) if count and not CALL.get().streamed else list(make())  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""vLLM's own server of OpenAI's and Anthropic's APIs, over an engine client and prompts of ours. Imports vLLM."""
+"""vLLM's server of OpenAI's and Anthropic's APIs, on the gateway's engine client and prompts. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from forge_rl.gateway.vllm_handlers import Chat, Completions, Messages, Response
 
 T = TypeVar("T")
 _MOST_MESSAGE = 500
-"""Characters of an error of vLLM's that a client is sent."""
+"""Maximum characters of a vLLM error message sent to a client."""
 _CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError)
-"""Errors that vLLM raises for what a client asks."""
+"""Errors that vLLM raises for invalid requests."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,20 @@ class _Endpoint:
     request: type[Any]
     serve: Callable[[Any], Awaitable[Any]]
     long: tuple[str, object] = ("messages", ())
-    """Field that may be long, and a value that vLLM's check takes in its place."""
+    """Field that may be long, and a placeholder that passes vLLM's validation."""
 
 
 class VLLMServer:
-    """Answers requests by vLLM's handlers.
+    """Answers requests with vLLM's handlers.
 
     Args:
-        backend: decodes.
+        backend: decodes completions.
         tokenizer: the model's tokenizer.
         config: the gateway's config.
-        reader: does what grows with a request's length.
-        parser: the parser of tool calls, loaded.
-        constraints: tries what forces an answer's form.
-        replaced: called with the name of each sampling setting that a session's replaced.
+        reader: runs the work that grows with a request's length.
+        parser: the tool parser, loaded.
+        constraints: checks constraints on completions.
+        replaced: called with the name of each sampling setting that a session's sampling replaces.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class VLLMServer:
         constraints: ConstraintChecker,
         replaced: Callable[[str], None],
     ) -> None:
-        # It logs each error, with a trace, that its client is told; what is ours to see comes out of `answer`.
+        # vLLM logs a trace of each client error; errors for the server's owner are raised by `answer`.
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         self._reader = reader
         hf = get_cached_tokenizer(tokenizer.hf)
@@ -134,11 +134,11 @@ class VLLMServer:
         }
 
     async def read(self, path: str, body: bytes, call: Call, check_model: Callable[[str], str]) -> Any:
-        """Read the body of a request; returns vLLM's, and notes in the call what it asks for.
+        """Parse a request's body; return vLLM's request, and set the call's fields.
 
         Raises:
-            ValidationError: it is not JSON, or a field is wrong.
-            ApiError: it asks for what is not supported, or for too much.
+            ValidationError: the body is not JSON, or a field is wrong.
+            ApiError: a parameter is unsupported or exceeds a limit.
         """
         endpoint = self._endpoints[path]
 
@@ -148,8 +148,8 @@ class VLLMServer:
             call.streamed, call.wanted = bool(asked.stream), asked.wanted
             call.counted = path.endswith("/count_tokens")
             given = asked.passed()
-            # vLLM takes fewer stop texts than are checked already. What is long is kept from its check of the whole,
-            # in which no other thread runs.
+            # vLLM accepts fewer stop strings than `asked`, which has checked them. Long fields skip vLLM's validation
+            # of the whole request, which holds the GIL.
             stop = given.pop("stop_sequences", None) or given.pop("stop", None)
             name, placeholder = endpoint.long
             long = given.pop(name)
@@ -169,7 +169,7 @@ class VLLMServer:
             return await self._reader.read(body, read)
 
     async def answer(self, path: str, request: Any, call: Call) -> Any:
-        """Answer a request: with the events of a stream, as an async generator, or with a whole response.
+        """Return a request's answer: an async generator of stream events, or a whole response.
 
         Raises:
             ApiError: the request cannot be answered.
@@ -193,7 +193,7 @@ class VLLMServer:
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[AnthropicMessage]:
-    """Check messages of Anthropic's API, block by block."""
+    """Validate messages of Anthropic's API, block by block."""
 
     def check(kind: type[BaseModel], given: object, *at: str | int) -> Any:
         try:
@@ -214,7 +214,7 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[AnthropicMessage
 
 
 class _as_client_errors:
-    """Make errors of vLLM's for what a client asks those of our API; an engine's pass."""
+    """Converts vLLM's errors on invalid requests to ApiError; engines' errors pass through."""
 
     def __init__(self, call: Call | None = None) -> None:
         self._call = call
@@ -230,22 +230,22 @@ class _as_client_errors:
 
 
 class _Models:
-    """Answers what vLLM's handlers ask about models: each request's is checked before."""
+    """The model registry of vLLM's handlers; requests' models are checked before they get here."""
 
     lora_requests: Mapping[str, object] = {}
     base_model_paths: Sequence[object] = ()
 
     def is_base_model(self, name: str) -> bool:
-        """Return True: no other reaches it."""
+        """Return True, as other names never get here."""
         return True
 
     def model_name(self, lora_request: object = None) -> str:
-        """Return the name that the client knows the model by."""
+        """Return the model's name as the client wrote it."""
         return CALL.get().model
 
 
 def _shown(response: Any, call: Call) -> dict[str, Any]:
-    """Return a response as JSON takes it."""
+    """Return a response as a JSON-serializable dict."""
     name = type(response).__name__
     if name in ("ChatCompletionResponse", "CompletionResponse"):
         response.system_fingerprint = f"weights-{call.version}" if call.version >= 0 else None
