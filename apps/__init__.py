@@ -1,1 +1,1 @@
-"""Programs around a run, each a module to run with python -m."""
+"""Command-line programs around a run, each a module for `python -m`."""

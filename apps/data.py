@@ -1,4 +1,4 @@
-"""Show tasks as the model will see them, with truth, lengths, duplicates and what is held out; starts no engine.
+"""Show tasks as the model will see them, with truth, lengths, duplicates and held-out tasks; starts no engine.
 
 python -m apps.data data/train.jsonl:question=problem,answer=solution chain_sum*0.3
 """
@@ -36,45 +36,45 @@ _BAR = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Lengths, as a recipe has them."""
+    """Length limits, with a recipe's names and defaults."""
 
     max_model_tokens: int = 1024
-    """Most tokens of a prompt and its completion together."""
+    """Maximum tokens of a prompt and its completion together."""
     max_new_tokens: int = 16
-    """Most tokens of one completion."""
+    """Maximum tokens of one completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Show what a model will be shown, and what its answers are compared with. Flags are those of the recipes."""
+    """Show the prompts that a model will see, and the truth that scores its answers. Flags match the recipes'."""
 
     named: tyro.conf.Positional[tuple[str, ...]] = ()
-    """The mixture, as for --tasks."""
+    """The mixture, as in --tasks."""
     tasks: tuple[str, ...] = ()
     """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
     Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"""
     eval_tasks: tuple[str, ...] = ()
-    """Tasks for evaluation alone, as [NAME=]TASKS; by default a share of the tasks is held out."""
+    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of the tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)
     model: str = "smollm2-135m"
     """Name of a bundled model, a local folder, or a Hugging Face id: its tokenizer and its chat template."""
     generator: Limits = field(default_factory=Limits)
     groups_per_batch: int = 8
-    """Tasks of a batch."""
+    """Number of tasks per batch."""
     held_out_tasks: int = 100
-    """Most tasks of each set for evaluation."""
+    """Maximum tasks of each evaluation set."""
     seed: int = 0
-    """Seed of the order."""
+    """Seed of the tasks' order."""
     show: int = 2
-    """Number of tasks of each source to show."""
+    """Number of tasks to show per source."""
     sample: int = 1000
-    """Number of tasks of each source whose prompts are measured."""
+    """Number of tasks per source whose prompts are measured."""
     parse_control_tokens: bool = False
-    """Read text in messages that looks like a control token as that token."""
+    """Encode text in messages that looks like a control token as that token."""
     json: Path | None = None
-    """File to write what was found to."""
+    """JSON file for the results."""
     cache: Path = field(default_factory=default_cache)
-    """Folder for models that are built here, and for what was found in large files."""
+    """Folder for bundled models, which are built on first use, and for scan results of large files."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1, "held_out_tasks": 0})
@@ -86,12 +86,12 @@ class Config:
 
 
 async def main(config: Config) -> None:
-    """Shows the tasks."""
+    """Show the tasks."""
     await asyncio.to_thread(show, config, Console(highlight=False))
 
 
 def show(config: Config, console: Console) -> None:
-    """Read and print; see Config."""
+    """Read the tasks and print them; see `Config`."""
     with Console(stderr=True).status("reading") as status:
 
         def progress(what: str, fraction: float) -> None:
@@ -122,7 +122,7 @@ def show(config: Config, console: Console) -> None:
 
 
 def rendered(tokenizer: Tokenizer, task: Task) -> Text:
-    """Return a task's prompt as the model is shown it: control tokens stand out, and nothing reaches the terminal."""
+    """Return a task's prompt as the model sees it, with control tokens highlighted and terminal escapes neutralized."""
     special = set(tokenizer.hf.added_tokens_decoder)
     text = Text()
     for is_special, ids in _runs(tokenizer.render(task.messages, tools=task.tools), special):
@@ -132,7 +132,7 @@ def rendered(tokenizer: Tokenizer, task: Task) -> Text:
 
 
 def histogram(lengths: Sequence[int], width: int = _BAR) -> list[str]:
-    """Return lines of a histogram of numbers, each a range, a bar and a count."""
+    """Return the lines of a histogram, each a range, a bar and a count."""
     low, high = min(lengths), max(lengths)
     step = max(1, -(-(high - low + 1) // _BINS))
     counts = [sum(at <= length < at + step for length in lengths) for at in range(low, high + 1, step)]
@@ -169,7 +169,7 @@ def _show_source(
     )
     if max(lengths) > limit:
         over = sum(length > limit for length in lengths)
-        console.print(f"{over} of them are longer than {limit:,} tokens, and will be skipped", style="yellow")
+        console.print(f"{over} of them are longer than {limit:,} tokens and will be skipped", style="yellow")
     for line in histogram(lengths, min(_BAR, max(10, console.width - 40))):
         console.print(f"  {line}", soft_wrap=True)
     for number, task in enumerate(tasks[: config.show], 1):
@@ -219,7 +219,7 @@ def _as_json(mixture: Mixture, name: str, scan: Scan | None, lengths: Sequence[i
 
 
 def _runs(ids: Sequence[int], special: set[int]) -> Iterator[tuple[bool, list[int]]]:
-    """Split ids into single special tokens and runs of others."""
+    """Split ids into single special tokens and runs of other tokens."""
     run: list[int] = []
     for token in ids:
         if token not in special:

@@ -2,14 +2,14 @@
 
 python -m apps.evaluate smollm2-135m runs/grpo-1/checkpoints/best --tasks chain_sum leg_counting
 
-A model is a bundled one's name, a folder, a hub id, a run's folder (its newest checkpoint) or a checkpoint's. One is
-loaded at a time. What is finished is kept in the folder --out, and the same command goes on from there; so does one
-that names more models.
+A model is a bundled model's name, a folder, a hub id, a run's folder (for its newest checkpoint) or a checkpoint's
+folder. Models are loaded one at a time. Results are kept in the folder --out, and the same command resumes from there,
+also with more models.
 
 python -m apps.evaluate runs/grpo-1/checkpoints/best --lm-eval arc_easy gsm8k
 python -m apps.evaluate runs/grpo-1 --lm-eval arc_easy --live --limit 200
 
-runs tasks of lm-eval instead, through a gateway of the model's own, or of the run that is going on.
+runs tasks of lm-eval instead, through a gateway for the model or, with --live, the gateway of a live run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _WEIGHTS = ("config.json", "*.safetensors", "tokenizer*", "chat_template*")
 
 Sets = Mapping[str, Sequence[Task]]
 Key = tuple[str, str, str]
-"""Set and source of a task, and a digest of its content: a file may change under its name."""
+"""Set and source of a task, and a digest of its content, as files may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,35 +86,36 @@ class Config:
     """Evaluate models on the same tasks, and compare them."""
 
     models: tyro.conf.Positional[tuple[str, ...]]
-    """Names of bundled models, folders, hub ids, folders of runs or of checkpoints."""
+    """Names of bundled models, hub ids, or folders of models, runs or checkpoints."""
     tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
-    """Sets of tasks, each as [NAME=]TASKS[:KEY=VALUE,...]: files, folders, hub ids, FILE.py:NAME, or reasoning-gym data
-    sets, of which the held-out part is taken. Keys of files name columns: test.jsonl:question=problem,answer=gold"""
+    """Task sets, each as [NAME=]TASKS[:KEY=VALUE,...]: files, folders, hub ids, FILE.py:NAME, or reasoning-gym data
+    sets, whose held-out part is used. Keys of files name columns: test.jsonl:question=problem,answer=gold"""
     data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardTexts = ("auto",)
-    """What scores, as NAME[:KEY=VALUE,...][*WEIGHT], MODULE:FUNCTION or FILE.py:FUNCTION; several are summed."""
+    """Rewards, each as NAME[:KEY=VALUE,...][*WEIGHT], MODULE:FUNCTION or FILE.py:FUNCTION; several are summed."""
     tasks_per_set: int = 100
-    """Most tasks of a set."""
+    """Maximum tasks per set."""
     episodes: int = 1
-    """k: episodes of each task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k where answers are extracted."""
+    """k, the episodes per task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k if answers are extracted."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     success: float = 1.0
-    """Reward from which an episode succeeds, for pass@k."""
+    """Minimum reward of a successful episode, for pass@k."""
     seed: int = 0
     """Seed of the sampling and of the bootstrap."""
     lm_eval: Annotated[LmEvalConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=LmEvalConfig)
     generator: Generator.Config = field(default_factory=Generator.Config)
-    """The engines. Answers have --generator.max-new-tokens; those to lm-eval as many as its tasks say, and prompts as
-    many as the model and --generator.kv-cache-gib allow, up to 8192, where no --generator.max-model-tokens is given."""
+    """The engines. Completions have up to --generator.max-new-tokens tokens. lm-eval's tasks set their own limit, and
+    their context is as long as the model and --generator.kv-cache-gib allow, up to 8192 tokens, unless
+    --generator.max-model-tokens is set."""
     reward: Reward.Config = field(default_factory=Reward.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
     out: Path | None = None
-    """Folder for results; by default one under runs/, named by the settings."""
+    """Folder for results; by default a folder under runs/ named by a digest of the settings."""
     json: Path | None = None
-    """File to write scores and comparisons to."""
+    """JSON file for scores and comparisons."""
     cache: Path = field(default_factory=default_cache)
-    """Folder for models that are built here."""
+    """Folder for bundled models, which are built on first use."""
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
     def __post_init__(self) -> None:
@@ -128,11 +129,11 @@ class Config:
                 f"{self.episodes} greedy episodes of a task are equal", hint="set --temperature above 0, such as 1.0"
             )
         if self.json is not None and not self.json.parent.is_dir():
-            raise ConfigError(f"--json: there is no folder {self.json.parent}", hint="make it, or name another file")
+            raise ConfigError(f"--json: the folder {self.json.parent} does not exist", hint="create it, or set another")
 
     @property
     def digest(self) -> str:
-        """Short digest of all that a result depends on, but for the model."""
+        """Short digest of everything that results depend on, except the model."""
         engines = {name: getattr(self.generator, name) for name in ("dtype", "max_new_tokens", "max_model_tokens")}
         code = code_digests(*parts_of(build_reward(self.rewards)).values())
         parts = (self.rewards, code, self.episodes, self.temperature, self.seed, engines)
@@ -140,18 +141,18 @@ class Config:
 
 
 class Results:
-    """Results of one model: a file with a line for each task that is finished, which is read when it is opened.
+    """Results of one model: a file with a line per finished task, read on construction.
 
     Args:
-        path: the file; a last line that was torn is dropped.
-        sets: tasks by set. Lines of others are passed over.
+        path: the file; malformed lines, such as an incomplete last one, are dropped.
+        sets: tasks by set. Lines of other tasks are ignored.
     """
 
     def __init__(self, path: Path, sets: Sets) -> None:
         self._path = path
         self._tasks = {_key(name, task): task for name, tasks in sets.items() for task in tasks}
         self.episodes: dict[Key, Sequence[Episode]] = {}
-        """Episodes of the tasks that are finished."""
+        """Episodes of the finished tasks."""
         whole = b""
         for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
             found = self._read(line)
@@ -163,7 +164,7 @@ class Results:
         path.write_bytes(whole)
 
     def add(self, name: str, episodes: Sequence[Episode]) -> None:
-        """Keep the episodes of a task."""
+        """Store the episodes of a task."""
         task = episodes[0].task
         rows = [
             {
@@ -185,7 +186,7 @@ class Results:
         self.episodes[key] = episodes
 
     def missing(self, sets: Sets) -> Sets:
-        """Return the tasks that are not finished."""
+        """Return the unfinished tasks by set."""
         return {name: [task for task in tasks if _key(name, task) not in self.episodes] for name, tasks in sets.items()}
 
     def of_set(self, name: str, tasks: Sequence[Task]) -> list[Sequence[Episode]]:
@@ -213,7 +214,7 @@ class Results:
 
 
 async def main(config: Config) -> None:
-    """Evaluates each model on what is not finished, and prints scores and comparisons."""
+    """Evaluate each model on its unfinished tasks, and print scores and comparisons."""
     console = Console(highlight=False, markup=False)
     if config.lm_eval.lm_eval:
         await _run_lm_eval(config, console)
@@ -253,25 +254,25 @@ async def main(config: Config) -> None:
 
 
 def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
-    """Return the tasks by the name of their set.
+    """Return the tasks by set name.
 
     Raises:
-        ForgeError: an unknown file or data set, one that is named twice, or one that has no tasks for evaluation.
+        ForgeError: a file or data set is unknown, named twice, or has no tasks for evaluation.
     """
     if not config.tasks:
-        raise ConfigError("no tasks are named", hint="give --tasks at least one data set, or a file of tasks")
+        raise ConfigError("no tasks are named", hint="set --tasks to at least one data set or file of tasks")
     sources = config.data.eval_sources(config.tasks, seed=config.seed)
     sets = {name: source.held_out(config.tasks_per_set) for name, source in sources.items()}
     if empty := [name for name, tasks in sets.items() if not tasks]:
-        raise ConfigError(f"--tasks {empty[0]} has no tasks for evaluation", hint="leave it out, or name others")
+        raise ConfigError(f"--tasks {empty[0]} has no tasks for evaluation", hint="leave it out, or set others")
     return sets
 
 
 def find_model(name: str, cache: Path) -> Path:
-    """Return the folder of a model by the name that a user gives it.
+    """Return the folder of a model given by name or folder, see `Config.models`.
 
     Raises:
-        ModelError: there is no such model, or a run has no checkpoint.
+        ModelError: the model does not exist, or the run has no checkpoint.
     """
     folder = Path(name).expanduser()
     if (folder / "model" / "config.json").is_file():  # a checkpoint
@@ -280,10 +281,10 @@ def find_model(name: str, cache: Path) -> Path:
         inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
         latest = Checkpoints(inside, keep=1).latest()
         if latest is None:
-            raise ModelError(f"{folder} holds no checkpoint", hint="name a run that has written one, or a model")
+            raise ModelError(f"{folder} holds no checkpoint", hint="name a run that has saved one, or a model")
         return resolve_model(str(latest.model), cache).resolve()
     if (folder / "config.json").is_file() and (folder / "metrics.jsonl").exists():
-        raise ModelError(f"{folder} is a run without a checkpoint", hint="name a run that has written one, or a model")
+        raise ModelError(f"{folder} is a run without a checkpoint", hint="name a run that has saved one, or a model")
     return resolve_model(name, cache).resolve()
 
 
@@ -296,7 +297,7 @@ def score(config: Config, sets: Sets, results: Results) -> dict[str, dict[str, f
 
 
 def compare(sets: Sets, first: Results, second: Results, *, seed: int) -> dict[str, Comparison]:
-    """Compare two models by their mean rewards of the tasks that both have scores of, by set."""
+    """Compare two models, by set, on their mean rewards of the tasks that both have scores for."""
     found = {}
     for name, tasks in sets.items():
         means = zip(*(map(_mean, each.of_set(name, tasks)) for each in (first, second)), strict=True)
@@ -307,7 +308,7 @@ def compare(sets: Sets, first: Results, second: Results, *, seed: int) -> dict[s
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the last parts of each name, as few as tell them apart."""
+    """Return the last path components of each name, as few as make them distinct."""
     for parts in range(1, max(len(Path(name).parts) for name in names)):
         short = {name: "/".join(Path(name).parts[-parts:]) for name in names}
         if len({*short.values()}) == len(names):
@@ -338,7 +339,7 @@ def print_comparisons(console: Console, compared: Sequence[tuple[str, str, str, 
     """Print the table of differences, if there are any."""
     if not compared:
         return
-    table = _table("differences", "95% interval of a paired bootstrap over tasks; bold where it leaves out 0")
+    table = _table("differences", "95% interval of a paired bootstrap over tasks; bold if it excludes 0")
     for column in ("set", "from", "to"):
         table.add_column(column, overflow="fold")
     for column in ("difference", "95% interval", "won", "lost", "tasks"):
@@ -354,7 +355,7 @@ def print_comparisons(console: Console, compared: Sequence[tuple[str, str, str, 
 
 
 async def _run_lm_eval(config: Config, console: Console) -> None:
-    """Run lm-eval's tasks with each model, and print and write their scores."""
+    """Run lm-eval's tasks on each model, and print and write the scores."""
     folders = {name: Path(name) if config.lm_eval.live else find_model(name, config.cache) for name in config.models}
     out = config.out or Path("runs") / f"evaluate-{config.digest}"
     make_private(out, CheckpointError)
@@ -380,7 +381,7 @@ async def _run_lm_eval(config: Config, console: Console) -> None:
 
 
 async def _show_lm_eval(python: Path, settings: Mapping[str, Any], key: str, console: Console) -> dict[str, Any]:
-    """Run lm-eval, and show how far it is; returns its results."""
+    """Run lm-eval with a progress bar; return its results."""
     with _progress(console) as bar:
         task = bar.add_task("lm-eval", total=None)
 
@@ -395,7 +396,7 @@ async def _show_lm_eval(python: Path, settings: Mapping[str, Any], key: str, con
 
 @contextlib.asynccontextmanager
 async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[Endpoint]:
-    """Serve a model until the body ends; or have a live run serve its own until the run ends."""
+    """Serve a model inside the context, or have a live run serve its own until the run ends."""
     if config.lm_eval.live:
         run = await asyncio.to_thread(attach, folder)
         found = await asyncio.to_thread(run.open_gateway)
@@ -430,7 +431,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
 async def _evaluate(
     config: Config, name: str, folder: Path, sets: Sets, results: Results, out: Path, console: Console
 ) -> None:
-    """Run a model's episodes, and keep the results as tasks are finished."""
+    """Run a model's episodes, and store the results of each finished task."""
     bar = _progress(console)
     failed: list[Episode] = []
 
@@ -453,14 +454,14 @@ async def _evaluate(
             rollouts.start_evaluation(evaluation)
             await rollouts.finish_evaluation()
     if failed:
-        many = f"{len(failed)} of {evaluation.total} episodes failed, and are tried again by the same command"
+        many = f"{len(failed)} of {evaluation.total} episodes failed; run the same command again to retry them"
         text = f"warning: {name}: {many}; {describe_failure(failed[-1])}"
         console.print(visible(text), style="yellow", soft_wrap=True)
 
 
 @contextlib.asynccontextmanager
 async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[RolloutExecutor]:
-    """Start the services for a model, and end them after the body, which a fault of theirs interrupts."""
+    """Run the services for a model inside the context, which their faults interrupt."""
     faults = Faults()
     faults.install()
     logs = out / "logs"
@@ -470,7 +471,7 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
 
     async def raise_fault() -> None:
         error = await faults.wait()
-        await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
+        await asyncio.sleep(0.5)  # a call in flight fails too, with a better error
         raise error
 
     async with contextlib.AsyncExitStack() as stack:
@@ -532,33 +533,33 @@ def _write_report(
     """Write scores to the file that --json names.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     assert config.json is not None
     report = {"models": models, "comparisons": comparisons, "settings": as_json(config), "versions": used}
     try:
         write_json(config.json, report)
     except OSError as error:
-        raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}", hint="name another") from error
+        raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}", hint="set another") from error
 
 
 def _check_settings(out: Path, config: Config) -> None:
-    """Check that a folder with results has those of the same settings.
+    """Check that the results in a folder have the same settings.
 
     Raises:
-        ConfigError: it has others, or cannot be read or written.
+        ConfigError: the settings differ, or the folder cannot be read or written.
     """
     path = out / "settings.json"
     try:
         if path.exists() and json.loads(path.read_text()).get("digest") != config.digest:
-            raise ConfigError(f"{out} holds results with other settings", hint="choose another --out, or leave it out")
+            raise ConfigError(f"{out} holds results with other settings", hint="set another --out, or leave it out")
         write_json(path, {"digest": config.digest, "settings": as_json(config)})
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be used: {error}", hint="choose another --out") from error
+        raise ConfigError(f"{path} cannot be used: {error}", hint="set another --out") from error
 
 
 def _file_name(name: str, folder: Path) -> str:
-    """Name a model's results by its name, and by its files, which may change under that name."""
+    """Return the name of a model's results file, with a digest of its files, which may change."""
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{Path(name).name or 'model'}-{_digest(json.dumps([str(folder), stamps]))}"

@@ -2,8 +2,8 @@
 
 python -m apps.gateway --model smollm2-135m --port 8000
 
-Requests need a key: the environment's FORGE_RL_API_KEY, that of --api-key-file, or one that is made and kept in the
-folder --out. None is taken as a flag, as all users of a machine see the flags of its processes.
+Requests need a key: --api-key-file, the environment's FORGE_RL_API_KEY, or one that is generated and kept in the folder
+--out. There is no flag for the key itself, as all users of a machine see the flags of its processes.
 """
 
 from __future__ import annotations
@@ -46,49 +46,49 @@ class Config(GatewayConfig):
     model: str = "smollm2-135m"
     """Name of a bundled model, a local folder, or a Hugging Face id."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     api_key_file: Path | None = None
-    """File with the key that requests must carry, this user's alone (chmod 600). By default the key is that of the
-    environment's FORGE_RL_API_KEY; without one, a new one is made and kept in the file api_key in the folder --out."""
+    """File with the API key for requests, which no other user may have access to (chmod 600). By default the key is the
+    environment's FORGE_RL_API_KEY, or else generated and kept in the file api_key in the folder --out."""
     without_key: Literal["nobody", "this-machine", "anybody"] = "nobody"
-    """Who may ask without a key: nobody, all users of this machine, or whoever reaches the gateway. The last two turn
-    the key off."""
+    """Who may send requests without a key: nobody, all users of this machine, or anybody who can reach the gateway. The
+    last two turn the key off."""
     generator: Generator.Config = field(default_factory=Generator.Config)
-    """The engines. Requests choose the length and the temperature of completions."""
+    """The engines. Requests set the length and temperature of completions."""
     seed: int = 0
-    """Seed of the engines, for requests that bring none."""
+    """Seed of the engines, for requests without a seed."""
     parse_control_tokens: bool = False
-    """Encode text in messages and tools that reads like a control token, such as <|im_end|>, as that token. By default
-    it is text: else whoever writes a tool's output could end its turn, and write the next one as the system. Prompts of
-    /v1/completions are always read that way, as their writer also writes what a chat template would."""
+    """Encode text in messages and tools that looks like a control token, such as <|im_end|>, as that token. By default
+    it is text, as otherwise a tool's output could end its turn and inject a system message. Prompts of /v1/completions
+    are always encoded with control tokens, as their author also writes the chat template's part."""
     cache: Path = field(default_factory=default_cache)
-    """Folder for models that are built here."""
+    """Folder for bundled models, which are built on first use."""
     out: Path = Path("runs/gateway")
-    """Folder for what the engines print, in logs/, and for the key that is made."""
+    """Folder for the engines' logs, in logs/, and for the generated key."""
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.without_key == "this-machine" and self.is_public:
             raise ConfigError(
-                f"other machines reach {self.host}, so that --without-key this-machine cannot be kept",
+                f"--without-key is this-machine, but other machines can reach the host {self.host}",
                 hint="leave out --host, use a key, or set --without-key anybody",
             )
         if self.without_key != "nobody" and self.api_key_file is not None:
             raise ConfigError(
-                f"--without-key is {self.without_key} beside an --api-key-file", hint="leave out one of them"
+                f"--without-key is {self.without_key}, but --api-key-file is set", hint="leave out one of them"
             )
 
 
 @contextlib.asynccontextmanager
 async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway, Generator, Faults]]:
-    """Starts engines and the gateway before them, and stops them after the body.
+    """Run engines and the gateway in front of them inside the context.
 
     Args:
-        key: the owner's, for requests outside of sessions; "" for none.
+        key: the owner's key, for requests outside of sessions; "" for none.
 
     Raises:
-        ForgeError: they do not start; says why.
+        ForgeError: the engines or the gateway failed to start.
     """
     check_address(config)
     if open_to := check_isolation(config.isolation):
@@ -126,7 +126,7 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
 
 
 async def main(config: Config) -> None:
-    """Serves until a signal, or until no engine is left."""
+    """Serve until a signal, or until no engine is left."""
     key, shell_key = _key(config)
     print(f"starting {config.model}", flush=True)
     with responsive_loop():
@@ -136,12 +136,12 @@ async def main(config: Config) -> None:
 
 
 def _key(config: Config) -> tuple[str, str]:
-    """Find or make the key that requests must carry; returns it, and how a shell names it. Both are "" for none.
+    """Read or generate the key for requests; return it, and a shell expression for it. Both are "" for none.
 
     Raises:
-        ConfigError: the file with the key is not good.
+        ConfigError: the key file is unreadable or unsafe, or holds no valid key.
     """
-    # Engines inherit the environment, and need no key.
+    # Engines inherit the environment, and must not get the key.
     given = os.environ.pop(KEY_VARIABLE, "")
     if config.without_key != "nobody":
         return "", ""
@@ -161,20 +161,20 @@ def _warn(text: str) -> None:
 
 
 def _model(config: Config) -> tuple[Path, str]:
-    """Finds the model's folder, and the name that requests call it by."""
+    """Return the model's folder, and its name in requests."""
     folder = resolve_model(config.model, config.cache).resolve()
     return folder, folder.name if Path(config.model).expanduser().is_dir() else config.model
 
 
 def _greet(gateway: Gateway, shell_key: str) -> None:
-    # By a file that the shell writes: all users of the machine see what is on a command line.
+    # Through a file from the shell: all users of the machine can see command lines.
     key = f""" \\\n    -H @<(echo "authorization: Bearer {shell_key}")""" if shell_key else ""
-    who = f'the key of requests is "{shell_key}"' if shell_key else "requests need no key"
+    who = f'the API key is "{shell_key}"' if shell_key else "requests need no key"
     body = f'{{"model": "{gateway.model}", "messages": [{{"role": "user", "content": "What is 2 + 3?"}}]}}'
     print(
         f"serving {gateway.model} at {gateway.base_url}\n{who}\n\n"
         f"  curl {gateway.base_url}/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n\n"
-        "Ctrl-C ends it",
+        "Ctrl-C stops it",
         flush=True,
     )
 

@@ -1,12 +1,12 @@
-"""Serve a world of forge_rl to OpenEnv's clients.
+"""Serve one of forge_rl's worlds to OpenEnv's clients.
 
 python -m apps.openenv_serve tools --port 8000
 python -m apps.openenv_serve mine.py:World --tasks chain_sum
 
-An action is {"message": TEXT}, what the model writes; or a tool call, {"type": "call_tool", "tool_name": NAME,
-"arguments": {...}}, and {"type": "list_tools"}. `reset(seed=N)` begins the task of that seed.
+An action is {"message": TEXT} with the model's text, a tool call {"type": "call_tool", "tool_name": NAME, "arguments":
+{...}}, or {"type": "list_tools"}. `reset(seed=N)` begins the task of that seed.
 
-Clients need a key: --api-key-file names its file; by default one is made and kept in the folder --out. OpenEnv's own
+Clients need a key, from the file --api-key-file or, by default, generated and kept in the folder --out. OpenEnv's own
 clients take it in their URL, ws://forge:KEY@HOST:PORT; others may send it as `Authorization: Bearer KEY`, as recipes do
 with --env openenv:ws://HOST:PORT,api_key_env=OPENENV_API_KEY.
 """
@@ -71,44 +71,44 @@ _STATE = {"type": "object", "properties": {"episode_id": _TEXT, "step_count": {"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Serve a world of forge_rl to OpenEnv's clients."""
+    """Serve one of forge_rl's worlds to OpenEnv's clients."""
 
     env: Annotated[str, tyro.conf.Positional]
-    """The world, as --env of recipes names it."""
+    """The world, as in a recipe's --env."""
     tasks: tuple[str, ...] = ()
-    """Tasks for a world that brings none, as --tasks of recipes: files, folders, reasoning-gym data sets."""
+    """Tasks for a world without its own, as in a recipe's --tasks: files, folders, reasoning-gym data sets."""
     data: DataConfig = field(default_factory=DataConfig)
     verifier: ReasoningGymReward = field(default_factory=ReasoningGymReward)
-    """Scores the last message of an episode of a reasoning-gym task, where the world gives no reward."""
+    """Scores the last message of a reasoning-gym task's episode if the world returns no reward."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     api_key_file: Path | None = None
-    """File with the key that clients must have, this user's alone (chmod 600). By default a new one is made and kept in
-    the file api_key in the folder --out."""
+    """File with the clients' key, which no other user may have access to (chmod 600). By default a key is generated and
+    kept in the file api_key in the folder --out."""
     out: Path = Path("runs/openenv")
-    """Folder for the key that is made."""
+    """Folder for the generated key."""
     max_sessions: int = 64
-    """Most sessions at a time; more are refused as OpenEnv does it."""
+    """Maximum concurrent sessions; more are refused with OpenEnv's CAPACITY_REACHED."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--", least={"max_sessions": 1, "port": 0}, most={"port": 65535})
 
 
 class World:
-    """A world and its tasks, as many sessions as clients ask for."""
+    """The served world and its tasks, shared by all sessions."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.factory: EnvFactory = build_environment(config.env)
         if not callable(self.factory):
-            raise ConfigError(f"the environment {config.env} plays its episodes itself", hint="choose one with steps")
+            raise ConfigError(f"the environment {config.env} runs whole episodes itself", hint="use one with steps")
         self._mixture = self._tasks(0)
         self.sessions = 0
 
     def task(self, seed: int | None) -> Task:
-        """Return the first task of a seed, or else the next task."""
+        """Return the first task of a seed, or the next task without one."""
         mixture = self._mixture if seed is None else self._tasks(seed)
         return mixture.draw_from(mixture.source_order(1)[0])
 
@@ -119,7 +119,7 @@ class World:
 
 
 class Session:
-    """Session of one client with a world of its own."""
+    """One client's session, with its own environment."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -135,7 +135,7 @@ class Session:
         """Answer one message.
 
         Raises:
-            ValueError: it is no message of this protocol, or comes out of its order.
+            ValueError: the message is not part of the protocol, or out of order.
         """
         data = message.get("data") or {}
         match message.get("type"):
@@ -174,13 +174,13 @@ class Session:
             ]
             return {"observation": {"tools": listed, "metadata": {}}, "reward": None, "done": self._done}
         if self._env is None or self._done:
-            raise ValueError("the episode is over: reset begins another one")
+            raise ValueError("the episode is over; reset begins another one")
         text, calls = str(data.get("message", "")), tuple[ToolCall, ...]()
         if "tool_name" in data:
             arguments = json.dumps(data.get("arguments") or {})
             calls = (ToolCall(id=f"call-{self._steps}", name=str(data["tool_name"]), arguments=arguments),)
         elif "message" not in data:
-            raise ValueError(f"an action has the field `message`, not {', '.join(data) or 'nothing'}")
+            raise ValueError(f"an action needs the field `message`; it has {', '.join(data) or 'no fields'}")
         takes = inspect.signature(self._env.step).parameters
         given: dict[str, object] = {"calls": calls} if "calls" in takes else {}
         step: Step = await self._env.step(text, **given, **({"truncated": False} if "truncated" in takes else {}))
@@ -209,10 +209,10 @@ def _observation(
 
 
 def app_of(world: World, key: str) -> Any:
-    """Make the ASGI app: OpenEnv's WebSocket, and the addresses that its clients look at before.
+    """Return the ASGI app: OpenEnv's WebSocket, and the paths that its clients request first.
 
     Args:
-        key: what each request but those to /health must carry.
+        key: key required of all requests except to /health.
     """
 
     async def say(socket: WebSocket, code: str, message: str) -> None:
@@ -225,7 +225,7 @@ def app_of(world: World, key: str) -> Any:
             return
         await socket.accept()
         if world.sessions >= world.config.max_sessions:
-            await say(socket, "CAPACITY_REACHED", f"all {world.config.max_sessions} sessions are taken")
+            await say(socket, "CAPACITY_REACHED", f"all {world.config.max_sessions} sessions are in use")
             await socket.close()
             return
         world.sessions += 1
@@ -241,18 +241,18 @@ def app_of(world: World, key: str) -> Any:
                     await say(socket, "INVALID_JSON", f"{type(error).__name__}: {error}")
                 except WebSocketDisconnect:
                     break
-                except Exception as error:  # a world's own, which its client is told
+                except Exception as error:  # a world's error, reported to its client
                     await say(socket, "EXECUTION_ERROR", f"{type(error).__name__}: {error}")
         finally:
             world.sessions -= 1
             await one.close()
-            with contextlib.suppress(RuntimeError):  # the client has closed it
+            with contextlib.suppress(RuntimeError):  # already closed by the client
                 await socket.close()
 
     def told(path: str, value: object) -> Any:
         async def answer(request: Request) -> JSONResponse:
             if path != "/health" and not _has_key(request.headers, key):
-                return JSONResponse({"error": "no key, or a wrong one"}, 401, {"www-authenticate": "Basic"})
+                return JSONResponse({"error": "missing or wrong key"}, 401, {"www-authenticate": "Basic"})
             return JSONResponse(value)
 
         return answer
@@ -270,7 +270,7 @@ def app_of(world: World, key: str) -> Any:
 
 
 def _has_key(headers: Headers, key: str) -> bool:
-    """Tell whether a request carries the key: as Bearer, as the password of Basic, which URLs hold, or as x-api-key."""
+    """Return whether a request carries the key: as Bearer, as the Basic password, as from URLs, or as x-api-key."""
     kind, _, given = headers.get("authorization", "").partition(" ")
     if kind.lower() == "basic":
         try:
@@ -283,10 +283,10 @@ def _has_key(headers: Headers, key: str) -> bool:
 
 
 def key_of(config: Config) -> tuple[str, Path]:
-    """Find or make the key; returns it and its file.
+    """Read or generate the key; return it and its file.
 
     Raises:
-        ConfigError: the file is not good, or others may know it.
+        ConfigError: the key file is unreadable or unsafe, or holds no valid key.
     """
     if config.api_key_file is not None:
         return read_key(config.api_key_file), config.api_key_file
@@ -295,23 +295,21 @@ def key_of(config: Config) -> tuple[str, Path]:
 
 
 async def main(config: Config) -> None:
-    """Serves until a signal."""
+    """Serve until a signal."""
     key, file = key_of(config)
     world = await asyncio.to_thread(World, config)
 
     try:
         listening = sockets.create_server((config.host, config.port))
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error}", hint="choose another --port"
-        ) from None
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}", hint="set another --port") from None
     server = uvicorn.Server(uvicorn.Config(app_of(world, key), log_level="warning", lifespan="off"))
     port, shell_key = listening.getsockname()[1], f"$(cat {shlex.quote(str(file.resolve()))})"
     print(
         f"serving {config.env} to OpenEnv's clients at ws://{config.host}:{port}\n"
-        f'their URL, with the key, is "ws://forge:{shell_key}@{config.host}:{port}"\n'
+        f'the URL with the key is "ws://forge:{shell_key}@{config.host}:{port}"\n'
         f"a recipe: OPENENV_API_KEY={shell_key} python -m recipes.grpo "
-        f"--env openenv:ws://{config.host}:{port},api_key_env=OPENENV_API_KEY\nCtrl-C ends it",
+        f"--env openenv:ws://{config.host}:{port},api_key_env=OPENENV_API_KEY\nCtrl-C stops it",
         flush=True,
     )
     await server.serve(sockets=[listening])

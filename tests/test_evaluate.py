@@ -132,7 +132,7 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
         ({"episodes": 0}, "--episodes"),
         ({"tasks_per_set": 0}, "--tasks-per-set"),
         ({"temperature": -1.0}, "--temperature"),
-        ({"json": Path("/nowhere/out.json")}, "no folder /nowhere"),
+        ({"json": Path("/nowhere/out.json")}, "the folder /nowhere does not exist"),
         ({"tasks": ("chain_summ",)}, "chain_sum"),
         ({"tasks": ("chain_sum", "chain_sum")}, "given twice"),
         ({"tasks": ()}, "no tasks are named"),

@@ -25,7 +25,7 @@ from forge_rl.user_code import names_code
 from forge_rl.variables import handed_on
 
 _FAILED_STARTS = 8
-"""Consecutive processes that end for one cause before calling the policy, after which the agent is given up."""
+"""Consecutive processes that end for one cause before calling the policy, after which AgentStartError is raised."""
 _LOGGED_BYTES = 1 << 16
 """Maximum bytes logged of a process's stderr; the last ones are kept."""
 _QUOTED_LINES = 12

@@ -22,7 +22,7 @@ _MOST_VALUES = 1 << 17
 _MOST_CONTAINERS = 3 << 12
 """Maximum objects and arrays in it, which take more time and memory."""
 _BYTES_PER_TOKEN = 4
-"""Usual length of a token; longer texts are tokenized to check that they fit the context."""
+"""Usual bytes per token; a text of at least as many bytes as the context of such tokens is tokenized to check it."""
 _SLICE_CHARACTERS = 1 << 16
 
 T = TypeVar("T")

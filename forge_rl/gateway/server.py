@@ -57,7 +57,7 @@ class Gateway:
         backend: decodes completions.
         tokenizer: the model's tokenizer.
         api_key: the owner's key, for requests outside of sessions; by default the key in config.api_key_file.
-        open_to_all: answer requests outside of sessions if there is no owner's key. A run leaves it off, as its engines
+        open_to_all: answer requests outside of sessions if the owner has no key. A run leaves it off, as its engines
             serve its episodes.
         constraints: checks constraints on completions; by default the gateway's own checker, closed by `stop`.
         healthy: returns the health that /health reports.

@@ -23,7 +23,7 @@ _SPECIAL_TOKENS = ("_token", "_special_tokens")
 
 
 def template_settings(found: Mapping[str, object]) -> dict[str, object]:
-    """Return those of vLLM's chat template variables that a request may set."""
+    """Return the subset of vLLM's chat template variables that a request may set."""
     return {name: value for name, value in found.items() if _may_set(name) and value is not None}
 
 

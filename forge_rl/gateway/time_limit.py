@@ -23,8 +23,8 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
 
         call_within(1.0, lambda: pattern.findall(text))
 
-    Python bytecode and the re and regex packages can be interrupted; other C code finishes first. There is no limit
-    outside of the main thread, the only one in which Python runs signal handlers.
+    Python bytecode and the re and regex packages can be interrupted; other C code finishes first. Outside of
+    the main thread, the only one in which Python runs signal handlers, the time is not limited.
 
     Raises:
         LateError: the function was interrupted.

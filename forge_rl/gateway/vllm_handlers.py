@@ -55,7 +55,7 @@ class _Logprobs:
                 if entry is None:
                     yield None
                 else:
-                    # Tokens with equal text share an entry with the highest logprob, by which clients detect greedy tokens.
+                    # Tokens with equal text share an entry: the highest logprob, by which clients detect greedy tokens.
                     found: dict[str, float] = {}
                     for token, logprob in (*entry.top, (entry.token, entry.logprob)):
                         text = self._token(token)

@@ -22,7 +22,7 @@ from tests.fake_backend import tokenizer
         ('root ::= ((b{1, 9}))\nb ::= ((a a))\na ::= ((c{0, 5}))\nc ::= (("x"))', "up to 9 times"),
         ('root ::= (("{1, 9}" a))\na ::= ("" | ("x" a))', ""),
         ('root ::= ((a{1, 9} "x"))\na ::= ((root) | ("y" a))', ""),
-        ('root ::= ((b{1, 90000}))\nb ::= ((a{1, 90000}))\na ::= (("x"))', "come to 8100000000"),
+        ('root ::= ((b{1, 90000}))\nb ::= ((a{1, 90000}))\na ::= (("x"))', "multiply to 8100000000"),
         ('root ::= ((a{2, -1}))\na ::= (("x"))', ""),
     ],
 )

@@ -95,8 +95,8 @@ def test_a_key_is_made_once_for_this_user_alone(tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"without_key": "this-machine", "host": "0.0.0.0"}, "other machines reach"),
-        ({"without_key": "this-machine", "host": "gateway.example"}, "other machines reach"),
+        ({"without_key": "this-machine", "host": "0.0.0.0"}, "other machines can reach"),
+        ({"without_key": "this-machine", "host": "gateway.example"}, "other machines can reach"),
         ({"without_key": "anybody", "api_key_file": Path("key")}, "leave out one"),
     ],
 )
