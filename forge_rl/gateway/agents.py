@@ -180,7 +180,7 @@ class _OwnTime:
     def __init__(self, deadline_s: float, used_s: Callable[[], float], session: Session) -> None:
         self.limit = asyncio.timeout(None)
         self.hangs = False
-        """True if the deadline passed and the agent did not call the policy for half of the time."""
+        """True if the deadline passed and the agent did not call the policy in the last half of the time."""
         self._deadline_s = deadline_s
         self._used_s = used_s
         self._session = session

@@ -55,7 +55,7 @@ class GatewayConfig:
 
     agent_deadline_s: float = 3600.0
     """Maximum time of an agent's episode, without waits for an engine and pauses. After it, the episode is truncated
-    and scored; it fails if the agent did not call the policy for half of the time."""
+    and scored; it fails if the agent did not call the policy in the last half of the time."""
 
     agent_limits: CommandLimits = field(default_factory=CommandLimits)
     """Resource limits of each process, for agents that run in their own processes."""

@@ -34,7 +34,7 @@ _MOST_REPEATS = 1 << 31
 _WALKS, _WALK_TOKENS = 3, 256
 """Completions sampled under a constraint, and maximum tokens of each."""
 _MEAN_S, _WORST_S = 0.025, 0.5
-"""Maximum mean and maximum single CPU time per token of such a completion: all requests wait for it."""
+"""Limits on the mean and the worst CPU time of a token of such a completion: all requests wait for it."""
 
 
 def main(limits: dict[str, float]) -> None:
