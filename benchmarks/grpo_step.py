@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from benchmarks.memory import sampled_peak, tree_bytes
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.data.bundled import default_cache
 from forge_rl.data.models import resolve_model
@@ -43,6 +44,8 @@ HELD_OUT_SHARE = 0.1
 LR = 1e-5
 _SETUP_DEADLINE_S = 1800.0
 _RUN_DEADLINE_S = 7200.0
+_MEMORY_EVERY_S = 0.5
+"""Time between two looks at a side's memory, each a few milliseconds of one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,7 @@ def measure(config: Config, report: Report) -> None:
     for dtype in config.dtypes:
         with tempfile.TemporaryDirectory(prefix="grpo_step-") as scratch:
             ours, theirs = _take_turns(config, report, dtype, Path(scratch), model, python)
-        suffix = "" if dtype == "float32" else f"_{dtype}"
+        suffix = _suffix(dtype)
         for phase in ("rollout", "train", "publish", "step"):
             report.measure(f"seconds_{phase}{suffix}", [row[f"seconds_{phase}"] for row in ours])
         report.measure(f"seconds_trl{suffix}", [row["seconds"] for row in theirs])
@@ -148,6 +151,8 @@ def _take_turns(
     with (
         _process(peer, "TRL", _RUN_DEADLINE_S, quiet=folder / "trl.log") as them,
         _process(recipe_command(size, folder / "run", dtype), "our side", _RUN_DEADLINE_S) as us,
+        sampled_peak(lambda: tree_bytes(them.pid), _MEMORY_EVERY_S) as their_peak,
+        sampled_peak(lambda: tree_bytes(us.pid), _MEMORY_EVERY_S) as our_peak,
     ):
         if _next_row(us) is not None and (started := _next_row(them)) is not None:
             report.versions["trl_environment"] = started["versions"]
@@ -157,6 +162,8 @@ def _take_turns(
                 ours.append(mine)
                 theirs.append(row | {"warm_up": step <= size.warm_up})
                 print(f"  step {step}/{size.steps}  {mine['seconds']:.1f} s, TRL {row['seconds']:.1f} s", flush=True)
+    suffix = _suffix(dtype)
+    report.results |= {f"peak_gib{suffix}": our_peak[0] / 2**30, f"peak_gib_trl{suffix}": their_peak[0] / 2**30}
     if len(theirs) != size.steps:
         raise BenchmarkError(f"the two sides took {len(theirs)} steps, not {size.steps}")
     logged = _logged_steps(size, folder / "run", [task.id for task in tasks])
@@ -164,6 +171,11 @@ def _take_turns(
     for side, rows in (("forge_rl", ours), ("trl", theirs)):
         report.rows += [{"side": side, "dtype": dtype, **row} for row in rows]
     return [row for row in ours if not row["warm_up"]], [row for row in theirs if not row["warm_up"]]
+
+
+def _suffix(dtype: str) -> str:
+    """Return the end of a result's name: none in float32."""
+    return "" if dtype == "float32" else f"_{dtype}"
 
 
 def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:

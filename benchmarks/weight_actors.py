@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import re
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from monarch.actor import concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
+from benchmarks.memory import private_bytes, sampled_peak
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport
@@ -48,9 +45,10 @@ class WriterActor(ServiceActor):
             LocalShard(name=name, tensor_slice=TensorSlice.whole(weight.shape), values=weight)
             for name, weight in self._weights.items()
         ]
-        with _anonymous_peak() as peak:
+        before = private_bytes()
+        with sampled_peak(private_bytes, 0.002) as peak:
             reports = await transport.write(drafted, shards, rank=0)
-        return reports, peak[0]
+        return reports, peak[0] - before
 
     @concurrent_endpoint
     async def memcpy(self, threads: int) -> float:
@@ -123,7 +121,8 @@ class ReaderActor(ServiceActor):
     async def load(self, manifest: Manifest, transport: Transport) -> tuple[dict[str, int], int]:
         """Fingerprints of what was loaded, and bytes of its own that the process took at most for it."""
         fingerprints: dict[str, int] = {}
-        with _anonymous_peak() as peak:
+        before = private_bytes()
+        with sampled_peak(private_bytes, 0.002) as peak:
             async for bucket in transport.fetch(manifest):
                 with bucket.open() as tensors:
                     moves = [
@@ -133,7 +132,7 @@ class ReaderActor(ServiceActor):
                     found = await asyncio.to_thread(move, moves)
                     del moves
                 fingerprints |= {entry.name: value for entry, value in zip(bucket.entries, found, strict=True)}
-        return fingerprints, peak[0]
+        return fingerprints, peak[0] - before
 
     @concurrent_endpoint
     async def torchstore_get(self, transport: Any, prefix: str) -> None:
@@ -158,28 +157,3 @@ def _torchstore(transport: Any) -> Any:
     from torchstore.client import LocalClient
 
     return LocalClient(controller=transport._controller, strategy=transport._strategy)
-
-
-@contextmanager
-def _anonymous_peak() -> Iterator[list[int]]:
-    """Measures the rise of this process's private memory while the body runs, in bytes; sampled every 2 ms."""
-    done, before = threading.Event(), _anonymous()
-    peak = [0]
-
-    def sample() -> None:
-        while not done.wait(0.002):
-            peak[0] = max(peak[0], _anonymous() - before)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        thread.join()
-
-
-def _anonymous() -> int:
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, "Linux says it since 4.5"
-    return int(found[1]) << 10

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import grpo_step
+from benchmarks.memory import tree_bytes
 from benchmarks.report import (
     BenchmarkConfig,
     BenchmarkError,
@@ -208,6 +209,24 @@ def test_a_side_takes_a_step_for_each_turn_and_then_ends(tmp_path: Path) -> None
     with grpo_step._process([sys.executable, "-c", code], "TRL", 60, quiet=tmp_path / "log") as child:
         assert [grpo_step._take_turn(child) for _ in range(3)] == [{"step": 1}] * 3
     assert child.returncode == 0
+
+
+def test_the_memory_of_a_side_is_that_of_all_its_processes_and_shared_memory_counts_once() -> None:
+    code = (
+        "import mmap, os\n"
+        "shared = mmap.mmap(-1, 32 << 20)\n"
+        "shared.write(bytes(32 << 20))\n"
+        "os.fork()\n"
+        "private = b'1' * (64 << 20)\n"
+        "shared[: 32 << 20 : 4096]\n"
+        "print('{}', flush=True)\n"
+        "os.read(0, 1)"
+    )
+    with grpo_step._process([sys.executable, "-c", code], "a side", 60) as child:
+        assert grpo_step._next_row(child) == grpo_step._next_row(child) == {}
+        assert 160 << 20 <= tree_bytes(child.pid) < 190 << 20
+        child.communicate("..")
+    assert tree_bytes(child.pid) == 0
 
 
 def void(_: object) -> None:
