@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ class TokenArray(Generic[D]):
         def __get__(self, instance: object, owner: type | None = None) -> npt.NDArray[D]: ...
 
     def __set__(self, instance: object, values: Sequence[int] | Sequence[float] | npt.NDArray[Any]) -> None:
-        if values is self:  # what a dataclass takes for the default
+        if cast(object, values) is self:  # what a dataclass takes for the default
             raise TypeError(f"{type(instance).__name__} needs the argument {self._name}")
         if type(values) is not np.ndarray or values.dtype is not self._dtype:
             values = np.array(values, self._dtype)

@@ -50,7 +50,8 @@ def main() -> int:
 
 
 def _reviewed() -> list[dict[str, str]]:
-    return tomllib.loads((pins.REQUIREMENTS / REVIEWED).read_text()).get("reviewed", [])
+    found: list[dict[str, str]] = tomllib.loads((pins.REQUIREMENTS / REVIEWED).read_text()).get("reviewed", [])
+    return found
 
 
 def _advisories(release: pins.Release) -> Iterator[tuple[str, str, str, str]]:

@@ -67,6 +67,7 @@ def latest(base: str, name: str) -> Release | None:
 def _ask(url: str) -> Release | None:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-            return json.load(answer)
+            found: Release = json.load(answer)
+            return found
     except (OSError, ValueError):  # no such address, no network, or no JSON: no answer
         return None

@@ -69,7 +69,7 @@ class TimedTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> dict[str, object]:
         began = time.perf_counter()
-        outputs = super()._generate_and_score_completions(inputs)
+        outputs: dict[str, object] = super()._generate_and_score_completions(inputs)
         self.generate_s += time.perf_counter() - began
         return outputs
 
@@ -121,7 +121,8 @@ class StepTimer(TrainerCallback):
     def _watched(self) -> torch.Tensor:
         """One weight matrix in the middle of the model."""
         layers = self.trainer.model.model.layers
-        return layers[len(layers) // 2].self_attn.q_proj.weight.detach()
+        weight: torch.Tensor = layers[len(layers) // 2].self_attn.q_proj.weight
+        return weight.detach()
 
     def _step_tasks(self, step: int) -> list[dict[str, object]]:
         groups = self._settings.groups_per_batch

@@ -187,7 +187,8 @@ class AdaptiveShares:
 
     def _score(self, name: str) -> float:
         rate, target = self._rates[name], self.config.target
-        return self._base[name] * self._signals[name] * rate ** (2 * target) * (1 - rate) ** (2 * (1 - target))
+        signal: float = rate ** (2 * target) * (1 - rate) ** (2 * (1 - target))
+        return self._base[name] * self._signals[name] * signal
 
 
 def bounded_shares(scores: Mapping[str, float], *, least: float, most: float, total: float = 1.0) -> dict[str, float]:

@@ -158,9 +158,10 @@ class Tokenizer:
 
     def decode(self, ids: TokenIds, skip_special: bool = True) -> str:
         """Return the text of token ids, by default without special tokens such as the end of a turn."""
-        return self.hf.decode(
+        text: str = self.hf.decode(
             np.asarray(ids).tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
+        return text
 
     def text_stream(self, prompt_ids: TokenIds, *, skip_special: bool = True) -> TextStream:
         """Return a decoder of one completion of the prompt, token by token."""
@@ -272,13 +273,14 @@ class Tokenizer:
         settings: Mapping[str, object] | None = None,
     ) -> str:
         try:
-            return self.hf.apply_chat_template(
+            text: str = self.hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **(settings or {}),
             )
+            return text
         except Exception as error:  # templates can raise anything, for example for values that are not JSON
             roles = [message.get("role") for message in messages]
             raise ModelError(

@@ -51,7 +51,7 @@ class TrainMemory:
     @property
     def total(self) -> int:
         """Bytes at the peak of a step."""
-        return sum(vars(self).values()) - self.largest
+        return int(sum(vars(self).values())) - self.largest
 
 
 def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:

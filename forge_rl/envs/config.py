@@ -105,12 +105,14 @@ def _value(text: str) -> object:
 
 def _imported(place: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
-    made = getattr(importlib.import_module(module), name)
+    made: Callable[..., Any] = getattr(importlib.import_module(module), name)
     assert callable(made), place
     return made
 
 
-def _made(flag: str, make: Callable[..., Any], arguments: Sequence[object], options: Mapping[str, object]) -> Any:
+def _made(
+    flag: str, make: Callable[..., EnvFactory], arguments: Sequence[object], options: Mapping[str, object]
+) -> EnvFactory:
     """Call a factory's maker with options that are checked against its parameters and their plain type hints."""
     try:
         inspect.signature(make).bind(*arguments, **options)

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.redaction import without_credentials
 from forge_rl.types import Message, Task, ToolCall
+
+T = TypeVar("T")
 
 _MAX_BYTES = 100 << 20
 """Longest message, as OpenEnv's own client allows."""
@@ -229,10 +231,11 @@ class OpenEnvSession:
     async def _schema(self) -> dict[str, Any]:
         import httpx
 
-        async def ask() -> Any:
+        async def ask() -> dict[str, Any]:
             async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
                 answer = await client.get(self._factory.schema_url, headers=self._factory.headers)
-                return answer.raise_for_status().json()
+                schema: dict[str, Any] = answer.raise_for_status().json()
+                return schema
 
         try:
             found = await self._again(ask, (httpx.TransportError,))
@@ -270,7 +273,7 @@ class OpenEnvSession:
                 hint="start the server, or let it hold as many sessions as there are episodes at a time",
             ) from error
 
-    async def _again(self, do: Any, errors: tuple[type[Exception], ...]) -> Any:
+    async def _again(self, do: Callable[[], Awaitable[T]], errors: tuple[type[Exception], ...]) -> T:
         """Do something until it does not fail with one of these errors, or the time to connect is over."""
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._factory.connect_s, _AGAIN_S[0]

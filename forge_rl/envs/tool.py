@@ -56,7 +56,7 @@ class Tool:
     @property
     def name(self) -> str:
         """Name of the function."""
-        return _inner(self.function).__name__
+        return str(_inner(self.function).__name__)
 
     @functools.cached_property
     def schema(self) -> Mapping[str, object]:

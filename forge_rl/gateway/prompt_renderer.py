@@ -167,7 +167,8 @@ def _finish(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         coroutine.send(None)
     except StopIteration as end:
-        return end.value
+        value: T = end.value
+        return value
     coroutine.close()
     raise AssertionError("the coroutine waits")
 

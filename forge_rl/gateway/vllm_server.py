@@ -246,13 +246,15 @@ class _Models:
 
 def _shown(response: Any, call: Call) -> dict[str, Any]:
     """Return a response as a JSON-serializable dict."""
+    shown: dict[str, Any]
     name = type(response).__name__
     if name in ("ChatCompletionResponse", "CompletionResponse"):
         response.system_fingerprint = f"weights-{call.version}" if call.version >= 0 else None
-        shown: dict[str, Any] = response.model_dump(exclude={"choices": {"__all__": {"logprobs"}}})
+        shown = response.model_dump(exclude={"choices": {"__all__": {"logprobs"}}})
         for entry, choice in zip(shown["choices"], response.choices, strict=True):
             entry["logprobs"] = dict(choice.logprobs) if choice.logprobs is not None else None
-        return shown
-    if name == "ResponsesResponse":
-        return response.model_dump(mode="json", by_alias=True)
-    return response.model_dump(exclude_none=True)
+    elif name == "ResponsesResponse":
+        shown = response.model_dump(mode="json", by_alias=True)
+    else:
+        shown = response.model_dump(exclude_none=True)
+    return shown

@@ -36,19 +36,19 @@ def spiral_matrix(answer: str, entry: Mapping[str, Any], params: Mapping[str, An
     right = entry["answer"].strip()
     if (answer := answer.strip()) == right:
         return 1.0
-    return 0.1 * (" ".join(str(each) for each in literal(answer)) == right)
+    return 0.1 * bool(" ".join(str(each) for each in literal(answer)) == right)
 
 
 def binary_matrix(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -> float:
     if answer == entry["answer"]:
         return 1.0
-    return 0.1 * (_lines(literal(answer)) == entry["answer"])
+    return 0.1 * bool(_lines(literal(answer)) == entry["answer"])
 
 
 def string_insertion(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -> float:
     if answer == entry["answer"]:
         return 1.0
-    return 0.1 * ("".join(literal(answer)) == entry["answer"])
+    return 0.1 * bool("".join(literal(answer)) == entry["answer"])
 
 
 def countdown(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -> float:

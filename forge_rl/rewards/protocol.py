@@ -53,7 +53,7 @@ def form_of(function: object) -> Form:
     Raises:
         ConfigError: the function cannot be called with two arguments.
     """
-    declared = getattr(function, "form", None)
+    declared: Form | None = getattr(function, "form", None)
     if declared in ("text", "episode", "group"):
         return declared
     try:

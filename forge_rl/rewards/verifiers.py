@@ -103,7 +103,9 @@ def _verifier(dataset: str, params_json: str) -> Callable[[str, _Entry], object]
     """Return the scoring function of a data set with these parameters, which some verifiers use."""
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(dataset, seed=0, size=1, **json.loads(params_json)).score_answer
+    made = reasoning_gym.create_dataset(dataset, seed=0, size=1, **json.loads(params_json))
+    score: Callable[[str, _Entry], object] = made.score_answer
+    return score
 
 
 def _accepts_gold(verify: Callable[[str, _Entry], object], entry: _Entry) -> bool:

@@ -56,7 +56,7 @@ def connect(folder: Path, name: str, *, timeout_s: float) -> socket.socket:
 def peer_is_own(connection: socket.socket) -> bool:
     """Return True if the process at the other end was this user's when it connected, or began to listen."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return uid == os.geteuid()
+    return bool(uid == os.geteuid())
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def mock_h200() -> None:
         if getattr(module, "__name__", "").startswith("vllm") and "current_platform" in vars(module):
             module.current_platform = h200  # type: ignore[attr-defined]
     torch.cuda.device_count = torch.accelerator.device_count = lambda: 8
-    platform.device_type = engine.device_type = lambda: "cuda"
+    platform.device_type = engine.device_type = lambda: "cuda"  # type: ignore[attr-defined]
     register()
 
 

@@ -189,7 +189,8 @@ class _Stream:
         if chunk != self._chunk:
             self._entries, self._chunk = self._make(chunk), chunk
         try:
-            return self._entries[within]  # type: ignore[index]
+            entry: dict[str, object] = self._entries[within]  # type: ignore[index]
+            return entry
         except Exception as error:
             raise TaskError(
                 f"data set {self._dataset!r} cannot generate a task with {dict(self._params)}: "

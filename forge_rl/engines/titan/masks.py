@@ -68,4 +68,5 @@ def block_mask(row: Row, queries: slice, window: int | None = None) -> BlockMask
         return seen if window is None else seen & (row.positions[q] - row.positions[k] < window)
 
     size = queries.stop - queries.start
-    return create_attention_mask(mask_mod, 1, None, size, len(row), device=str(row.trees.device))
+    mask: BlockMask = create_attention_mask(mask_mod, 1, None, size, len(row), device=str(row.trees.device))
+    return mask

@@ -238,7 +238,8 @@ class HalfRoPE(CosSinRoPE):
     def _precompute_cache(self) -> torch.Tensor:
         config = self.config
         if config.scaling != "llama":
-            return super()._precompute_cache()
+            cache: torch.Tensor = super()._precompute_cache()
+            return cache
         frequencies = self._scale(1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim))
         angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies)
         angles = torch.cat([angles, angles], dim=-1)
@@ -264,4 +265,5 @@ class HalfRoPE(CosSinRoPE):
         wavelengths = 2 * math.pi / frequencies
         smooth = (self.config.original_max_position_embeddings / wavelengths - low) / (high - low)
         smooth = smooth.clamp(0, 1)
-        return (1 - smooth) * frequencies / factor + smooth * frequencies
+        scaled: torch.Tensor = (1 - smooth) * frequencies / factor + smooth * frequencies
+        return scaled

@@ -155,7 +155,8 @@ def _grouped_product(
     if x.dtype == torch.float64:  # torch has no float64 grouped matmul
         counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts), weights, strict=True)])
-    return experts._grouped_mm(A=x, B_t=weights.transpose(-2, -1), offs=ends)
+    product: torch.Tensor = experts._grouped_mm(A=x, B_t=weights.transpose(-2, -1), offs=ends)
+    return product
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def _gathered(model: nn.Module, dtype: torch.dtype, split: int, *, expert_parall
         for layer in layers
     ]
     units.append(sum(p.numel() for p in model.parameters() if id(p) not in inside))
-    return dtype.itemsize * sum(sorted(units)[-2:])
+    return int(dtype.itemsize * sum(sorted(units)[-2:]))
 
 
 def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: int, windowed: bool) -> tuple[int, int]:

@@ -23,7 +23,8 @@ class LeanRMSNorm(RMSNorm):
         """Normalise [..., dim] over its last dimension."""
         plain = x.device.type != "cuda" and x.dtype.itemsize >= 4 and not isinstance(x, DTensor)
         if not plain or self.eps is None or self.weight is None or isinstance(self.weight, DTensor):
-            return super().forward(x)
+            plain_normed: torch.Tensor = super().forward(x)
+            return plain_normed
         normed: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
         return normed
 
@@ -39,7 +40,8 @@ class _RMSNorm(torch.autograd.Function):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+        normed: torch.Tensor = (x * inverse).mul_(weight)
+        return normed
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -157,7 +157,8 @@ class VLLMEngine:
         """Return the experts of an ended request, `[tokens, layers, top_k]`."""
         if device_type() != "cpu":
             assert completion.routed_experts is not None, "vLLM was asked for them"
-            return completion.routed_experts
+            experts: npt.NDArray[Any] = completion.routed_experts
+            return experts
         found = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
         if len(found) != 1:
             raise RuntimeError(f"{len(found)} workers returned the experts of a request, not 1")

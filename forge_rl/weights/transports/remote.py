@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
@@ -208,7 +208,7 @@ def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsErr
     )
 
 
-def _retrieve(future: asyncio.Future) -> None:
+def _retrieve(future: asyncio.Future[Any]) -> None:
     """Retrieve an error that nobody may have waited for, so that asyncio prints nothing."""
     if not future.cancelled():
         future.exception()
