@@ -330,7 +330,7 @@ NOTHING_LEFT: dict[str, tuple[list[str], dict[str, object], int, str]] = {
         100,
         "no task of 'a' can be trained on.*raise --generator.max-model-tokens",
     ),
-    "all are held out": (["one?"], {"held_out_share": 0.999999}, 100, "no task of 'a' can be trained on.*smaller"),
+    "all are held out": (["one?"], {"held_out_share": 0.999999}, 100, "no task of 'a' can be trained on.*lower"),
     "too many are bad": (
         ["one?", ""],
         {"max_bad_rows": 0.1},

@@ -186,7 +186,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
     tmp_path: Path, fake: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
-    with pytest.raises(ModelError, match=r"needs 314,572,800 bytes in .*, where 7 are free"):
+    with pytest.raises(ModelError, match=r"needs 314,572,800 bytes in .*, but only 7 are free"):
         bundled_model(tmp_path)
     assert not fake
 

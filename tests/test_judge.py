@@ -183,7 +183,7 @@ def test_past_its_spending_limit_it_raises_also_after_a_restart(limit: dict[str,
         for number in range(calls):
             grade(judge, str(number), folder=tmp_path / "reward")
         for _ in range(2):
-            with pytest.raises(SpendingError, match=rf"has had {calls} calls and {30 * calls} tokens in this run"):
+            with pytest.raises(SpendingError, match=rf"has used {calls} calls and {30 * calls} tokens in this run"):
                 grade(judge, "more", folder=tmp_path / "reward")
         assert len(server.requests) == calls
         assert grade(judge, "0", folder=tmp_path / "reward")[0].total == 0.5  # kept replies are free
@@ -192,7 +192,7 @@ def test_past_its_spending_limit_it_raises_also_after_a_restart(limit: dict[str,
 
 def test_requests_that_fail_count_too(tmp_path: Path):
     with judge_server(raw(503, "{}")) as server:
-        with pytest.raises(SpendingError, match="has had 2 calls"):
+        with pytest.raises(SpendingError, match="has used 2 calls"):
             grade(judge_of(server.url, max_calls=2), "5")
         assert len(server.requests) == 2
 

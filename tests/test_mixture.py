@@ -151,7 +151,7 @@ def test_an_unknown_source_gets_those_there_are() -> None:
 
 
 def test_a_mixture_of_nothing_is_refused() -> None:
-    with pytest.raises(TaskError, match="at least one source"):
+    with pytest.raises(TaskError, match="has no sources"):
         Mixture({}, {})
 
 
