@@ -129,7 +129,7 @@ def test_the_user_is_told_where_most_tokens_are_of_other_weights() -> None:
     evaluator = evaluator_of(Rollouts({("a", "1"): [(1.0, "")]}), {"maths": tasks("a", "1")}, warnings=warnings)
     assert evaluated(evaluator, version=2).metrics["eval/maths/other_versions"] == 0.75
     (warning,) = warnings
-    assert warning.startswith("75% of the tokens by which step 4 was evaluated on maths are of other weights")
+    assert warning.startswith("75% of the tokens in the evaluation of step 4 on maths come from other weights")
     assert "--evaluation.blocking" in warning
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the controller's state beside the trainer's, of the same step, and the way back to them."""
+"""Checkpoints of a run: saves and restores the states of controller and trainer at the same step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from forge_rl.run.services import Services
 
 
 class Checkpointer:
-    """Saves a run between two steps, and rolls it back to what was saved.
+    """Saves a run between steps, and rolls it back to a checkpoint.
 
         await checkpointer.begin_save()  # the trainer's state is copied
-        ...  # steps; what was copied is written meanwhile
+        ...  # steps, while the copy is written
         checkpoint = await checkpointer.finish_save()
 
     Args:
-        services: the trainer saves; after its restart, engines and weight store follow it.
-        rollouts: saved and restored with the trainer.
-        model: folder that the run started from.
-        live: what was changed while the run goes: saved, taken up again, and no part of a rollback.
-        warn: is told what went wrong where the run goes on.
-        keep_best: mark the checkpoint with the best score, which then stays.
+        services: the trainer, which is saved, and the engines and weight store, which follow it after a restart.
+        rollouts: their state is saved and restored with the trainer's.
+        model: folder of the initial model.
+        live: changes made during the run: saved and resumed, but not rolled back.
+        warn: called with each problem that does not stop the run.
+        keep_best: mark the checkpoint with the best score, so that it is kept.
     """
 
     def __init__(
@@ -52,47 +52,48 @@ class Checkpointer:
         self._began = time.monotonic()
         self._seconds_before = 0.0
         self.step = 0
-        """Number of finished steps, which are batches that were trained on."""
+        """Number of finished steps, that is, trained batches."""
         self.scores: dict[int, float] = {}
-        """Score of the first set by step."""
+        """Score of the first evaluation set, by step."""
         self.evaluation: tuple[int, int] | None = None
-        """Step and version of the evaluation that is under way: what goes on from a checkpoint starts it again."""
+        """Step and version of the evaluation in progress, which is restarted on resume."""
         self.saved: int | None = None
-        """Step of the newest checkpoint that is written; None where there is none."""
+        """Step of the newest complete checkpoint; None if there is none."""
         self._first = rollouts.state()
         self._note()
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run, that before it was continued included."""
+        """Wall-clock time of the run, including the time before it was resumed."""
         return self._seconds_before + time.monotonic() - self._began
 
     @property
     def trained(self) -> bool:
-        """True if the trainer took updates since the last step ended."""
+        """True if the trainer took updates since the end of the last step."""
         return self._services.trainer.updates != self._ended[0]
 
     def note_score(self, step: int, score: float) -> None:
-        """Notes what an evaluation came to, which is under way no more."""
+        """Record the score of an evaluation that has finished."""
         self.evaluation = None
         self.scores[step] = score
         self._mark_best()
 
     def end_step(self) -> None:
-        """Counts a step that is finished."""
+        """Count a finished step."""
         self.step += 1
         self._note()
 
     def _note(self) -> None:
-        """Notes where the rollouts stand: soon they are ahead, and a checkpoint needs both of the same step."""
+        """Record the rollouts' state, which soon runs ahead: a checkpoint needs it and the trainer's at the same
+        step."""
         self._ended = self._services.trainer.updates, self._rollouts.state()
 
     async def resume(self, checkpoint: Checkpoint | None) -> None:
-        """Goes on from a checkpoint of an earlier process, which the trainer has loaded, if any, and with what was
-        changed live after it.
+        """Resume from a checkpoint of an earlier process, if any, which the trainer has loaded, and apply later live
+        changes.
 
         Raises:
-            CheckpointError: it lacks something, or its parts are of different steps.
+            CheckpointError: it is incomplete, or its parts are from different steps.
         """
         rollouts, live = self._first, None
         if checkpoint is not None:
@@ -108,9 +109,9 @@ class Checkpointer:
         self._mark_best()
 
     async def begin_save(self) -> None:
-        """Begins to write a checkpoint of the last finished step; returns once the trainer's state is copied.
+        """Begin to write a checkpoint of the last finished step; returns once the trainer's state is copied.
 
-        What was begun before is finished first. One that cannot be written is told, and the run goes on.
+        Waits for the previous checkpoint first. If one cannot be written, that is a warning and the run continues.
 
         Raises:
             ReplicaError: the trainer died.
@@ -125,11 +126,11 @@ class Checkpointer:
             self._saving.result()
 
     async def finish_save(self) -> Checkpoint | None:
-        """Waits until the checkpoint that was begun last is written; returns it, or None if there is none.
+        """Wait until the last checkpoint begun is written; returns it, or None if there is none.
 
         Raises:
-            CheckpointError: no space, or the folder cannot be written.
-            ReplicaError: the trainer died before.
+            CheckpointError: the disk is full, or the folder is not writable.
+            ReplicaError: the trainer died first.
         """
         if self._saving is None:
             return None
@@ -140,12 +141,12 @@ class Checkpointer:
         return found
 
     async def close(self) -> None:
-        """Waits until nothing is written any more, whatever becomes of it."""
+        """Wait until nothing is being written, ignoring failures."""
         if self._saving is not None:
             await asyncio.wait([self._saving])
 
     async def _save(self, copied: asyncio.Future[None]) -> Checkpoint | CheckpointError:
-        """Writes a checkpoint of the last finished step; returns the error if it cannot be written."""
+        """Write a checkpoint of the last finished step; returns the error if it cannot be written."""
         step = self.step
         try:
             return await self._write(copied)
@@ -164,7 +165,7 @@ class Checkpointer:
         if self.evaluation is not None:
             state["evaluation"] = list(self.evaluation)
         spare = self.evaluation[0] if self.evaluation and self._keep_best else None
-        await self._services.devices.hand_to_trainer(idle=True)  # an evaluation left shared ones to the engines
+        await self._services.devices.hand_to_trainer(idle=True)  # after an evaluation, the engines hold shared devices
         needed = trainer.parameters * 16
         async with self._checkpoints.writing(step, state, bytes_needed=needed, spare=spare) as folder:
             await trainer.save(folder, model=self._model)
@@ -177,15 +178,15 @@ class Checkpointer:
         return latest
 
     async def rollback(self) -> int:
-        """Restarts the trainer from the last checkpoint that is whole, and rolls everything else back to it.
+        """Restart the trainer from the last intact checkpoint, and roll everything else back to it.
 
         Returns:
-            The step that the run goes on from.
+            The step from which the run continues.
 
         Raises:
-            ServiceError: the trainer died once too often.
+            ServiceError: no trainer restart is left.
         """
-        if self._saving is not None:  # its writers are gone; what it still does to the disk is over when it ends
+        if self._saving is not None:  # its writers are gone; wait for any remaining disk operations
             self._saving.cancel()
             await asyncio.wait([self._saving])
             self._saving = None
@@ -195,14 +196,14 @@ class Checkpointer:
                 await self._services.devices.free_devices()
                 await self._services.trainer.restart(checkpoint.training.resolve() if checkpoint else None)
                 await self._follow(checkpoint)
-            except ReplicaError as error:  # it died again; where no restart is left, another error is raised
+            except ReplicaError as error:  # it died again; with no restart left, the error is another one
                 if error.service != "trainer":
                     raise
             else:
                 return self.step
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
-        """Brings everything but the trainer to the step of the checkpoint."""
+        """Bring everything except the trainer to the checkpoint's step."""
         trainer, generator, weights = self._services.trainer, self._services.generator, self._services.weights
         rollouts = self._read(checkpoint)[0] if checkpoint else self._first
         await self._rollouts.restore(_with_mixture(rollouts, self._live.mixture_now()))
@@ -218,9 +219,9 @@ class Checkpointer:
         self._mark_best()
 
     def _mark_best(self) -> None:
-        """Marks the checkpoint with the highest score, the earliest of several, among those whose score is known.
+        """Mark the checkpoint with the highest known score, the earliest on a tie.
 
-        Where the disk has no room for the mark, the next one has it.
+        If the disk is full, the next checkpoint tries again.
         """
         if self._keep_best:
             scored = [checkpoint.step for checkpoint in self._checkpoints.all() if checkpoint.step in self.scores]
@@ -232,14 +233,14 @@ class Checkpointer:
     def _read(
         self, checkpoint: Checkpoint
     ) -> tuple[dict[str, object], dict[int, float], float, tuple[int, int] | None]:
-        """Reads the rollouts' state, the scores, the seconds of the run until then, and the evaluation under way."""
+        """Read the rollouts' state, the scores, the run's seconds so far, and the evaluation in progress."""
         state, updates = checkpoint.controller_state(), self._services.trainer.updates
         rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
         hint = f"delete {checkpoint.folder} to continue from the checkpoint before it"
         lacks = CheckpointError(f"{checkpoint.folder}/controller.json lacks what a run continues from", hint=hint)
         if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
             raise lacks
-        if (live := state.get("live")) is not None and not is_live_state(live):  # None: of before there was one
+        if (live := state.get("live")) is not None and not is_live_state(live):  # None: saved by an older version
             raise lacks
         if updates != state.get("updates"):
             raise CheckpointError(
@@ -262,6 +263,6 @@ class Checkpointer:
 
 
 def _with_mixture(rollouts: dict[str, object], changed: Mapping[str, object]) -> dict[str, object]:
-    """Replaces parts of the mixture in a state of the rollouts, which refuse it if there is none."""
+    """Replace parts of the mixture in a state of the rollouts; without a mixture, the state is returned unchanged."""
     mixture = rollouts.get("mixture")
     return {**rollouts, "mixture": {**mixture, **changed}} if isinstance(mixture, dict) else rollouts

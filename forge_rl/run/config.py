@@ -34,45 +34,44 @@ class RunConfig:
     model: str = "smollm2-135m"
     """Hugging Face id, local folder, or the name of the bundled model."""
     steps: int = 10
-    """Batches to train on; each takes one optimizer step, unless --trainer.minibatches or --trainer.epochs say more."""
+    """Number of batches to train on; each takes minibatches x epochs optimizer steps, by default one."""
     groups_per_batch: int = 8
-    """P: tasks drawn for one batch."""
+    """P: tasks per batch."""
     group_size: int = 8
-    """G: episodes of one task; advantages are centered within them. 1 needs advantages of another kind, see
-    --advantage-scale."""
+    """G: episodes per task, the group over which advantages are centered. 1 requires --advantage-scale batch."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mixture: Adapting = field(default_factory=Adapting)
     placement: Placement = "auto"
-    """colocated: trainer and engines share the devices; engines sleep while it trains, and its state is offloaded while
-    they decode. separate: each has its own. auto: colocated where there are too few GPUs, or where they take turns and
-    both fit; on a CPU, whose memory both have, separate."""
+    """colocated: trainer and engines share devices; engines sleep while the trainer trains, and its state is offloaded
+    while they decode. separate: each has its own devices. auto: colocated if there are too few GPUs, or if trainer and
+    engines take turns and both fit; separate on CPU, where memory is shared anyway."""
     seed: int = 0
-    """Seed of the tasks' order and of the sampling."""
+    """Seed of task order and sampling."""
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     checkpoint_every: int = 10
-    """Steps between checkpoints; the last step makes one too; 0 writes none."""
+    """Steps between checkpoints; the last step also writes one. 0 writes none."""
     keep_checkpoints: int = 2
-    """Number of the newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     out: Path | None = None
-    """Run folder; by default one under runs/, named by the settings. The same command continues a stopped run."""
+    """Run folder; by default one under runs/, named after the settings. The same command resumes a stopped run."""
     force_continue: bool = False
-    """Continue the run in the folder although settings or code that make it what it is have changed."""
+    """Resume the run in the folder although settings or code that define it have changed."""
     plan: bool = False
-    """Print the memory that each part of the run needs, and end: 0 if it fits on this machine, else 1. It counts the
-    trainer's step on tensors without memory; nothing is loaded or started."""
+    """Print the memory that each part of the run needs and exit, with status 0 if it fits on this machine, else 1. The
+    trainer's step is traced on meta tensors; nothing is loaded or started."""
     cache: Path = field(default_factory=default_cache)
-    """Folder that the bundled model is unpacked to, once."""
+    """Folder into which the bundled model is unpacked, once."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
-    """Form of the output: a live panel, plain lines, nothing, or what suits the terminal."""
+    """Output: a live panel, plain lines, nothing, or auto to suit the terminal."""
     wandb: str = ""
-    """Weights & Biases project to log to as well; needs the extra forge_rl[wandb]."""
+    """Weights & Biases project to also log to; requires the extra forge_rl[wandb]."""
     parse_control_tokens: bool = False
-    """Encode text in messages and tools that reads like a control token, such as <|im_end|>, as that token. By default
-    it is text: else whoever writes a tool's output could end its turn, and write the next one as the system."""
+    """Encode text in messages and tools that looks like a control token, such as <|im_end|>, as that token. By default
+    it stays text; otherwise the author of a tool's output could end the turn and write the next one as the system."""
     tool_parser: str = ""
-    """Name of vLLM's parser for the model's way to write tool calls; by default that of its chat template."""
+    """Name of vLLM's parser for the model's tool-call format; by default chosen by its chat template."""
     phase_deadline_s: float = 3600.0
-    """Longest time for one phase; past it the run stops and names what it waited for."""
+    """Timeout of one phase; the run then stops and reports what it was waiting for."""
     trainer: Trainer.Config = field(default_factory=Trainer.Config)
     generator: Generator.Config = field(default_factory=Generator.Config)
     weights: WeightStore.Config = field(default_factory=WeightStore.Config)

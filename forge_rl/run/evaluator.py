@@ -1,4 +1,4 @@
-"""Evaluates a run's policy on its sets, one evaluation at a time, and says what came of each."""
+"""Evaluates a run's policy on its sets, one evaluation at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge_rl.types import Sampling, Task
 HELD_OUT = "held_out"
 """Name of the set that a run has by default, whose score is also logged as `held_out`."""
 _MOSTLY_OTHERS = 0.5
-"""Share of tokens of other versions past which the user is told."""
+"""Warn above this share of tokens from other versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +25,16 @@ class EvaluationResult:
     """avg@k of the first set."""
     metrics: dict[str, float]
     tokens: int
-    """Number of tokens that were decoded for it."""
+    """Number of tokens decoded for it."""
 
 
 class Evaluator:
-    """Starts evaluations, and makes metrics of what came of them.
+    """Starts evaluations and turns their results into metrics.
 
     Args:
-        sets: tasks by the set's name; the score of the first one is the run's. Sets without tasks are left out.
-        max_new_tokens: what the config leaves open.
-        warn: takes a line for the user.
+        sets: tasks by set name; the first set's score is the run's. Sets without tasks are left out.
+        max_new_tokens: used if the config sets none.
+        warn: called with a line for the user.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Evaluator:
 
     @property
     def step(self) -> int | None:
-        """Step that is being evaluated; None if no evaluation is under way."""
+        """Step being evaluated; None if no evaluation is in progress."""
         return self._pending[0] if self._pending else None
 
     def start(self, step: int, version: int) -> None:
-        """Let an evaluation ride along from now on.
+        """Start an evaluation, whose episodes run alongside training episodes.
 
-        The one before the first step, to which all others are compared, is of one version; so are all where runs of one
-        seed are equal, which a score that depends on when a publish came would not be.
+        The evaluation before the first step, the baseline of all others, uses one version. So do all evaluations if
+        runs with equal seeds must be equal, because otherwise the score would depend on the time of a publish.
 
         Args:
-            step: number of the step whose weights these are.
+            step: step whose weights are evaluated.
             version: version of these weights.
         """
         evaluation = Evaluation(
@@ -81,15 +81,15 @@ class Evaluator:
         self._pending = step, evaluation
 
     async def finish(self) -> None:
-        """Wait for the evaluation that is under way, before all else."""
+        """Wait for the pending evaluation, ahead of all other work."""
         await self._rollouts.finish_evaluation()
 
     def drop(self) -> None:
-        """Forget the evaluation that is under way; its episodes were ended."""
+        """Forget the pending evaluation, whose episodes were cancelled."""
         self._pending = None
 
     def pop(self) -> EvaluationResult | None:
-        """Return what came of the evaluation once it is complete, and end it; None before.
+        """Return the result of the pending evaluation and end it; None until it is complete.
 
         Raises:
             ForgeError: all episodes of a set failed.
@@ -105,8 +105,8 @@ class Evaluator:
             metrics[f"eval/{name}/other_versions"] = others = evaluation.other_versions(name)
             if others > _MOSTLY_OTHERS:
                 self._warn(
-                    f"{others:.0%} of the tokens by which step {step} was evaluated on {name} are of other weights "
-                    "than that step's, as training went on: lower --evaluation.tasks, or set --evaluation.blocking"
+                    f"{others:.0%} of the tokens in the evaluation of step {step} on {name} come from other weights, "
+                    "because training continued meanwhile: lower --evaluation.tasks, or set --evaluation.blocking"
                 )
             first = values[f"avg@{k}"] if first is None else first
             episodes = [episode for of_task in results for episode in of_task]
@@ -121,7 +121,7 @@ class Evaluator:
 
 
 def _short(metrics: Mapping[str, float], k: int) -> dict[str, float]:
-    """Name the only set's score `held_out`, and those of its sources `held_out/SOURCE`."""
+    """Rename the only set's score to `held_out`, and its sources' scores to `held_out/SOURCE`."""
     ending, prefix = f"/avg@{k}", f"eval/{HELD_OUT}"
     return {
         name.removesuffix(ending).replace(prefix, HELD_OUT, 1): value

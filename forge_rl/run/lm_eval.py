@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness: it runs in a process of its own, and asks a gateway for completions."""
+"""Evaluation with EleutherAI's lm-evaluation-harness, in its own process, which requests completions from a gateway."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from forge_rl.terminal import visible
 from forge_rl.variables import handed_on
 
 PACKAGES = ("lm-eval[api]==0.4.13", "transformers==5.23.0")
-"""What an interpreter for lm-eval has; without torch, as engines compute."""
+"""Packages of an interpreter for lm-eval; no torch, as the engines do the computing."""
 _LEAST_VERSION = (0, 4, 10)
 """First version of lm-eval that reads its settings from a file."""
 _MOST_TOKENS = 8192
-"""Longest context that is chosen where the flags name none."""
+"""Maximum context length chosen when the flags set none."""
 _MOST_CONCURRENT = 64
 _REQUEST_S = 3600
-"""Longest time for one request: behind others, or while the engines of a live run are paused."""
+"""Timeout of one request, including time queued or while the engines of a live run are paused."""
 _BAR = re.compile(r"(?:([^:|%\r]{1,60}): +)?\d+%\|[^|]*\| *(\d+)/(\d+) \[")
-"""A progress line of tqdm: its title, the number that are done, and the total."""
+"""A tqdm progress line: title, number done, and total."""
 _TELLS = re.compile(r"\S+ +(?:ERROR|CRITICAL|WARNING +\[models\.)")
-"""Log lines to show: errors, and warnings of what the model was asked. Others are about the files of tasks."""
+"""Log lines to show: errors, and warnings about requests to the model. Other warnings are about task files."""
 _LONGEST_LINE = 2000
 
 
@@ -45,20 +45,20 @@ class LmEvalConfig:
     """Tasks of EleutherAI's lm-evaluation-harness, lm-eval."""
 
     lm_eval: tuple[str, ...] = ()
-    """Tasks and groups of lm-eval 0.4 to evaluate instead of --tasks, such as arc_easy gsm8k. It runs in a process of
-    its own, which gets none of this environment's secrets; --pass-env HF_TOKEN lets it have one."""
+    """Tasks and groups of lm-eval 0.4 to evaluate instead of --tasks, such as arc_easy gsm8k. It runs in its own
+    process without this environment's secrets; --pass-env HF_TOKEN passes one on."""
     lm_eval_python: str = ""
-    """Interpreter that has lm-eval: by default this one if it does, and else one that is made once, with uv."""
+    """Python interpreter with lm-eval: by default this one if it has lm-eval, otherwise one created once with uv."""
     include_path: Path | None = None
-    """Folder with more tasks for lm-eval, as YAML files. Functions that they name run as this user."""
+    """Folder with additional lm-eval tasks as YAML files. Functions that they name run as this user."""
     limit: int | None = None
-    """Documents of each of lm-eval's tasks; by default all."""
+    """Number of documents per lm-eval task; by default all."""
     num_fewshot: int | None = None
-    """Examples before each of lm-eval's documents; by default as many as its task says."""
+    """Number of few-shot examples before each lm-eval document; by default the task's own."""
     chat_template: bool = False
-    """Show lm-eval's prompts to the model as chats."""
+    """Format lm-eval's prompts with the chat template."""
     live: bool = False
-    """The models are folders of runs that are going on, whose own engines answer lm-eval."""
+    """The models are folders of live runs, whose own engines serve lm-eval."""
 
     def __post_init__(self) -> None:
         least = {name: bound for name, bound in (("limit", 1), ("num_fewshot", 0)) if getattr(self, name) is not None}
@@ -75,30 +75,30 @@ class LmEvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Tells where a model answers, and what lm-eval needs to know of it."""
+    """Endpoint of a model, and what lm-eval needs to know about it."""
 
     url: str
-    """URL for OpenAI's clients, with /v1."""
+    """Base URL for OpenAI clients, including /v1."""
     key: str
-    """Key of requests."""
+    """API key."""
     model: str
     """Name of the model in requests."""
     folder: Path
     """The model's folder, for its tokenizer."""
     max_model_tokens: int
-    """Most tokens of a prompt and its completion together."""
+    """Maximum tokens of a prompt and its completion together."""
     concurrent: int
-    """Requests to send at a time."""
+    """Maximum number of concurrent requests."""
 
 
 def find_python(named: str = "") -> tuple[Path, str]:
-    """Return an interpreter with lm-eval, and the version that it has; one is made where there is none.
+    """Return an interpreter with lm-eval and its lm-eval version; create one if there is none.
 
     Args:
-        named: the interpreter that the user names.
+        named: interpreter chosen by the user.
 
     Raises:
-        ConfigError: it has no lm-eval, or one that is too old; or none can be made.
+        ConfigError: its lm-eval is missing or too old, or no interpreter can be created.
     """
     if not named and (version := _version(Path(sys.executable))):
         found = Path(sys.executable)
@@ -115,7 +115,7 @@ def find_python(named: str = "") -> tuple[Path, str]:
 
 
 def with_longest_context(settings: Generator.Config, folder: Path) -> Generator.Config:
-    """Return an engine's settings with as long a context as the model and memory allow, unless they name a length.
+    """Return engine settings with the longest context that the model and memory allow, unless they set one.
 
     lm-eval cuts longer prompts from the left, which changes scores.
     """
@@ -135,13 +135,13 @@ def with_longest_context(settings: Generator.Config, folder: Path) -> Generator.
 
 
 def lm_eval_settings(config: LmEvalConfig, endpoint: Endpoint, out: Path) -> dict[str, Any]:
-    """Return the settings of lm-eval, as its --config reads them: prompts go to the endpoint as token ids.
+    """Return lm-eval's settings for its --config; prompts are sent to the endpoint as token ids.
 
     Args:
-        out: folder for its results.
+        out: folder for the results.
     """
     tokenizer = Tokenizer(endpoint.folder)
-    # lm-eval's own `hf` model has the tokenizer add its BOS, unless the text begins with it.
+    # Like lm-eval's `hf` model: the tokenizer adds its BOS unless the text begins with it.
     bos = tokenizer.hf.bos_token_id
     adds_bos = bos is not None and tokenizer.encode("a", add_special=True)[0] == bos
     if config.chat_template:
@@ -178,20 +178,20 @@ async def run_lm_eval(
     progress: Callable[[str, int, int], None],
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run lm-eval to its end; cancelling ends it. Its results and lm-eval.log are in the settings' output folder.
+    """Run lm-eval until it finishes; cancelling kills it. Results and lm-eval.log are in the settings' output folder.
 
     Args:
         python: an interpreter that has lm-eval.
-        settings: of `lm_eval_settings`.
-        key: of the gateway; it goes by the process's environment, as all users of a machine see command lines.
-        progress: called with the title of a progress bar, the number that are done, and the total.
-        tell: called with each error of its log, and each warning about requests.
+        settings: result of `lm_eval_settings`.
+        key: the gateway's API key; passed in the environment, as command lines are visible to all users of the machine.
+        progress: called with a progress bar's title, number done, and total.
+        tell: called with each error and each warning about requests in the log.
 
     Returns:
-        Its results, which also stay in that folder, with each document's prompts and answers.
+        The results, which also stay in that folder, with the prompts and answers of each document.
 
     Raises:
-        ForgeError: it failed; quotes the last line that it printed.
+        ForgeError: lm-eval failed; quotes its last line of output.
     """
     out = Path(settings["output_path"])
     make_private(out, CheckpointError)
@@ -217,7 +217,7 @@ async def run_lm_eval(
             None,
             variables={
                 "OPENAI_API_KEY": key,
-                "PYTHONSAFEPATH": "1",  # else a folder here that is called datasets would be taken for the package
+                "PYTHONSAFEPATH": "1",  # else a local folder called datasets would shadow the package
                 "TQDM_MININTERVAL": "0.5",
                 "NO_PROXY": "127.0.0.1",
             },
@@ -233,9 +233,9 @@ async def run_lm_eval(
 
 
 def scores_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the scores of lm-eval's results by task and metric, with standard errors as METRIC_stderr.
+    """Return lm-eval's scores by task and metric, with standard errors as METRIC_stderr.
 
-    A metric of a filter is called METRIC (FILTER): "exact_match (strict-match)".
+    A filtered metric is called METRIC (FILTER), such as "exact_match (strict-match)".
     """
     scores: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
@@ -250,12 +250,12 @@ def scores_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _results(out: Path) -> set[Path]:
-    """Return the files of results in a folder, which are named by their time."""
+    """Return the result files in a folder, which are named by their time."""
     return set(out.rglob("results_*.json"))
 
 
 def _version(python: Path) -> str:
-    """Return the version of lm-eval that an interpreter has; "" for none."""
+    """Return an interpreter's lm-eval version; "" if it has none."""
     asks = "import importlib.metadata as m; print(m.version('lm_eval'))"
     done = subprocess.run([str(python), "-c", asks], stdin=subprocess.DEVNULL, capture_output=True, env=handed_on())
     return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""

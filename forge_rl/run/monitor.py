@@ -1,4 +1,4 @@
-"""Watches a run: its log, its trace, its faults, how far the rollouts are, and what is waited for."""
+"""Watches a run: its log, trace and faults, the rollouts' progress, and the calls that it waits for."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from forge_rl.runtime.faults import Fault, Faults
 
 
 class RunMonitor:
-    """Watches one run from its start on: shows it, logs it, draws its trace.
+    """Watches one run from its start: displays it, logs it, and writes its trace.
 
     Args:
         folder: folder of the run; gets `trace.json` and `summary.json`.
-        now: monotonic seconds, the same as those of `clock` and `faults`.
+        now: monotonic clock in seconds, shared with `clock` and `faults`.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class RunMonitor:
         faults.listeners.append(self._on_fault)
 
     def follow(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
-        """Watches the rollouts too, from now on: how far they are, and what the next batch lacks."""
+        """Watch the rollouts too: `status` returns their progress, `missing` what the next batch still needs."""
         self._status, self._missing = status, missing
 
     def waiting_for(self) -> str:
-        """Describes what the controller waits for; "" if nothing is in flight."""
+        """Describe what the controller is waiting for; "" if nothing is in flight."""
         if self.clock.current in ("rollout", "evaluate"):
             return self._missing()
         waiting = self.faults.waiting_for()
@@ -77,7 +77,7 @@ class RunMonitor:
         return f"{call.service}{replica}, call {call.method}{others}"
 
     def poll(self) -> RolloutStatus | None:
-        """Notes how deep the queues are, and returns how far the rollouts are; None before `follow`."""
+        """Sample the queue depths and return the rollouts' status; None before `follow`."""
         if self._status is None:
             return None
         status = self._status()
@@ -93,17 +93,17 @@ class RunMonitor:
         return status
 
     def pop_depths(self) -> dict[str, float]:
-        """Returns mean and highest depth of each queue since the last call."""
+        """Return the mean and maximum depth of each queue since the last call."""
         self.poll()
         depths, self._depths = self._depths, {}
         return reduce(depths)
 
     def recoveries(self) -> list[Recovery]:
-        """Lists all faults so far, and what became of them."""
+        """List all faults so far and their outcomes."""
         return [self._recovery(fault) for fault in self.faults.seen]
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
-        """Draws something that lasted."""
+        """Draw a span in the trace."""
         self._draw(lambda trace: trace.span(lane, name, begin_s, end_s, overlapping=overlapping))
 
     def summarise(
@@ -114,7 +114,7 @@ class RunMonitor:
         checkpoint: Checkpoint | None,
         best: Checkpoint | None = None,
     ) -> None:
-        """Writes the summary, which marks the run as finished, and shows where its files are."""
+        """Write the summary, which marks the run as finished, and show where its files are."""
         folder, recoveries = self._folder, self.recoveries()
         summary = {
             "score_before": scores[min(scores)] if scores else None,
@@ -141,7 +141,7 @@ class RunMonitor:
         self._display.summary(places, recoveries)
 
     def close(self) -> None:
-        """Ends the trace."""
+        """Close the trace."""
         self.clock.on_phase = self.faults.on_span = None
         self.faults.listeners.remove(self._on_fault)
         self._draw(lambda trace: trace.close())
@@ -166,7 +166,7 @@ class RunMonitor:
         )
 
     def _draw(self, draw: Callable[[Trace], None]) -> None:
-        """Draws something. Where that fails, the run goes on without a trace."""
+        """Draw into the trace; if that fails, the run continues without one."""
         if self._trace is None:
             return
         try:
