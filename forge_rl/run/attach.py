@@ -1,4 +1,4 @@
-"""Attaches to a run that goes on in another process, to look at it and to change it. Imports nothing heavy."""
+"""Attaches to a live run in another process, to inspect and change it. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SOCKET = "control.sock"
 _FILE = re.compile(r"([^=]*=)?([^=]+\.py)(:.*)")
 _CONNECT_S = 20.0
 _BUSY_S = 30.0
-"""Longest time to try again while others keep the run busy."""
+"""Time to keep retrying while other clients keep the run busy."""
 _TAIL_BYTES = 1 << 18
 
 
 def attach(folder: str | Path) -> AttachedRun:
-    """Attach to a running run by its folder.
+    """Attach to a live run by its folder.
 
         run = forge_rl.attach("runs/grpo-1a2b3c4d")
         run.mixture["maths"] = 0.7
@@ -33,7 +33,8 @@ def attach(folder: str | Path) -> AttachedRun:
         run.reward = "mine.py:score"
 
     Raises:
-        ConfigError: it is no run folder, another user's, or no run goes on in it; says how the last one ended.
+        ConfigError: the folder is not a run folder, belongs to another user, or has no live run; says how the last one
+            ended.
     """
     run = AttachedRun(Path(folder))
     run.ask("status")
@@ -41,7 +42,7 @@ def attach(folder: str | Path) -> AttachedRun:
 
 
 class AttachedRun:
-    """A run in another process. Each access asks it anew, so that what is shown is of now."""
+    """A run in another process. Each access queries it, so values are always current."""
 
     __slots__ = ("folder",)
 
@@ -54,22 +55,22 @@ class AttachedRun:
 
     @property
     def step(self) -> int:
-        """Number of steps done."""
+        """Number of finished steps."""
         return int(self.ask("status")["step"])
 
     @property
     def mixture(self) -> AttachedMixture:
-        """Weights of the sources, to read and to set."""
+        """Weights of the sources; read and write."""
         return AttachedMixture(self)
 
     @property
     def schedule(self) -> AttachedSchedule:
-        """Settings of the schedule, to read; its bounds, to set."""
+        """Settings of the schedule; its bounds can be set."""
         return AttachedSchedule(self)
 
     @property
     def reward(self) -> str:
-        """The reward that scores now. Set it to a text as `--reward` takes it, or to several."""
+        """The current reward. Set it to a string as in `--reward`, or to several."""
         return str(self.ask("status")["reward"])
 
     @reward.setter
@@ -77,20 +78,20 @@ class AttachedRun:
         self.replace_reward(*([texts] if isinstance(texts, str) else texts))
 
     def replace_reward(self, *texts: str) -> None:
-        """Score with another reward from now on; files are named from this process's folder."""
+        """Score with another reward from now on; file paths are relative to this process's working directory."""
         self.ask("set_reward", texts=[_absolute(text) for text in texts])
 
     @property
     def last_batch(self) -> LastBatch:
-        """The batch of the last step: rewards, and some of its episodes."""
+        """Rewards and some episodes of the last step's batch."""
         return LastBatch(self.ask("last_batch"))
 
     def chat(self, message: str, *, max_tokens: int | None = None, temperature: float = 0.0) -> str:
-        """Ask the current policy; greedy by default."""
+        """Chat with the current policy; greedy by default."""
         return str(self.ask("chat", message=message, max_tokens=max_tokens, temperature=temperature))
 
     def open_gateway(self) -> dict[str, Any]:
-        """Have the run serve its current policy over OpenAI's API, on this machine, until it ends.
+        """Let the run serve its current policy over OpenAI's API, on this machine, until the run ends.
 
         Returns:
             "url", "key" and "model" for clients, the model's "folder", and "max_model_tokens".
@@ -99,26 +100,26 @@ class AttachedRun:
         return found
 
     def events(self, last: int = 20) -> Events:
-        """Read the last events of this folder's runs; also after the run has ended."""
+        """Read the last events in this folder; also works after the run has ended."""
         return Events(_events(self.folder, last))
 
     def checkpoint(self) -> Path:
-        """Write a checkpoint when the step that is going on has ended; waits for it."""
+        """Write a checkpoint after the current step; waits for it."""
         return Path(self.ask("checkpoint"))
 
     def evaluate(self) -> Any:
-        """Evaluate when the step that is going on has ended; waits for it, and returns what `Run.evaluate` does."""
+        """Evaluate after the current step; waits for it and returns the result of `Run.evaluate`."""
         return self.ask("evaluate")
 
     def stop(self) -> None:
-        """Let the run save and end; the same command continues it."""
+        """Let the run save and exit; the same command resumes it."""
         self.ask("stop")
 
     def ask(self, do: str, **arguments: object) -> Any:
-        """Send a request, and wait for its reply.
+        """Send a request and wait for its reply.
 
         Raises:
-            ForgeError: the run refused it, or does not go on any more.
+            ForgeError: the run refused it, or has ended.
         """
         until = time.monotonic() + _BUSY_S
         while (reply := self._exchange({"do": do, "with": arguments})).get("busy") and time.monotonic() < until:
@@ -185,10 +186,10 @@ class AttachedMixture(MutableMapping[str, float]):
         return len(self._weights())
 
     def adapt(self, adapt: str = "success", **settings: float) -> None:
-        """Let weights follow the success at each source, or with "off" stay as they are.
+        """Let the weights follow the success rate of each source, or with "off" stay fixed.
 
         Args:
-            settings: least, most, target and momentum, as the flags of `--mixture`.
+            settings: least, most, target and momentum, as in the flags `--mixture.*`.
         """
         self._run.ask("adapt", adapt=adapt, **settings)
 
@@ -223,7 +224,7 @@ class AttachedSchedule:
 
 
 class LastBatch:
-    """Summary of a batch: source and rewards of each group, and some of its episodes as in episodes.jsonl."""
+    """Summary of a batch: source and rewards of each group, and some episodes as in episodes.jsonl."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.step: int = found["step"]
@@ -242,20 +243,20 @@ class LastBatch:
 
 
 class Events(list[dict[str, Any]]):
-    """Events of a run: time in seconds, level and text; a line for each."""
+    """Events of a run: time in seconds, level and text. Prints one line per event."""
 
     def __repr__(self) -> str:
         times = (time.strftime("%H:%M:%S", time.localtime(each["time"])) for each in self)
-        # A text with several lines does not look like several events.
+        # Indent further lines, so that a text of several lines does not look like several events.
         lines = (str(each["text"]).replace("\n", "\n" + " " * 19) for each in self)
         levels = (f"{each['level']:<7}" for each in self)
         return visible("\n".join(map("  ".join, zip(times, levels, lines, strict=True))))
 
 
 def _exchange(connection: socket.socket, request: dict[str, object]) -> dict[str, Any]:
-    with contextlib.suppress(BrokenPipeError):  # it replied without reading all: that it is busy, or this too long
+    with contextlib.suppress(BrokenPipeError):  # it replied before reading everything: busy, or the request is too long
         connection.sendall(json.dumps(request).encode() + b"\n")
-    connection.settimeout(None)  # an answer may take as long as a step
+    connection.settimeout(None)  # a reply may take as long as a step
     with connection.makefile("rb") as replies:
         line = replies.readline()
     if not line:
@@ -267,7 +268,7 @@ def _exchange(connection: socket.socket, request: dict[str, object]) -> dict[str
 
 
 def _absolute(text: str) -> str:
-    """Name a reward's file so that the run's process finds it."""
+    """Make the path of a reward's file absolute, so that the run's process finds it."""
     found = _FILE.fullmatch(text)
     if found is None:
         return text
@@ -276,7 +277,7 @@ def _absolute(text: str) -> str:
 
 
 def _ended(folder: Path) -> str:
-    """Say that no run goes on in a folder, and how the last one ended."""
+    """Describe that no run is live in a folder, and how the last one ended."""
     try:
         summary = json.loads((folder / "summary.json").read_text())
         scores = summary["score_before"], summary["score_after"]
@@ -301,7 +302,7 @@ def _events(folder: Path, last: int) -> list[dict[str, Any]]:
         try:
             event = json.loads(line)
         except ValueError:
-            continue  # cut at its beginning, or torn
+            continue  # truncated at its start, or half-written
         if isinstance(event, dict) and {"time", "level", "text"} <= event.keys():
             found.append(event)
     return found[-last:] if last > 0 else []

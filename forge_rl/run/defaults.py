@@ -1,4 +1,4 @@
-"""Settings that depend on a GPU's memory and on the model, chosen where the user gave none. On a CPU there are none."""
+"""Defaults that depend on GPU memory and the model, for settings that the user left open. CPU runs have none."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE
 C = TypeVar("C", bound=RunConfig)
 
 _ROWS = 8192, 4096, 2048, 1024
-"""Tokens of a row to choose from. Longer ones keep a GPU no busier."""
+"""Candidate row lengths in tokens. Longer rows do not raise GPU utilisation."""
 _MOST_SHARE = 0.9
 _LEAST_SHARE = 0.4
-"""Share of a GPU that an engine must find beside the trainer's state, if that is to stay there."""
+"""Minimum share of a GPU left for an engine if the trainer's state stays on it."""
 _USABLE = 0.95
-"""Share of the memory that is left to a process which it can use: between its tensors lie gaps."""
+"""Usable share of the memory left to a process; the rest is lost to fragmentation."""
 _CONTEXT_BYTES = 2 << 30
-"""CUDA's context, libraries' workspaces and the like, of a trainer's rank."""
+"""CUDA context, library workspaces and the like of a trainer rank."""
 _ASLEEP_BYTES = 3 << 30
-"""Memory that an engine which sleeps keeps on its GPU: a context, and CUDA graphs."""
+"""GPU memory that a sleeping engine keeps: a context, and CUDA graphs."""
 
 
 def with_defaults(config: C, model: Path, *, reference: bool) -> tuple[C, list[str]]:
-    """Choose what the user left to us, for this machine, and say so; takes seconds where there are GPUs.
+    """Choose settings that the user left open, for this machine; returns also a line per choice. Takes seconds with
+    GPUs.
 
     Args:
-        model: Hugging Face folder, of which config.json is read.
+        model: Hugging Face folder; only its config.json is read.
         reference: whether the trainer keeps a frozen copy.
 
     Raises:
@@ -55,17 +56,17 @@ def with_defaults(config: C, model: Path, *, reference: bool) -> tuple[C, list[s
 def choose(
     config: C, architecture: Architecture, *, gpu: int, there: int, memory: Callable[[TrainSettings], TrainMemory]
 ) -> tuple[C, list[str]]:
-    """Choose for a machine of so many GPUs; returns the settings, and a line on each choice. A pure function.
+    """Choose settings for a given machine; returns them and a line per choice. A pure function.
 
-    Rows of the trainer get as long as memory allows; engines get what the trainer leaves them; state stays on a GPU
-    that both share if the engines have room beside it; where nothing fits otherwise, activations are computed again,
-    and only if that is not enough the state moves to host memory for good; trainer and engines that take turns share
-    GPUs where that costs nothing.
+    Trainer rows become as long as memory allows, and engines get the memory that the trainer leaves. State stays on a
+    shared GPU if the engines have room next to it. If nothing fits otherwise, activations are recomputed, and only if
+    that is not enough, the state moves to host memory permanently. Trainer and engines that take turns share GPUs if
+    that costs nothing.
 
     Args:
-        gpu: bytes of each GPU.
+        gpu: memory of each GPU in bytes.
         there: number of GPUs.
-        memory: plans a rank of the trainer.
+        memory: plans the memory of a trainer rank.
     """
     trainer, generator, lines = config.trainer, config.generator, list[str]()
     needed = max(LEAST_ROW, round_up(-(-generator.max_model_tokens // trainer.context_parallel), PAD_MULTIPLE))
@@ -94,7 +95,7 @@ def choose(
     stays = stays and shared
 
     def room(of: TrainMemory, tokens_of: int) -> bool:
-        """Tell whether a rank that was planned for `tokens` has room for rows of so many."""
+        """Return whether a rank planned for `tokens` has room for rows of `tokens_of` tokens."""
         grown = of.total + of.activations * (tokens_of - tokens) // tokens
         return grown <= _USABLE * (gpu - _CONTEXT_BYTES - shared * _ASLEEP_BYTES)
 

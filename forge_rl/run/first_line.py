@@ -1,4 +1,4 @@
-"""First line of a program's output, before what takes seconds to load; imports nothing that takes long."""
+"""First line of a program's output, printed before slow imports; imports nothing slow itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from forge_rl.runtime.private_network import has_way_out
 
 @functools.cache
 def announce() -> None:
-    """Say at once, and once, that a program has begun, and how long it takes until its services run."""
-    if has_way_out():  # it was said outside
+    """Print once, immediately, how long it takes until the program's services run."""
+    if has_way_out():  # the process outside has printed it
         return
     print(
         "loading torch and Monarch takes 5 to 15 s; then the services start, which takes half a minute, or a few "

@@ -1,4 +1,4 @@
-"""Runs a recipe from the command line: flags, signals, one clear message for an error, and the exit status."""
+"""Runs a recipe from the command line: flags, signals, one clear error message, and the exit status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forge_rl.runtime.private_network import enter, has_way_out, is_private
 from forge_rl.variables import hide
 
 _REPLACED = {"--trainer.recompute": "--trainer.activation-checkpointing full"}
-"""Flags of before, and what to give now."""
+"""Removed flags and their replacements."""
 
 C = TypeVar("C")
 
@@ -33,20 +33,21 @@ def launch(
     prog: str | None = None,
     args: Sequence[str] | None = None,
 ) -> None:
-    """Parses flags and runs a recipe; never returns.
+    """Parse flags and run a recipe; never returns.
 
         if __name__ == "__main__":
             launch(Config, main)
 
-    Exit status: 0 after a complete run, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM, 129
+    Exit status: 0 after a complete run, 1 after an error, 2 for invalid flags, 130 after Ctrl-C, 143 after SIGTERM, 129
     after SIGHUP, unless it is ignored, as under nohup.
 
     Args:
-        config_class: a frozen dataclass; its fields become flags, and its docstrings their help. One named `isolation`
-            says whether it runs in a network of its own; one named `plan`, whether its memory is shown instead.
+        config_class: frozen dataclass whose fields become flags and whose docstrings their help. A field `isolation`
+            decides whether the run gets its own network namespace; a field `plan`, whether to show the memory plan
+            instead of running.
         main: the recipe.
-        prog: how the user called it, for `--help`; `python -m` and its module by default.
-        args: flags to parse; those of the command line by default.
+        prog: command shown by `--help`; by default `python -m` and the module.
+        args: flags to parse; by default the command line's.
     """
     try:
         for given in sys.argv[1:] if args is None else args:
@@ -78,9 +79,9 @@ def launch(
             traceback.print_exc()
         status = 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it has gone
+        with contextlib.suppress(OSError):  # the reader is gone
             stream.flush()
-    os._exit(status)  # all is closed; unloading Monarch's runtime after a fault can abort, and change the status
+    os._exit(status)  # all is closed; unloading Monarch's runtime after a fault can abort and change the status
 
 
 async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
@@ -89,7 +90,7 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
-        # One kind after the other is one wish: systemd sends SIGHUP with SIGTERM.
+        # Two different signals count as one request: systemd sends SIGHUP with SIGTERM.
         if number in received or not received:
             task.cancel()
         received.append(number)
@@ -108,13 +109,13 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
 
 
 def _say(text: str) -> None:
-    """Tells the user, if somebody reads."""
+    """Print to stderr, if anybody reads it."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
 
 
 def _command_of(main: Callable[..., object]) -> str:
-    """Command that runs the recipe: `python -m MODULE`, or `python FILE` for a script."""
+    """Return the command that runs the recipe: `python -m MODULE`, or `python FILE` for a script."""
     module = sys.modules[main.__module__]
     spec = getattr(module, "__spec__", None)
     return f"python -m {spec.name}" if spec else f"python {os.path.basename(module.__file__ or 'recipe.py')}"

@@ -1,4 +1,4 @@
-"""A gateway to a run's engines, for programs of whoever has attached to the run, such as lm-eval."""
+"""A gateway to a run's engines, for programs of attached clients, such as lm-eval."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from forge_rl.gateway import Backend, Gateway, GatewayConfig
 
 
 class PolicyGateway:
-    """Serves the current policy over OpenAI's API, from when it is first asked for until it is closed.
+    """Serves the current policy over OpenAI's API, from the first `open` until it is closed.
 
-    It listens on loopback; only the run's socket gives out the key. Its requests share the engines with those of
-    episodes, and wait while the engines are paused.
+    It listens on loopback; only the run's control socket gives out the key. Requests share the engines with episodes,
+    and wait while the engines are paused.
 
     Args:
         backend: decodes completions.
@@ -31,7 +31,8 @@ class PolicyGateway:
         self._opening = asyncio.Lock()
 
     async def open(self) -> dict[str, object]:
-        """Start the gateway, unless it is open; returns its URL and key, and the model's name, folder and context."""
+        """Start the gateway unless it is open; returns its URL and key, and the model's name, folder and context
+        length."""
         async with self._opening:
             if self._gateway is None:
                 gateway = Gateway(GatewayConfig(), self._backend, self._tokenizer, api_key=self._key, warn=self._warn)
@@ -50,6 +51,6 @@ class PolicyGateway:
         }
 
     async def close(self) -> None:
-        """End its requests, and stop listening; without effect if it was never opened."""
+        """Cancel its requests and stop listening; does nothing if it was never opened."""
         if self._gateway is not None:
             await self._gateway.stop()

@@ -1,4 +1,4 @@
-"""Services of a run: started side by side, stopped together."""
+"""Services of a run: started concurrently, stopped together."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Services:
     weights: WeightStore
     reward: Reward
     environment: Environment | None
-    """None where an agent makes the episodes."""
+    """None if an agent plays the episodes."""
     devices: DeviceHandover
-    """Hands the devices from the trainer to the generator and back."""
+    """Hands shared devices back and forth between trainer and generator."""
 
 
 def _name_of(environment: EnvFactory) -> str:
-    environment = getattr(environment, "func", environment)  # of a class with options
+    environment = getattr(environment, "func", environment)  # a partial of a class
     return getattr(environment, "__name__", type(environment).__name__)
 
 
@@ -63,18 +63,18 @@ async def running_services(
     reward: RewardFunction,
     environment: EnvFactory | None,
 ) -> AsyncIterator[Services]:
-    """Starts all services side by side, the trainer after the engines on shared GPUs, and stops them after the body.
+    """Start all services concurrently, on shared GPUs the trainer after the engines, and stop them after the body.
 
     Args:
         cluster: closed after the services.
-        folder: of the run.
+        folder: the run folder.
         model: Hugging Face folder.
-        resume: training state to continue from, if any.
-        reference: True if the trainer must keep a frozen reference.
-        environment: None where an agent makes the episodes.
+        resume: training state to resume from, if any.
+        reference: whether the trainer keeps a frozen reference.
+        environment: None if an agent plays the episodes.
 
     Raises:
-        ForgeError: a service did not start; those that did are stopped.
+        ForgeError: a service did not start; the others are stopped.
     """
     started: list[Service] = []
     ranks, replicas, deadline_s = config.trainer.ranks, config.generator.replicas, _START_DEADLINE_S
@@ -122,7 +122,7 @@ async def running_services(
             )
 
             async def start_trainer() -> Trainer:
-                if shares_devices and gpus():  # vLLM would count what the trainer allocates meanwhile as its own
+                if shares_devices and gpus():  # vLLM would count the trainer's allocations as its own
                     await asyncio.wait((generator,))
                 return await Trainer.start(
                     config.trainer,

@@ -1,4 +1,4 @@
-"""Starts a run, or continues one, and ends it whatever happens."""
+"""Starts or resumes a run, and shuts it down in every case."""
 
 from __future__ import annotations
 
@@ -73,39 +73,39 @@ C = TypeVar("C", bound=RunConfig)
 
 @dataclass(eq=False)
 class Starting(Generic[C]):
-    """Starts everything that a recipe needs, or continues where the same command stopped.
+    """Starts everything that a recipe needs, or resumes where the same command stopped.
 
         async with start(config, loss=config.loss, sources=sources, reward=score) as run:
             batch = await run.rollouts.next_batch()
 
     Raises:
-        ConfigError: settings contradict each other, the machine, or the run that is continued.
-        LossError: the loss cannot work, see `try_loss`.
-        ForgeError: something does not start; says what and why.
+        ConfigError: settings contradict each other, the machine, or the run being resumed.
+        LossError: the loss does not work, see `try_loss`.
+        ForgeError: something did not start; says what and why.
     """
 
     config: C
     """Settings of the recipe."""
     _: KW_ONLY
     loss: Loss
-    """The recipe's; says whether the trainer must keep a reference."""
+    """Loss to train with; determines whether the trainer keeps a reference."""
     sources: AnySources
-    """Where tasks come from: a mixture by weight, a source, a list or another iterable of tasks or rows such as
-    {"question": "2+3?", "answer": "5"}, a function that returns one, or several by name. A tenth of the problems of a
-    list is held out."""
+    """Sources of tasks: a weighted mixture, a source, a list or other iterable of tasks or rows such as {"question":
+    "2+3?", "answer": "5"}, a function that returns one, or several by name. A tenth of a list's problems is held
+    out."""
     reward: RewardFunction
-    """Scores episodes, as `rewards/protocol.py` says."""
+    """Scores episodes; see `rewards/protocol.py`."""
     evaluation: Mapping[str, Sequence[Task]] | None = None
-    """Sets of tasks to evaluate on, by name; the first one's score is the run's. By default those of the sources: their
-    held-out tasks as `held_out`, and what --eval-tasks name."""
+    """Sets of tasks to evaluate on, by name; the first set's score is the run's. By default the sources' held-out tasks
+    as `held_out`, and the sets of --eval-tasks."""
     environment: EnvFactory | AgentEnvironment = SingleTurn
-    """Makes the environment of each episode; by default the model answers once. One that plays its episodes itself
-    takes the place of agent and reward."""
+    """Creates each episode's environment; by default the model answers once. One that plays whole episodes itself
+    replaces agent and reward."""
     agent: Agent | str | None = None
-    """Makes the episodes instead of environments; it finds the policy at a gateway. A text, MODULE:FUNCTION or
-    FILE.py:FUNCTION, names one that runs in a process of its own."""
+    """Plays the episodes instead of environments, calling the policy through a gateway. A string, MODULE:FUNCTION or
+    FILE.py:FUNCTION, names one that runs in its own process."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """Settings of the agent's gateway."""
+    """Settings of the gateway for the agent."""
     recipe: str = "run"
     """Name of the recipe, for the run folder."""
 
@@ -122,7 +122,7 @@ class Starting(Generic[C]):
         return await self._running.__aexit__(*error)
 
     async def open(self) -> Run[C]:
-        """Starts for an interactive session: the run stays open until `await run.close()` or until Python ends."""
+        """Start for an interactive session: the run stays open until `await run.close()` or until Python exits."""
         return await self._running.__aenter__()
 
     @contextlib.asynccontextmanager
@@ -185,14 +185,14 @@ class Starting(Generic[C]):
 
             async def raise_fault() -> None:
                 error = await faults.wait()
-                await asyncio.sleep(0.5)  # a call in flight fails by itself, and says more
+                await asyncio.sleep(0.5)  # a call in flight fails by itself, with a better message
                 raise error
 
             try:
                 if not callable(self.environment):
                     await stack.enter_async_context(self.environment.serving(folder / "logs"))
                 model = (await asyncio.to_thread(resolve_model, config.model, config.cache, display.progress)).resolve()
-                # What cannot be trained, or not in this layout, or cannot fit, is refused before anything starts.
+                # Refuse models that cannot be trained, cannot use this layout, or do not fit, before anything starts.
                 architecture = read_architecture(model)
                 check_model(config.trainer, config.trainer.ranks, architecture)
                 needs_reference = self.loss.needs_reference
@@ -320,7 +320,7 @@ class Starting(Generic[C]):
                 policy = PolicyGateway(GeneratorBackend(services.generator, config.model), tokenizer, warn)
                 stack.push_async_callback(policy.close)
                 await stack.enter_async_context(serving_control(folder, Control(run, live, policy), warn))
-                gc.freeze()  # also what was imported meanwhile: see responsive_loop
+                gc.freeze()  # also modules imported meanwhile: see responsive_loop
                 with interrupted_by(raise_fault):
                     yield run
                     if run.step >= config.steps:
@@ -345,7 +345,7 @@ class Starting(Generic[C]):
                 watching.cancel()
 
     def _sets(self) -> Mapping[str, Sequence[Task]]:
-        """Returns the sets to evaluate on; none where the settings say so."""
+        """Return the sets to evaluate on; none if the settings turn evaluation off."""
         settings = self.config.evaluation
         if not settings.every:
             return {}
@@ -354,4 +354,4 @@ class Starting(Generic[C]):
         return self.mixture.eval_sets(settings.tasks)
 
 
-start = Starting  # the name that recipes call it by: `async with start(...) as run`
+start = Starting  # the name that recipes use: `async with start(...) as run`
