@@ -206,9 +206,9 @@ def test_a_reward_that_is_refused_leaves_the_one_before(tmp_path: Path):
         ({"max_lag": 0}, "over_sampling", 2, "no later batch may take the surplus"),
         ({"over_sampling": 2}, "max_lag", 0, "no later batch may take the surplus"),
         ({"kind": "asynchronous"}, "max_lag", 0, "choose --schedule.kind synchronous"),
-        ({"kind": "one_step"}, "max_lag", 3, "has a lag of its own"),
+        ({"kind": "one_step"}, "max_lag", 3, "has a fixed lag"),
         ({}, "kind", "asynchronous", "'kind' cannot change in a live run"),
-        ({}, "retries", 3, "what can: max_lag, over_sampling, max_episodes"),
+        ({}, "retries", 3, "set one of max_lag, over_sampling, max_episodes"),
         ({}, "max_lagg", 3, "'max_lagg' cannot change"),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_bound_that_cannot_be_is_refused_and_nothing_changes(
 )
 def test_a_broken_file_of_changes_is_refused(content: bytes, tmp_path: Path):
     (tmp_path / "live.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"what was changed live cannot be read.*live\.json") as caught:
+    with pytest.raises(CheckpointError, match=r"live changes cannot be read.*live\.json") as caught:
         Live(tmp_path).settings.unsaved(0)
     assert "delete" in caught.value.hint
 

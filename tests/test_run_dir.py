@@ -159,7 +159,7 @@ def test_a_finished_run_is_continued_only_with_more_steps(tmp_path: Path) -> Non
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         choose_folder(Config(), "grpo", tmp_path)
 
 

@@ -61,10 +61,10 @@ def kill_the_trainer_past_a_checkpoint(command: Command, out: Path, *, every: in
     actor_of(command, "trainer").kill()
     command.wait_for("trainer/0 failed.*SIGKILL")
     command.wait_for("trainer/0 has recovered")
-    line = command.wait_for("the run goes on from step [0-9]+$")
+    line = command.wait_for("the run continues from step [0-9]+$")
     back = int(line.rpartition(" ")[2])
     assert back in (saved, saved + every)
-    command.wait_for(f"the run goes on from step(.|\n)*step +{back + 3}/", whole=True)
+    command.wait_for(f"the run continues from step(.|\n)*step +{back + 3}/", whole=True)
     redone = tasks_by_step(out)
     for step in range(1, saved + 2):
         assert redone[step] == lost[step], "steps that were lost are done again on the same tasks"

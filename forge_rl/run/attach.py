@@ -49,7 +49,9 @@ class AttachedRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} is no run folder", hint="give the folder that the run names in its first line")
+            raise ConfigError(
+                f"{folder} is not a run folder", hint="give the folder that the run names in its first line"
+            )
         self.folder = folder.resolve()
         check_own(self.folder, ConfigError, deep=False)
 
@@ -134,7 +136,7 @@ class AttachedRun:
         except PermissionError as error:
             raise ConfigError(f"the run in {self.folder} is another user's: {error}") from None
         except OSError:
-            raise ConfigError(_ended(self.folder), hint="the same command as before continues a run") from None
+            raise ConfigError(_ended(self.folder), hint="run the same command again to resume it") from None
         with connection:
             try:
                 return _exchange(connection, request)
@@ -260,10 +262,10 @@ def _exchange(connection: socket.socket, request: dict[str, object]) -> dict[str
     with connection.makefile("rb") as replies:
         line = replies.readline()
     if not line:
-        raise OSError("it ended, or refused this user")
+        raise OSError("the run ended, or refused this user")
     reply = json.loads(line)
     if not isinstance(reply, dict):
-        raise ValueError("its reply is no object")
+        raise ValueError("its reply is not an object")
     return reply
 
 
@@ -282,7 +284,7 @@ def _ended(folder: Path) -> str:
         summary = json.loads((folder / "summary.json").read_text())
         scores = summary["score_before"], summary["score_after"]
         score = "" if None in scores else f", with a held-out score of {scores[1]:.3f} after {scores[0]:.3f}"
-        return f"the run in {folder} is not running: it is finished after {summary['steps']} steps{score}"
+        return f"the run in {folder} is not running: it finished after {summary['steps']} steps{score}"
     except (OSError, ValueError, KeyError, TypeError):
         pass
     last = next(iter(_events(folder, 1)), None)

@@ -1,8 +1,8 @@
-"""Live control: answers who has attached to a run, over a Unix socket in its folder; see forge_rl.run.attach.
+"""Live control: serves clients attached to a run, over a Unix socket in its folder; see forge_rl.run.attach.
 
 A connection is one request and its reply, each one line of JSON: `{"do": "set_weight", "with": {"source": "maths",
 "weight": 0.7}}`, then `{"result": ...}` or `{"error": "...", "hint": "..."}`,
-with `"busy": true` where another try may help.
+with `"busy": true` if a retry may help.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 SOCKET = "control.sock"
 """Name of the socket in a run folder."""
 MOST_BYTES = 1 << 18
-"""Longest request."""
+"""Maximum size of a request in bytes."""
 _MOST_CLIENTS = 16
-"""Most connections at a time."""
+"""Maximum number of concurrent connections."""
 _READ_S = _WRITE_S = 10.0
-"""Longest time for a client to send its request, and to take its reply."""
+"""Timeout for a client to send its request, and to read its reply."""
 _SAMPLES = 8
-"""Episodes of the last batch that are shown."""
+"""Number of episodes shown of the last batch."""
 _MOST_TEXT = 4000
-"""Letters of a prompt or an answer that are shown."""
+"""Characters shown of a prompt or an answer."""
 
 
 class Control:
-    """Answers somebody who has attached to a run; each public method is a request."""
+    """Answers requests of attached clients; each public method is a request."""
 
     def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway) -> None:
         self._run = run
         self._live = live
         self._gateway = gateway
         self._changing = asyncio.Lock()
-        """Changes are made one after another, in the order in which they came."""
+        """Serialises changes, in the order of their requests."""
 
     async def status(self) -> dict[str, object]:
-        """How far the run is, and all that can be changed."""
+        """Return the run's progress, and everything that can be changed."""
         run, rollouts = self._run, self._run.rollouts.status()
         rewards = [episode.reward for episode in run.last_batch.episodes] if run.last_batch else []
         return {
@@ -72,14 +72,14 @@ class Control:
         }
 
     async def set_weight(self, source: str, weight: float) -> None:
-        """Change a weight of the mixture."""
+        """Set a source's weight in the mixture."""
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise ConfigError(f"the weight of {source!r} is {weight!r}", hint="choose a number from 0 up")
         async with self._changing:
             self._run.mixture[source] = weight
 
     async def adapt(self, **settings: Any) -> None:
-        """Let the mixture adapt, or stay as it is."""
+        """Turn the mixture's adaptation on or off."""
         try:
             config = Adapting(**settings)
         except TypeError as error:
@@ -95,16 +95,16 @@ class Control:
             await self._live.replace_reward(texts)
 
     async def set_schedule(self, name: str, value: float) -> None:
-        """Change a bound of the schedule."""
+        """Set a bound of the schedule."""
         async with self._changing:
             setattr(self._live.schedule, str(name), value)
 
     async def chat(self, message: str | list[Any], max_tokens: int | None = None, temperature: float = 0.0) -> str:
-        """Ask the current policy."""
+        """Chat with the current policy."""
         return await self._run.generator.chat(message, max_tokens=max_tokens, temperature=temperature)
 
     async def open_gateway(self) -> dict[str, object]:
-        """Serve the current policy over OpenAI's API; says where, and with which key."""
+        """Serve the current policy over OpenAI's API; returns URL and key."""
         return await self._gateway.open()
 
     async def last_batch(self) -> dict[str, object]:
@@ -120,17 +120,17 @@ class Control:
         }
 
     async def checkpoint(self) -> str:
-        """Write a checkpoint after the step that is going on."""
+        """Write a checkpoint after the current step; returns its folder."""
         checkpoint = await self._run.after_step(functools.partial(self._run.checkpoint, wait=True))
         assert checkpoint is not None, "it was waited for"
         return str(checkpoint.folder)
 
     async def evaluate(self) -> object:
-        """Evaluate after the step that is going on."""
+        """Evaluate after the current step."""
         return await self._run.after_step(functools.partial(self._run.evaluate, wait=True))
 
     async def stop(self) -> None:
-        """Save and end, as SIGTERM does."""
+        """Save and exit, as on SIGTERM."""
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise ConfigError("the run is in an interactive session", hint="end it there: await run.close()")
         asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
@@ -138,11 +138,11 @@ class Control:
 
 @contextlib.asynccontextmanager
 async def serving_control(folder: Path, control: object, warn: Callable[[str], None]) -> AsyncIterator[None]:
-    """Answer requests while the body runs; where the folder cannot hold a socket, it runs without.
+    """Serve requests while the body runs; if the folder cannot hold a socket, it runs without.
 
     Args:
-        control: its public async methods are what may be asked.
-        warn: takes a line for the user.
+        control: its public async methods are the requests.
+        warn: called with a line for the user.
     """
     server = _Server(control, warn)
     async with contextlib.AsyncExitStack() as stack:
@@ -165,7 +165,7 @@ class _Server:
         self._closing = False
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection; whatever its client does, the run goes on."""
+        """Serve one connection; nothing that its client does can stop the run."""
         client = asyncio.current_task()
         assert client is not None
         try:
@@ -180,7 +180,7 @@ class _Server:
                 writer.write(_encoded(reply))
                 await writer.drain()
         except (OSError, TimeoutError):
-            pass  # it went away, or does not read
+            pass  # the client is gone, or does not read
         except asyncio.CancelledError:
             if not self._closing:  # asyncio's streams would log it
                 raise
@@ -189,7 +189,7 @@ class _Server:
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def close(self) -> None:
-        """End the requests that are still answered."""
+        """Cancel the requests in progress."""
         self._closing = True
         waiting = list(self._clients)
         for client in waiting:
@@ -211,19 +211,19 @@ class _Server:
         except ForgeError as error:
             return {"error": error.message, "hint": error.hint}
         except Exception as error:
-            self._warn(f"a request of somebody who has attached failed: {type(error).__name__}: {error}")
+            self._warn(f"a request from an attached client failed: {type(error).__name__}: {error}")
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _find(self, line: bytes) -> Callable[[], Awaitable[object]]:
-        """Find what a request asks for.
+        """Find the method that a request names.
 
         Raises:
-            ConfigError: it is no request.
+            ConfigError: it is not a valid request.
         """
         try:
             request = json.loads(line)
         except (ValueError, RecursionError):
-            raise ConfigError("the request is no JSON") from None
+            raise ConfigError("the request is not JSON") from None
         match request:
             case {"do": str(name), "with": dict(arguments)} if not name.startswith("_"):
                 method = getattr(type(self._control), name, None)
@@ -234,11 +234,11 @@ class _Server:
                     except TypeError as error:
                         raise ConfigError(f"the request {name!r}: {error}") from None
                     return lambda: bound(**arguments)
-        raise ConfigError("there is no such request", hint="attach with the version of forge_rl that the run has")
+        raise ConfigError("unknown request", hint="attach with the run's version of forge_rl")
 
 
 def _encoded(reply: Mapping[str, object]) -> bytes:
-    # A lone surrogate, which a model can spell, is an escape in ASCII.
+    # ASCII escapes lone surrogates, which a model can produce.
     return (json.dumps(reply, default=str) + "\n").encode("ascii")
 
 

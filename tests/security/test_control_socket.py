@@ -292,14 +292,14 @@ def test_a_socket_that_a_dead_run_left_is_replaced_and_before_that_said_to_be_de
     assert "the same command" in caught.value.hint
     while_served(tmp_path, lambda: None)
     (tmp_path / "summary.json").write_text('{"score_before": 0.25, "score_after": 0.5, "steps": 7}')
-    with pytest.raises(ConfigError, match=r"it is finished after 7 steps, with a held-out score of 0.500 after 0.250"):
+    with pytest.raises(ConfigError, match=r"it finished after 7 steps, with a held-out score of 0.500 after 0.250"):
         attached(tmp_path).ask("status")
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="is no run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         AttachedRun(tmp_path)
-    with pytest.raises(ConfigError, match="is no run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         AttachedRun(tmp_path / "nowhere")
 
 
