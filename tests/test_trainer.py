@@ -284,7 +284,7 @@ def test_a_step_without_room_says_which_flags_help() -> None:
     actor._parcel.append(pickle.dumps([]))
     step: Any = inspect.unwrap(TrainerActor.step._method)  # type: ignore[attr-defined]
     arguments = [None] * (len(inspect.signature(step).parameters) - 1)
-    with pytest.raises(ForgeError, match=r"no room on the device: CUDA out of memory\. Tried .*GiB\.\n") as caught:
+    with pytest.raises(ForgeError, match=r"ran out of device memory: CUDA out of memory\. Tried .*GiB\.\n") as caught:
         asyncio.run(step(actor, *arguments))
     assert "--trainer.row-tokens" in caught.value.hint
 

@@ -1,4 +1,4 @@
-"""The Environment service: environments that show the model messages and respond to its turns."""
+"""The Environment service: environments that send messages to the model and respond to its turns."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from forge_rl.runtime.supervision import Restart
 from forge_rl.types import Task, ToolCall
 
 EnvFactory = Callable[[Task], Env]
-"""Makes the environment of one episode; must pickle."""
+"""Creates an episode's environment; must be picklable."""
 Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
-"""Content of a completion, and its tool calls."""
+"""Content and tool calls of a completion."""
 
 
 class Environment:
-    """Typed handle of the Environment service. It has no processes where the factory says `in_process`.
+    """Typed handle of the Environment service. It has no processes if the factory sets `in_process`.
 
     session, observation = await environment.open(task)
     step = await session.step("the answer is 5")
@@ -38,8 +38,8 @@ class Environment:
         replicas: int = 1
         """Number of processes that run environments."""
         deadline_s: float = 600.0
-        """Longest time for one step of an environment; one that blocks its process for longer is ended, with the others
-        there."""
+        """Timeout of one environment step; a process that an environment blocks for longer is killed, with all its
+        environments."""
         restart: Restart = field(default_factory=Restart)
         """Policy for processes that die."""
 
@@ -61,26 +61,26 @@ class Environment:
         """Spawn the service with a factory of environments."""
         if getattr(factory, "in_process", False):
             return cls(config, None, factory)
-        # An environment's processes may run what a model wrote, which may stop itself: no reason to end the replica.
+        # An environment's child processes may run model-written code and exit: no reason to end the replica.
         service = Service("environment", cluster, faults, descendants=False, blames=True)
 
         async def start_one(index: int) -> None:
-            # The user's world may need keys.
+            # The user's environment may need API keys.
             env = {"OMP_NUM_THREADS": "1"}
             replica = service.spawn(EnvironmentActor, factory, env=env, secrets=True, index=index)
-            replica.may_block_s = config.deadline_s  # else one environment that blocks would end all of its process
+            replica.may_block_s = config.deadline_s  # else one blocking environment would end its whole process early
             await service.watch(replica, deadline_s=deadline_s)
 
         await service.start(config.replicas, start_one, config.restart)
         return cls(config, service, factory)
 
     async def open(self, task: Task) -> tuple[EnvSession | LocalSession, Observation]:
-        """Open a session and reset its environment; if its replica dies meanwhile, on another one.
+        """Open a session and reset its environment, on another replica if one dies meanwhile.
 
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
-            PoisonError: several replicas died of it, one after another.
-            ServiceError: the environment raised something; or no replica is left.
+            PoisonError: it killed several replicas, one after another.
+            ServiceError: the environment raised an error, or no replica is left.
         """
         if self._service is None:
             self._opened += 1
@@ -96,7 +96,7 @@ class Environment:
         return session, await session.reset(task)
 
     async def stop(self) -> None:
-        """End the service."""
+        """Stop the service."""
         if self._service is not None:
             await self._service.stop()
         if self._closing:
@@ -108,9 +108,9 @@ class Environment:
 
 
 class EnvSession:
-    """The environment of one episode, in the replica that holds its state.
+    """One episode's environment, in the replica that holds its state.
 
-    A session is over when its environment is done, closed, or failed.
+    A session is over once its environment is done, closed, or failed.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class EnvSession:
         replica.held += 1
 
     async def reset(self, task: Task) -> Observation:
-        """Make the environment and return its first observation; raises as `step` does."""
+        """Create the environment and return its first observation; raises as `step` does."""
         try:
             observation: Observation = await self._replica.ask("reset", self._key, task, deadline_s=self._deadline_s)
         except BaseException:
@@ -141,7 +141,7 @@ class EnvSession:
         return observation
 
     async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
-        """Respond to one turn of the model, which was cut by a token limit if `truncated`.
+        """Respond to one turn of the model; `truncated` if a token limit cut it off.
 
         Args:
             parsed: content and tool calls of the answer, for environments that take calls.
@@ -149,7 +149,7 @@ class EnvSession:
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
             ReplicaError: its replica died, and the environment with it.
-            ServiceError: the environment raised something.
+            ServiceError: the environment raised an error.
         """
         try:
             step: Step = await self._replica.ask(
@@ -169,16 +169,16 @@ class EnvSession:
         """Close an environment that is not done."""
         if not self._over:
             self._end()
-            with contextlib.suppress(ReplicaError):  # it is gone
+            with contextlib.suppress(ReplicaError):  # the environment died with it
                 await self._replica.ask("close", self._key, deadline_s=self._deadline_s)
 
     def abandon(self) -> None:
-        """Close the environment, if it is not over, in a task of its own."""
+        """Close the environment in a background task, if it is not over."""
         if self._over:
             return
 
         async def close() -> None:
-            with contextlib.suppress(ForgeError):  # the session's user was told of its first error
+            with contextlib.suppress(ForgeError):  # the caller has seen the session's first error
                 await self.close()
 
         task = asyncio.get_running_loop().create_task(close())
@@ -192,7 +192,7 @@ class EnvSession:
 
 @dataclass(frozen=True)
 class LocalSession:
-    """An environment in this process, which only shows something: it has nothing to close."""
+    """An environment in this process, which only returns messages and has nothing to close."""
 
     env: Env
 
@@ -208,7 +208,7 @@ class LocalSession:
 
 
 class EnvironmentActor(ServiceActor):
-    """One process of environments."""
+    """One process that runs environments."""
 
     def __init__(self, factory: EnvFactory) -> None:
         self._factory = factory
@@ -265,7 +265,7 @@ async def _step(env: Env, answer: str, truncated: bool, parsed: Parsed | None) -
 
 @functools.cache
 def _wanted(kind: type[Env]) -> frozenset[str]:
-    """Return which optional arguments the step of such an environment takes."""
+    """Return the optional arguments that an environment class's `step` takes."""
     parameters = inspect.signature(kind.step).parameters.values()
     optional = {"truncated", "calls"}
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)

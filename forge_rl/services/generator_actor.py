@@ -1,4 +1,4 @@
-"""The actor of a Generator's replica: one decode engine."""
+"""The actor of a Generator replica: one decode engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_rl.weights.transports.protocol import Transport
 
 
 class GeneratorActor(ServiceActor):
-    """One engine in a process of its own, called `name` in errors; see `DecodeEngine` for what it does."""
+    """One engine in its own process, called `name` in errors; see `DecodeEngine`."""
 
     def __init__(self, model: Path, settings: DecodeSettings, seed: int, name: str) -> None:
         self._model = model

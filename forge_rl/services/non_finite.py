@@ -1,4 +1,4 @@
-"""Tokens whose logprob is not finite: masked and counted; the request's fault, or its engine's if there are many."""
+"""Tokens with non-finite logprobs: masked, counted, and blamed on the request, or on the engine if there are many."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from forge_rl.errors import ConfigError
 from forge_rl.types import Chunk, Sampling
 
 _WINDOW_TOKENS = 512
-"""Tokens of an engine after which it is counted anew."""
+"""Window in tokens after which an engine's count is reset."""
 _MOST_SHARE = 0.05
-"""Share of them that may not be finite: one may come of rounding, many mean that the engine computes garbage."""
+"""Maximum share of non-finite tokens in a window: one may come from rounding, many mean that the engine computes
+garbage."""
 
 
 class NonFiniteTokens:
-    """Masks tokens of engines whose logprob is not finite, and judges each engine by their share.
+    """Masks tokens with non-finite logprobs, and judges each engine by their share.
 
     chunk, problem = non_finite.mask(chunk, sampling, replica)
     """
@@ -27,16 +28,16 @@ class NonFiniteTokens:
     def __init__(self) -> None:
         self._masked = 0
         self._counts: WeakKeyDictionary[Hashable, tuple[int, int]] = WeakKeyDictionary()
-        """Tokens of each engine in its current window, and those of them that are not finite."""
+        """Tokens in each engine's current window, and how many of them are non-finite."""
 
     def mask(self, chunk: Chunk, sampling: Sampling, engine: Hashable) -> tuple[Chunk, str]:
-        """Give tokens of a chunk that are not finite the logprob NaN, which packing masks.
+        """Set non-finite logprobs of a chunk to NaN, which packing masks.
 
         Returns:
-            The chunk, and why the engine is to be replaced, or "" if it is not.
+            The chunk, and the reason to replace the engine, or "" if there is none.
 
         Raises:
-            ConfigError: the request has settings of its own, such as penalties, which can make a logprob infinite.
+            ConfigError: the request has extra settings, such as penalties, which can make a logprob infinite.
         """
         if sampling.temperature == 0:
             return chunk, ""
@@ -58,6 +59,6 @@ class NonFiniteTokens:
         return replace(chunk, logprobs=np.where(finite, chunk.logprobs, np.float32(math.nan))), problem
 
     def drain(self) -> int:
-        """Return the number of tokens that were masked since the last call."""
+        """Return the number of tokens masked since the last call."""
         masked, self._masked = self._masked, 0
         return masked

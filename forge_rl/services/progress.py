@@ -1,4 +1,4 @@
-"""Tells whether engines that have work go on with it, by the chunks that they send."""
+"""Tracks whether busy engines make progress, by the chunks that they send."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from weakref import WeakKeyDictionary
 from forge_rl.runtime.replica import Replica
 
 _SILENT_S = 30.0
-"""Time without a chunk, from which on an engine that has work no longer counts as one that answers."""
+"""Time without a chunk after which a busy engine counts as unresponsive."""
 
 
 class Progress:
-    """Notes when each engine gave something last: `progress.note(replica)`, `progress.goes_on(replica)`."""
+    """Records each engine's last chunk: `progress.note(replica)`, `progress.goes_on(replica)`."""
 
     def __init__(self) -> None:
         self._last_s: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
 
     def note(self, replica: Replica) -> None:
-        """Note that an engine sent a chunk."""
+        """Record that an engine sent a chunk."""
         self._last_s[replica] = replica.clock()
 
     def goes_on(self, replica: Replica) -> bool:
-        """Return whether an engine has no work, or sent a chunk of late."""
+        """Return whether an engine is idle or sent a chunk recently."""
         last_s = max(self._last_s.get(replica, 0.0), replica.busy_since)
         return not replica.in_flight or replica.clock() - last_s < _SILENT_S

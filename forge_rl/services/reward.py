@@ -1,4 +1,4 @@
-"""The Reward service: scores episodes, with any Python function of a task and its episode."""
+"""The Reward service: scores episodes with any Python function of a task and its episode."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from forge_rl.services.reward_actor import REWARD_STUCK, RewardActor
 from forge_rl.types import Episode, Score, Task
 
 RewardFunction: TypeAlias = protocol.RewardFunction | WeightedSum
-"""A reward in any of its forms, or a sum of some."""
+"""A reward function in any form, or a weighted sum of several."""
 
 _QUEUE_DEADLINE_S = 3600.0
-"""Longest wait for a score, with those before it."""
+"""Timeout of a score, including time in the queue."""
 
 
 class Reward:
@@ -40,15 +40,15 @@ class Reward:
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """The reward service: its processes, and what a run does without a reward that works."""
+        """The reward service: its processes, and the behaviour of a run when the reward fails."""
 
         replicas: int = 1
         """Number of processes that score."""
         deadline_s: float = 60.0
-        """Longest time for one score, from when its function is called: scores that wait for others are not late."""
+        """Timeout of one score, from the call of its function; time in the queue does not count."""
         wait_for_another_s: float = 1800.0
-        """Time for which a run whose scores all fail waits for another reward, set by who attaches or by
-        run.reward.replace, before it ends; with 0 it ends at once."""
+        """Time that a run whose scores all fail waits for another reward, set by an attached client or with
+        run.reward.replace, before it ends; 0 ends it immediately."""
         restart: Restart = field(default_factory=Restart)
         """Policy for processes that die."""
 
@@ -60,18 +60,18 @@ class Reward:
         self._function = function
         self._shared = shared
         self._own = own
-        """Pools of the parts that have replicas of their own, by the part's name."""
+        """Pools of the parts that have their own replicas, by part name."""
         self.form: Form = form_of(function)
-        """Form of the function: whether episodes are scored one by one, or the whole group."""
+        """Form of the function, such as scoring single episodes or whole groups."""
         self.replaced: list[Callable[[], None]] = []
-        """Callbacks, run after the function was replaced."""
+        """Callbacks that run after the function was replaced."""
         self.samples: Callable[[], Sequence[Sequence[Episode]]] = tuple
-        """Returns groups of episodes that a new function is tried on before it is taken."""
+        """Returns groups of episodes on which a new function is tried before it is adopted."""
         self._replacing = asyncio.Lock()
 
     @property
     def function(self) -> RewardFunction:
-        """The function that scores now."""
+        """The current function."""
         return self._function
 
     @classmethod
@@ -85,14 +85,14 @@ class Reward:
         deadline_s: float,
         folder: Path | None = None,
     ) -> Reward:
-        """Spawn the service with a reward function, and one more for each of its parts that wants replicas of its own.
+        """Spawn the service with a reward function, and a pool for each part that requests its own replicas.
 
         Args:
-            folder: for what functions keep, such as a judge's replies.
+            folder: storage for functions, such as for a judge's replies.
 
         Raises:
             ConfigError: the function cannot be called as a reward.
-            ForgeError: a function that is loaded raised it.
+            ForgeError: raised by a function's `load`.
         """
         form_of(function)
         shared, own = _divided(function)
@@ -108,13 +108,13 @@ class Reward:
         return reward
 
     async def score(self, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """Score episodes of one task. If the replica dies meanwhile, another one scores them.
+        """Score episodes of one task, on another replica if one dies meanwhile.
 
         Raises:
             DeadlineError: the function took longer than the config's deadline_s.
-            PoisonError: several replicas died of it, one after another.
-            ForgeError: the function raised it, or returned something else than a score for each.
-            ServiceError: the function raised something else; or no replica is left.
+            PoisonError: it killed several replicas, one after another.
+            ForgeError: the function raised it, or did not return a score for each episode.
+            ServiceError: the function raised another error, or no replica is left.
         """
         own = self._own.values()
         return await self._score(episodes, self._function, {self._shared: self._shared.version, **_versions(own)})
@@ -122,7 +122,7 @@ class Reward:
     async def _score(
         self, episodes: Sequence[Episode], function: RewardFunction, versions: Mapping[_Pool, int]
     ) -> Sequence[Score]:
-        """Score episodes with a function, whose parts have these versions in the pools."""
+        """Score episodes with a function whose parts have these versions in the pools."""
         task = episodes[0].task
         given = [episode.text for episode in episodes] if form_of(function) == "text" else list(episodes)
         asking = [pool.score(version, task, given) for pool, version in versions.items() if pool.given[version]]
@@ -139,13 +139,13 @@ class Reward:
         return [function.combine(dict(zip(function.parts, row, strict=True))) for row in rows]
 
     async def replace(self, function: RewardFunction) -> None:
-        """Score with another function from now on. Parts that have replicas of their own and stay keep them.
+        """Score with another function from now on. Unchanged parts keep their own replicas.
 
         It scores `samples` first; if that fails, the current function stays.
 
         Raises:
-            ConfigError: the function cannot be called as a reward, or it failed on episodes of the last batch.
-            ServiceError: the function cannot be pickled, or not imported in the replicas.
+            ConfigError: the function cannot be called as a reward, or failed on episodes of the last batch.
+            ServiceError: the function cannot be pickled, or cannot be imported in the replicas.
         """
         form, (shared, own) = form_of(function), _divided(function)
         async with self._replacing:
@@ -163,7 +163,7 @@ class Reward:
                     await pool.stop()
                 raise
             gone = [pool for name, pool in self._own.items() if name not in kept]
-            # All at once: what is scored meanwhile is scored by the old function or by the new one.
+            # Switch atomically, so that each score comes from either the old function or the new one.
             self._shared.version, self._function, self._own, self.form = version, function, {**kept, **new}, form
             try:
                 for listener in self.replaced:
@@ -173,10 +173,10 @@ class Reward:
                     await pool.stop()
 
     async def _try(self, function: RewardFunction, versions: Mapping[_Pool, int]) -> None:
-        """Score samples with a function that does not score yet.
+        """Score samples with a function that is not in use yet.
 
         Raises:
-            ConfigError: it fails, or gives something else than finite scores.
+            ConfigError: it fails, or returns scores that are not finite.
         """
         for episodes in self.samples():
             task = episodes[0].task
@@ -191,7 +191,7 @@ class Reward:
                 ) from error
 
     async def stop(self) -> None:
-        """End the service."""
+        """Stop the service."""
         await asyncio.gather(*(pool.stop() for pool in (self._shared, *self._own.values())))
 
     def __repr__(self) -> str:
@@ -200,7 +200,7 @@ class Reward:
 
 
 def parts_of(function: RewardFunction) -> dict[str, protocol.RewardFunction]:
-    """Return the functions that a reward is made of, by the names of parts; the only one is called "alone"."""
+    """Return a reward's functions by part name; a single function is called "alone"."""
     if isinstance(function, WeightedSum):
         return {name: part for name, (part, _) in function.parts.items()}
     return {"alone": function}
@@ -209,7 +209,7 @@ def parts_of(function: RewardFunction) -> dict[str, protocol.RewardFunction]:
 def _divided(
     function: RewardFunction,
 ) -> tuple[dict[str, protocol.RewardFunction], dict[str, protocol.RewardFunction]]:
-    """Return the functions that share replicas, and those that have their own, by the names of parts."""
+    """Return the functions that share replicas, and the functions with their own replicas, by part name."""
     parts = parts_of(function)
     own = {name: part for name, part in parts.items() if isinstance(getattr(part, "replicas", None), int)}
     return {name: part for name, part in parts.items() if name not in own}, own
@@ -236,9 +236,9 @@ class _Pool:
         threads: int = 1,
     ) -> None:
         self.version = 0
-        """Version of the functions that score now."""
+        """Version of the current functions."""
         self.given = {0: functions}
-        """Functions by the names of parts, by their version: those of now, and those that take their place."""
+        """Functions by part name, by version: the current ones, and their replacements."""
         self._versions = itertools.count(1)
         self.service = Service(
             name,
@@ -253,15 +253,15 @@ class _Pool:
         self._replicas = config.replicas if replicas is None else replicas
         self._threads = threads
         self._made = 0
-        """Number of pools that were made beside it."""
+        """Number of additional pools created for parts."""
 
     @property
     def functions(self) -> Mapping[str, protocol.RewardFunction]:
-        """Functions that score now, by the names of parts."""
+        """Current functions by part name."""
         return self.given[self.version]
 
     def beside(self, name: str, function: protocol.RewardFunction) -> _Pool:
-        """Make a pool for a part that has replicas of its own."""
+        """Create a pool for a part with its own replicas."""
         self._made += 1
         return _Pool(
             f"reward-{name}" + f"-{self._made}" * (self._made > 1),
@@ -278,7 +278,7 @@ class _Pool:
         threads = str(self._threads)
 
         async def start_one(index: int) -> None:
-            # The user's function may ask a judge that wants a key.
+            # The user's function may call a judge that needs an API key.
             env = {"OMP_NUM_THREADS": threads}
             replica = self.service.spawn(
                 RewardActor, self._config.deadline_s, index, env=env, secrets=True, index=index
@@ -299,21 +299,22 @@ class _Pool:
         return scores
 
     async def give(self, functions: Mapping[str, protocol.RewardFunction]) -> int:
-        """Bring other functions to the replicas; returns their version. Those of now score until it is set."""
+        """Send new functions to the replicas; returns their version. The current functions score until `version` is
+        set."""
         version = next(self._versions)
         self.given = {self.version: self.functions, version: functions}
         for replica in list(self.service.replicas):
-            if replica.serving:  # one that starts takes the functions before it serves
+            if replica.serving:  # a starting replica gets the functions before it serves
                 with contextlib.suppress(ReplicaError):
                     await self._tell(replica)
         return version
 
     def keep(self) -> None:
-        """Give up functions that were given and do not score yet."""
+        """Discard functions that were sent but are not in use yet."""
         self.given = {self.version: self.functions}
 
     async def stop(self) -> None:
-        """End the replicas."""
+        """Stop the replicas."""
         await self.service.stop()
 
     async def _tell(self, replica: Replica) -> None:

@@ -1,4 +1,4 @@
-"""The actor of the Reward service: calls reward functions in a process of its own."""
+"""The Reward service's actor: calls reward functions in its own process."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from forge_rl.runtime.link import users_line
 from forge_rl.types import Episode, Score, Task
 
 _LAST_WORDS_S = 1.0
-"""Time for a process that ends to tell the caller why."""
+"""Time for a process to report why it exits."""
 REWARD_STUCK = 72
-"""Exit status of a process that ended because its reward function did not come back."""
+"""Exit status of a process whose reward function did not return."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """Call of a plain function, in the thread."""
+    """Call of a synchronous function in the thread."""
 
     limit: asyncio.Timeout | None
-    """Ends the wait for it; None once nobody waits."""
+    """Ends the wait for the call; None once nobody waits."""
     began: float = 0.0
     thread: int = 0
     line: str = ""
-    """The user's line that it was at when it was late."""
+    """The user's line that was executing at the timeout."""
 
 
 class RewardActor(ServiceActor):
-    """One process that scores: async functions run concurrently, plain ones in a thread, one by one.
+    """One scoring process: async functions run concurrently, synchronous ones in a thread, one at a time.
 
     Args:
-        deadline_s: longest time for a function. A thread cannot be ended, so the process is.
-        index: its number, for errors.
+        deadline_s: timeout of a function. A thread cannot be killed, so the process exits instead.
+        index: the replica's number, for errors.
     """
 
     def __init__(self, deadline_s: float, index: int) -> None:
         self._deadline_s = deadline_s
         self._index = index
         self._given: Mapping[int, Mapping[str, RewardFunction]] = {}
-        """Functions by the names of parts, by their version."""
+        """Functions by part name, by version."""
         self._thread = ThreadPoolExecutor(1)
         self._running: _Call | None = None
         self._pending = 0
-        """Calls in the thread, or waiting for it."""
+        """Number of calls in the thread or waiting for it."""
         self._watch: asyncio.TimerHandle | None = None
 
     @concurrent_endpoint
     async def replace(self, given: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None) -> None:
-        """Take the functions of these versions, and drop those of others."""
+        """Adopt the functions of these versions and drop all others."""
         for version in given.keys() - self._given.keys():
             for function in given[version].values():
                 load = getattr(function, "load", None)
@@ -73,7 +73,7 @@ class RewardActor(ServiceActor):
         self._given = {version: self._given.get(version, functions) for version, functions in given.items()}
 
     async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
-        """Score episodes of a task, or the texts of their answers, with each function of a version."""
+        """Score a task's episodes, or their answers' texts, with each function of a version."""
         functions = self._given.get(version)
         if functions is None:
             raise ForgeError("the reward was replaced before this was scored", hint="score it again")
@@ -81,7 +81,7 @@ class RewardActor(ServiceActor):
         return dict(zip(functions, scores, strict=True))
 
     async def _apply(self, function: RewardFunction, task: Task, given: Sequence[str | Episode]) -> list[Score]:
-        """Score episodes with one function, in the form that it takes."""
+        """Score episodes with one function, in the form that it accepts."""
         form = form_of(function)
         if form == "text":
             given = [each if isinstance(each, str) else each.text for each in given]
@@ -113,7 +113,7 @@ class RewardActor(ServiceActor):
         loop, in_hand, number = asyncio.get_running_loop(), self._link_end.in_hand, number_of_call.get()
 
         def run() -> object:
-            call.began = loop.time()  # only its own time counts, not the wait for others
+            call.began = loop.time()  # only its own time counts, not time in the queue
             call.thread = threading.get_ident()
             self._running = call
             try:
@@ -139,7 +139,7 @@ class RewardActor(ServiceActor):
             self._pending -= 1
 
     def _look(self) -> None:
-        """End the wait for a function that takes too long, and the process if it still does not come back."""
+        """Time out a function that takes too long, and exit the process if it still does not return."""
         loop, call, self._watch = asyncio.get_running_loop(), self._running, None
         due = loop.time() + self._deadline_s
         if call is not None and (due := call.began + self._deadline_s) <= loop.time():
@@ -175,7 +175,7 @@ def _as_score(result: object, task: Task) -> Score:
         if not isinstance(result, SupportsFloat):
             raise TypeError("no number")
         return Score(total=float(result))
-    except (TypeError, ValueError, RuntimeError):  # of an array or a tensor with several values
+    except (TypeError, ValueError, RuntimeError):  # arrays and tensors with several values
         raise ForgeError(
             f"the reward of {task.id} is {result!r:.100}", hint="return a number or a Score from the reward function"
         ) from None

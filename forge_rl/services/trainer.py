@@ -1,4 +1,4 @@
-"""Trainer service: one replica whose ranks share the policy, step it, publish it, and checkpoint it."""
+"""Trainer service: one replica whose ranks shard, train, publish and checkpoint the policy."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     import torch
 
 _SLACK = 20.0
-"""Factor by which a call may take longer than the slowest of its kind before its ranks count as hung."""
+"""Factor over the slowest call of its kind after which a call's ranks count as hung."""
 _LEAST_DEADLINE_S = 300.0
 _NOTICE_S = 3.0
-"""Longest time until it shows that a rank failed because another one died."""
+"""Maximum delay until the death of a rank is noticed, after another rank failed because of it."""
 
 
 class Trainer:
@@ -77,26 +77,26 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._start_deadline_s = start_deadline_s
         self._slowest: dict[str, float] = {}
-        """Most seconds of a call so far, by method and for a unit of its work."""
+        """Maximum seconds per unit of work so far, by method."""
         self._raised: tuple[int, str] | None = None
-        """Updates behind the weights, and the call with its error, when a rank raised last."""
+        """Number of updates and the call with its error, when a rank last raised."""
         self._unavailable = "it has not started"
-        """Reason why no ranks hold a policy; "" while they do."""
+        """Reason why the ranks hold no policy; "" while they do."""
         self._specs: tuple[TensorSpec, ...] | None = None
         self.restarts = 0
         """Number of restarts so far."""
         self.version = 0
-        """Latest published version; before the first publish, the version that it will be."""
+        """Latest published version; before the first publish, the version that it will get."""
         self.updates = 0
-        """Optimizer steps behind the weights."""
+        """Number of optimizer steps that the weights have taken."""
         self._published: int | None = None
-        """Updates behind the latest published version; None before the first publish."""
+        """Number of updates of the latest published version; None before the first publish."""
         self.parameters = 0
         """Number of the policy's parameters."""
         self.skipped: tuple[str, ...] = ()
-        """For each update of the last step that was skipped, how to load what was in it, or why it was not saved."""
+        """For each skipped update of the last step, how to load its rows, or why they were not saved."""
         self.busy_s = 0.0
-        """Seconds that the ranks computed since the controller last set this to 0."""
+        """Seconds of computation since the controller last reset this to 0."""
 
     @classmethod
     async def start(
@@ -116,12 +116,12 @@ class Trainer:
         """Spawn the ranks and load the policy.
 
         Args:
-            model: Hugging Face folder to start from; also the frozen reference, if there is one.
-            resume: training state to continue from instead.
-            seed: decides which groups are in which minibatch; see `Layout.seed`.
-            total_steps: batches of the run, for the course of the learning rate.
-            skipped: folder for what was in updates that were skipped; made when there is one.
-            deadline_s: longest time for the whole start.
+            model: Hugging Face folder of the initial model, which is also the frozen reference, if any.
+            resume: training state to resume from instead.
+            seed: determines the split of groups into minibatches; see `Layout.seed`.
+            total_steps: batches of the run, for the learning rate schedule.
+            skipped: folder for the rows of skipped updates; created when needed.
+            deadline_s: timeout of the whole start.
 
         Raises:
             ConfigError: the layout does not fit the model, or there are fewer GPUs than ranks.
@@ -153,19 +153,19 @@ class Trainer:
         return trainer
 
     async def restart(self, resume: Path | None, *, cause: str = "it is restarted though it lives") -> None:
-        """Replace all ranks by new processes, whatever state the old ones are in, and load the policy.
+        """Replace all ranks by new processes, regardless of the old ones' state, and load the policy.
 
-        Calls in flight fail at once, and so do others until this has ended. If a rank dies again meanwhile, it can be
-        called again; each call counts. The weight store is not told: see `WeightStore.rollback`.
+        Calls in flight fail immediately, as do new calls until this has finished. If a rank dies meanwhile, this can be
+        called again; each call counts as a restart. The weight store is not rolled back: see `WeightStore.rollback`.
 
         Args:
-            resume: training state to continue from, whose version and updates are then this trainer's; None starts
-                from the model again, at version 0.
-            cause: cause of the fault that is noted if no rank has died yet.
+            resume: training state to resume from, including version and updates; None restarts from the model, at
+                version 0.
+            cause: cause to record for the fault if no rank has died.
 
         Raises:
             ReplicaError: a rank died again.
-            ServiceError: it was restarted `max_restarts` times already, or did not start in time.
+            ServiceError: it was already restarted `max_restarts` times, or did not start in time.
             CheckpointError: the training state cannot be read.
         """
         dead = self._service.replicas[0]
@@ -176,7 +176,7 @@ class Trainer:
                 self._spent(dead.death.result()),
                 service=self._service.name,
                 replica=dead.index,
-                hint=f"see {dead.log}; the same command continues from the last checkpoint",
+                hint=f"see {dead.log}; the same command resumes from the last checkpoint",
             )
         self.restarts += 1
         self._unavailable = "it is being restarted"
@@ -192,21 +192,21 @@ class Trainer:
 
     @property
     def alive(self) -> bool:
-        """True while its ranks run and hold a policy."""
+        """True while the ranks run and hold a policy."""
         return not self._unavailable and self._service.replicas[0].alive
 
     async def death(self) -> str:
-        """Wait until one of the present ranks dies or hangs; returns the cause."""
+        """Wait until one of the current ranks dies or hangs; returns the cause."""
         return await asyncio.shield(self._service.replicas[0].death)
 
     @property
     def restarts_left(self) -> int:
-        """Number of restarts left; at 0 the death of a rank is fatal to the run."""
+        """Number of restarts left; at 0 a rank's death ends the run."""
         return self.config.max_restarts - self.restarts
 
     @property
     def layout(self) -> Layout:
-        """Layout that `pack` must give a batch for this trainer."""
+        """Layout in which `pack` must pack batches for this trainer."""
         on_gpu = device_type() == "cuda"
         return Layout(
             shares=self.config.shares,
@@ -221,18 +221,17 @@ class Trainer:
         )
 
     async def step(self, packed: Packed, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
-        """Train on what `pack` made with this trainer's layout; see `TrainEngine.train_batch`.
+        """Train on a batch packed with this trainer's layout; see `TrainEngine.train_batch`.
 
-        Each minibatch gives an update an epoch, and none where it has no rows because all its advantages are 0. An
-        update whose gradient is not finite is skipped, and its rows are saved into the folder `skipped`, if the disk
-        has room.
+        Each minibatch takes one update per epoch, or none if it has no rows because all its advantages are 0. An update
+        with a non-finite gradient is skipped, and its rows are saved in the folder `skipped`, if the disk has room.
 
         Returns:
-            Metrics, merged over microbatches, ranks and updates: `updates` behind the weights, `updates/skipped` and
-            `tokens/trained` of this batch, and those of the loss and the optimizer if there was an update.
+            Metrics, merged over microbatches, ranks and updates: total `updates`, `updates/skipped` and
+                `tokens/trained` of this batch, and the metrics of loss and optimizer if there was an update.
 
         Raises:
-            LossError: the loss failed. Updates before it stay, and count.
+            LossError: the loss failed. Earlier updates of the batch stay and count.
             ForgeError: max_skipped_updates in a row were skipped.
         """
         config, minibatches = self.config, packed.minibatches
@@ -274,7 +273,7 @@ class Trainer:
         return {"tokens/trained": 0.0} | merged | counts
 
     def _save_skipped(self, number: int, minibatch: Minibatch, temperature: float) -> str:
-        """Save what was in the skipped update of this number, as a dict that `torch.load` reads.
+        """Save the rows of a skipped update as a dict for `torch.load`.
 
         Returns:
             How to load it, or why it could not be saved.
@@ -288,17 +287,17 @@ class Trainer:
         try:
             self._skipped.mkdir(exist_ok=True)
             path.write_bytes(written.getbuffer())
-        except OSError as error:  # of a full disk: the run goes on
+        except OSError as error:  # such as a full disk: the run continues
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             return f"it could not be saved in {path}: {error.strerror or error}"
         return f"torch.load('{path}')"
 
     async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
-        """Score every trained target under the current weights; see `TrainEngine.logprobs`.
+        """Compute the logprob of every trained target under the current weights; see `TrainEngine.logprobs`.
 
         Returns:
-            A tensor for each row of `packed`, `[L] float32`. `unpack` sorts them by episode.
+            One tensor per row of `packed`, `[L] float32`; `unpack` regroups them by episode.
         """
         shares, peers = self.config.shares, self.config.peers
         parts = await self._all(
@@ -307,10 +306,10 @@ class Trainer:
         return [parts[index % shares * peers][index // shares] for index in range(len(packed.rows))]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
-        """Write the current weights to the store as a new version.
+        """Publish the current weights to the store as a new version; `dtype` is "float32" or "bfloat16".
 
         Returns:
-            The version, once it is committed and readers can see it. `dtype` is "float32" or "bfloat16".
+            The version, once it is committed and visible to readers.
         """
         import torch
 
@@ -322,7 +321,7 @@ class Trainer:
             self.busy_s += max(seconds for _, seconds in parts)
             try:
                 await publication.commit([reports for reports, _ in parts])
-            finally:  # one that is cancelled may have been committed
+            finally:  # it may have been committed before a cancellation
                 if publication.committed:
                     self.version, self._published = version, self.updates
         return version
@@ -330,7 +329,7 @@ class Trainer:
     async def offload(self) -> int:
         """Move the state of all ranks from their GPUs to host memory; see `TrainEngine.offload`.
 
-        On a CPU nothing moves, as that would free nothing.
+        Does nothing on CPU, where it would free no memory.
         """
         return sum(await self._all("offload"))
 
@@ -339,24 +338,24 @@ class Trainer:
         return sum(await self._all("onload"))
 
     async def wait_idle(self) -> int:
-        """Wait until the ranks are idle, and adopt their updates, after a step whose end was not waited for."""
+        """Wait until the ranks are idle after an abandoned step, and adopt their number of updates."""
         self.updates = (await self._all("wait_idle"))[0]
         return self.updates
 
     async def save(self, folder: Path, *, model: Path) -> None:
-        """Begin to write a checkpoint, whose end `finish_save` waits for; see `TrainEngine.save`.
+        """Begin to write a checkpoint, to be awaited with `finish_save`; see `TrainEngine.save`.
 
-        Its version is the published one, or, where the weights were updated since, the one they will be published as.
+        Its version is the published one or, if the weights were updated since, the next one.
         """
         updated = self._published not in (None, self.updates)
         await self._all("save", folder, model, self.version + updated)
 
     async def finish_save(self) -> None:
-        """Wait until what `save` began is written; the ranks train on meanwhile, and answer between two calls.
+        """Wait until the checkpoint begun by `save` is written; meanwhile the ranks keep training.
 
         Raises:
             CheckpointError: a rank could not write.
-            DeadlineError: it took twice the longest time of a call.
+            DeadlineError: it took twice the deadline of a call.
         """
         try:
             await self._call_ranks(self._replica, "finish_save", lambda _: (), 2 * self.config.deadline_s)
@@ -366,7 +365,7 @@ class Trainer:
             raise CheckpointError(f"a rank could not write: {error.message}", hint=error.hint) from error
 
     async def stop(self) -> None:
-        """End the ranks."""
+        """Stop the ranks."""
         self._unavailable = "it has been stopped"
         self._service.recoverable = False
         await self._service.stop()
@@ -396,7 +395,7 @@ class Trainer:
         return self._service.replicas[0]
 
     def _on_last_death(self, death: asyncio.Future[str]) -> None:
-        """End the run, also when nobody is calling."""
+        """End the run, even if no call is in flight."""
         if self._service.recoverable:
             self._service.abandon(self._service.replicas[0])
             self._faults.record(self._service.name, None, self._spent(death.result()))
@@ -410,11 +409,11 @@ class Trainer:
         """Call a method on all ranks.
 
         Args:
-            parcel: returns what each rank is sent before, for its `take_parcel`.
-            work: what its time grows with, such as a number of tokens.
+            parcel: returns the data to send to a rank first, for its `take_parcel`.
+            work: units of work that the call's time scales with, such as tokens.
 
         Raises:
-            ReplicaError: as `_call_ranks`, or the ranks hang: they take far longer than such calls ever did.
+            ReplicaError: as `_call_ranks`, or the ranks hang: they take far longer than any such call before.
         """
         replica, deadline_s = self._replica, self.config.deadline_s
         if method in self._slowest:
@@ -446,13 +445,13 @@ class Trainer:
         return results
 
     async def _after_error(self, replica: Replica, method: str, error: ForgeError) -> None:
-        """Bring the ranks to a state that can be saved, or count them as dead, after one of them raised.
+        """After a rank raised, bring the ranks to a state that can be saved, or count them as dead.
 
-        A ForgeError is the user's to fix. Others may come from a device or a collective, which a restart can repair;
-        where the same one comes again after as many updates, it is a bug, and every restart would meet it.
+        A ForgeError is for the user to fix. Other errors may come from a device or a collective, which a restart can
+        repair; but one that recurs at the same number of updates is a bug that every restart would hit.
 
         Raises:
-            ReplicaError: the ranks are to be started again.
+            ReplicaError: the ranks must be restarted.
         """
         foreign = type(error) is ServiceError
         raised = self.updates, re.sub(r"\d+", "#", f"{method}: {error.message}")
@@ -463,10 +462,10 @@ class Trainer:
             raise ReplicaError(
                 cause, service=self._service.name, replica=replica.index, call=method, hint=f"see {replica.log}"
             ) from error
-        # All ranks raise what the loss did; after another error some may hang in a collective.
+        # All ranks raise an error of the loss; after other errors some may hang in a collective.
         alike = replica.ranks == 1 or isinstance(error, LossError)
         deadline_s = self.config.deadline_s if alike else _NOTICE_S
-        try:  # updates before the error stay, and count
+        try:  # earlier updates stay and count
             self.updates = (await replica.call_ranks("wait_idle", lambda _: (), deadline_s=deadline_s))[0]
         except ServiceError:
             self._service.mark_failed(replica, cause)
@@ -477,7 +476,7 @@ class Trainer:
         """Call a method on all ranks, with each rank's own arguments.
 
         Raises:
-            ReplicaError: a rank died or hung; also when another one, which met that in a collective, said so first.
+            ReplicaError: a rank died or hung, even if another rank reported it first, through a failed collective.
         """
         try:
             return await replica.call_ranks(method, args_of_rank, deadline_s=deadline_s)

@@ -1,4 +1,4 @@
-"""One rank of the Trainer service, in a process of its own."""
+"""One rank of the Trainer service, in its own process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from forge_rl.weights.transports.protocol import Transport
 
 
 class TrainerActor(ServiceActor):
-    """Does what Trainer asks of all ranks, one thing at a time; see `Trainer` and `TrainEngine`."""
+    """Executes the Trainer's calls, one at a time; see `Trainer` and `TrainEngine`."""
 
     def __init__(self, model: Path, settings: TrainSettings, reference: bool, ranks: int) -> None:
         self._make_engine = functools.partial(make_train_engine, model, settings, reference=reference)
@@ -38,7 +38,7 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def meeting_point(self, port: int) -> tuple[str, int]:
-        """Return address and port at which the ranks meet; asked of rank 0."""
+        """Return the rendezvous address and port of the ranks; called on rank 0."""
         address = "127.0.0.1"  # all ranks are on one host
         if port:
             return address, port
@@ -49,10 +49,10 @@ class TrainerActor(ServiceActor):
     @concurrent_endpoint
     async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int, int]:
         """Load the policy; return its version, number of updates, and number of parameters."""
-        outlive_stop_signals(with_programs=True)  # a step that ends before the run saves may be compiling
+        outlive_stop_signals(with_programs=True)  # a step to finish before the run saves may still be compiling
         async with self._lock:
             init_distributed(rank, self._ranks, address, port)
-            asyncio.get_running_loop().set_default_executor(device_threads(rank, "trainer"))  # of asyncio.to_thread
+            asyncio.get_running_loop().set_default_executor(device_threads(rank, "trainer"))  # for asyncio.to_thread
             self._engine = self._make_engine()
             warm_up()
             version = self._engine.load_training_state(resume) if resume is not None else 0
@@ -67,9 +67,9 @@ class TrainerActor(ServiceActor):
         total_updates: int,
         version: int | None,
     ) -> tuple[list[dict[str, Value] | None], int, float]:
-        """Take the updates of a batch on the minibatches that were sent.
+        """Train on the minibatches of a batch that were sent.
 
-        Returns metrics of this rank for each, the number of updates behind the weights, and the seconds that all took.
+        Returns this rank's metrics per update, the weights' number of updates, and the seconds taken.
         """
         async with self._lock:
             began = time.monotonic()
@@ -84,7 +84,7 @@ class TrainerActor(ServiceActor):
                 )
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
-                    f"a step found no room on the device: {str(error).splitlines()[0]}",
+                    f"a step ran out of device memory: {str(error).splitlines()[0]}",
                     hint="set --trainer.activation-checkpointing full, or lower --trainer.row-tokens or "
                     "--generator.memory-share",
                 ) from error
@@ -95,7 +95,7 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def logprobs(self, temperature: float) -> list[torch.Tensor]:
-        """Score the rows that were sent."""
+        """Compute logprobs of the rows that were sent."""
         async with self._lock:
             return self.engine.logprobs(self.take_parcel(), temperature=temperature)
 
@@ -105,7 +105,7 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def publish(self, transport: Transport, drafted: Manifest) -> tuple[list[ShardReport], float]:
-        """Write this rank's shards; returns what was written, and the seconds that it took."""
+        """Write this rank's shards; returns reports of the writes, and the seconds taken."""
         async with self._lock:
             began = time.monotonic()
             reports = await transport.write(drafted, self.engine.local_shards(), rank=self.engine.rank)
@@ -123,7 +123,7 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def wait_idle(self) -> int:
-        """Return the number of updates, once what runs has ended."""
+        """Return the number of updates once the running call has finished."""
         async with self._lock:
             return self.engine.updates
 
@@ -135,7 +135,7 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def finish_save(self) -> None:
-        """Wait for what `save` began; other calls go on meanwhile."""
+        """Wait for the checkpoint begun by `save`; other calls run meanwhile."""
         assert self._saved is not None, "save comes first"
         await asyncio.wrap_future(self._saved)
 

@@ -10,9 +10,9 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, check_flags
 
 PAD_MULTIPLE = 128
-"""Tokens that a row on a GPU has a multiple of: FlexAttention works in such blocks. The CPU's takes any length."""
+"""Row lengths on a GPU are multiples of this, FlexAttention's block size. Attention on CPU takes any length."""
 LEAST_ROW = 256
-"""Fewest tokens of a row on a GPU, padding included: those of one block would be compiled for alone."""
+"""Minimum tokens of a row on a GPU, including padding; rows of a single block would be compiled separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,25 +20,27 @@ class TrainerConfig(TrainSettings):
     """Settings of the trainer: its processes, its rows, its optimizer."""
 
     ranks: int = 1
-    """Processes that share the policy by FSDP2: one for each GPU, or some on a CPU. 1 is raised to what the
-    parallel flags need; beyond that, more ranks shard the policy further and train more rows at a time."""
+    """Processes that shard the policy with FSDP2: one per GPU, or several on one CPU. 1 is raised to the number that
+    the parallel flags require; more ranks shard the policy further and train more rows at a time."""
     row_tokens: int = field(default_factory=lambda: 0 if device_type() == "cuda" else 1024)
-    """Most tokens of a packed row that one device holds; a row is one microbatch, and no episode is longer. 0, the
-    default on CUDA, has a run choose by the GPU's memory and the model; on a CPU it is 1,024."""
+    """Maximum tokens of a packed row per device; a row is one microbatch and must hold the longest episode. 0, the
+    default on CUDA, chooses by GPU memory and model; the default on CPU is 1,024."""
     minibatches: int = 1
-    """Parts that a batch is cut into, each for an update of its own."""
+    """Number of minibatches that a batch is split into, with one update each."""
     epochs: int = 1
-    """Times that a batch is trained on before the next one, each time cut into other minibatches."""
+    """Number of passes over each batch, each with a new split into minibatches."""
     max_skipped_updates: int = 3
-    """Updates in a row whose gradient is not finite that end the run; fewer are skipped, and saved to look at."""
+    """End the run after this many consecutive updates with a non-finite gradient; fewer are skipped, and saved for
+    inspection."""
     port: int = 0
-    """Port at which the ranks meet; 0 finds a free one."""
+    """Rendezvous port of the ranks; 0 picks a free one."""
     max_restarts: int = 3
-    """Most restarts from the last checkpoint in one sitting of the run, each because a rank died or hung; after
-    that, or at 0, such a death ends the run."""
+    """Maximum restarts from the last checkpoint per launch of the run, after a rank died or hung; then, or at 0, such a
+    death ends the run."""
     deadline_s: float = 1800.0
-    """Longest time for one call of the ranks, such as a step; past it they count as hung, and start again. Once a
-    call of its kind was measured, 20 times the slowest one's time for as many tokens, or 5 minutes, is enough."""
+    """Timeout of one call to the ranks, such as a step; the ranks then count as hung and are restarted. Once a call of
+    its kind was measured, the timeout is 20 times the slowest call's time for as many tokens, but at least 5 minutes,
+    if that is less."""
 
     def __post_init__(self) -> None:
         check_flags(
@@ -57,7 +59,7 @@ class TrainerConfig(TrainSettings):
             )
         if self.cpu_offload and device_type() == "cpu":
             raise ConfigError(
-                "weights and optimizer state are in host memory already, where the ranks are on a CPU",
+                "the ranks are on a CPU, so weights and optimizer state are in host memory already",
                 hint="leave out --trainer.cpu-offload",
             )
         fits = self.row_tokens % PAD_MULTIPLE == 0 and self.row_tokens >= LEAST_ROW
@@ -72,10 +74,10 @@ class TrainerConfig(TrainSettings):
 
     @property
     def shares(self) -> int:
-        """Number of data-parallel shares of a batch: runs of `peers` neighbouring ranks train one each."""
+        """Number of data-parallel shares of a batch; each group of `peers` neighbouring ranks trains one."""
         return self.ranks // self.peers
 
     @property
     def updates_per_batch(self) -> int:
-        """Number of optimizer steps that a batch takes, if every minibatch gives one."""
+        """Number of optimizer steps per batch, if no minibatch is empty."""
         return self.minibatches * self.epochs

@@ -1,4 +1,4 @@
-"""The WeightStore service: keeps versions in processes of its own, which outlive the trainer's and the engines'."""
+"""The WeightStore service: holds versions in its own processes, which outlive trainer ranks and engines."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class WeightStore:
         """The weight store: how versions travel, and how many are kept."""
 
         transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
-        """Carrier of the bytes. auto takes shared memory where it has room, else torchstore if it is installed."""
+        """How weights travel. auto uses shared memory if it has room, otherwise torchstore if it is installed."""
         shm: Path = Path("/dev/shm")
-        """Folder in shared memory for the versions."""
+        """Shared-memory folder for the versions."""
         bucket_mib: int = 64
-        """Size of what is written and loaded as one; a larger tensor is a bucket of its own."""
+        """Size of a bucket, which is written and loaded as a unit; a larger tensor gets its own bucket."""
         keep_versions: int = 2
-        """Number of newest versions that are kept, the one being written included; one being read is kept besides."""
+        """Number of newest versions to keep, including the one being written; versions being read are kept as well."""
         keep_gib: float = 64.0
-        """Most memory that kept versions take; the newest is kept whatever its size."""
+        """Maximum memory of kept versions; the newest is always kept."""
 
         def __post_init__(self) -> None:
             check_flags(self, "--weights.", least={"keep_versions": 1, "bucket_mib": 1}, above={"keep_gib": 0})
@@ -69,9 +69,9 @@ class WeightStore:
         self._bucket_bytes = bucket_bytes
         self._deadline_s = 600.0
         self.folders = tuple(folders)
-        """Folder of each host's volume in shared memory."""
+        """Shared-memory folder of each host's volume."""
         self.choice = choice
-        """Name of the transport that carries the bytes, and why, as a sentence."""
+        """Sentence that names the chosen transport and the reason."""
 
     @classmethod
     async def start(
@@ -84,18 +84,18 @@ class WeightStore:
         hosts: Sequence[str] = (THIS_HOST,),
         expected_bytes: int = 0,
     ) -> WeightStore:
-        """Spawn the store's processes, one on each host.
+        """Spawn the store's processes, one per host.
 
         Args:
             config: how versions travel.
             cluster: where to spawn.
-            faults: where failures are noted.
-            deadline_s: for the start.
-            hosts: hosts on which versions are written or read; the first one keeps the index.
-            expected_bytes: size of one version, if known; `auto` chooses by it.
+            faults: records failures.
+            deadline_s: timeout of the start.
+            hosts: hosts on which versions are written or read; the first one holds the index.
+            expected_bytes: size of one version, if known; used by `auto`.
 
         Raises:
-            WeightsError: the transport that was asked for cannot be used, or, with `auto`, none can.
+            WeightsError: the requested transport cannot be used, or, with `auto`, none can.
         """
         name, choice = _choose(config, expected_bytes * config.keep_versions)
         bucket_bytes = config.bucket_mib << 20
@@ -120,23 +120,23 @@ class WeightStore:
         return cls(service, transports, bucket_bytes=bucket_bytes, choice=choice, folders=folders)
 
     def transport(self, host: str = THIS_HOST) -> Transport:
-        """Transport with which processes on a host write and read; it pickles."""
+        """Return the transport for processes on a host; it can be pickled."""
         return self._transports[host]
 
     @contextlib.asynccontextmanager
     async def publishing(
         self, version: int, specs: Sequence[TensorSpec], dtype: torch.dtype, *, host: str = THIS_HOST
     ) -> AsyncIterator[Publication]:
-        """Reserve a version and its room; if the body fails before it is committed, it stays invisible for ever.
+        """Reserve a version and its memory; if the body fails before the commit, the version never becomes visible.
 
         Args:
-            version: its number, above all others.
+            version: its number, higher than all others.
             specs: every tensor of the model.
             dtype: dtype of the published tensors.
             host: the host of the trainer's ranks.
 
         Raises:
-            WeightsError: the version exists already, is older than the latest, or there is no room for it.
+            WeightsError: the version already exists, is older than the latest, or does not fit.
         """
         transport = self._transports[host]
         base, freed, epoch = await self._call("begin", version)
@@ -162,31 +162,31 @@ class WeightStore:
             raise
 
     async def rollback(self, version: int) -> None:
-        """Forget all versions above this one: the trainer continues from it, and publishes the same numbers again.
+        """Forget all versions above this one: the trainer resumes from it and publishes the same numbers again.
 
-        `latest` is then the newest version kept up to this one, or None. Who reads a forgotten version goes on, who
-        waits for one waits for the new one. A publish that is in progress cannot be committed any more.
+        `latest` is then the newest kept version up to this one, or None. Readers of a forgotten version continue;
+        readers waiting for one get the new version of that number. A publish in progress can no longer be committed.
         """
         await self._call("rollback", version)
 
     @contextlib.asynccontextmanager
     async def lease(self, version: int | None = None) -> AsyncIterator[Manifest]:
-        """Keep a version, the latest by default, at least as long as the body runs, and give its manifest.
+        """Keep a version, by default the latest, at least while the body runs; yields its manifest.
 
         If this process dies meanwhile, the lease ends with it.
         """
         lease = secrets.token_hex(8)
         try:
             yield await self._call("lease", version, lease, Holder.this_process())
-        finally:  # also if the answer was not waited for
-            with contextlib.suppress(ForgeError):  # a store that has died holds no leases, and the next call tells
+        finally:  # even if cancelled before the reply
+            with contextlib.suppress(ForgeError):  # a dead store holds no leases, and the next call reports its death
                 await self._call("release", lease)
 
     async def wait_for(self, version: int) -> int:
         """Wait until this version or a newer one can be read.
 
         Returns:
-            The latest version then.
+            The latest version at that time.
 
         Raises:
             WeightsError: its publisher gave up.
@@ -194,26 +194,27 @@ class WeightStore:
         return cast(int, await self._call("wait_for", version))
 
     async def latest(self) -> int | None:
-        """The newest version that can be read, or None before the first."""
+        """Return the newest readable version, or None before the first."""
         return cast("int | None", await self._call("latest"))
 
     async def stop(self) -> None:
-        """End the store; its versions are gone."""
+        """Stop the store; its versions are lost."""
         living = [replica for replica in self._service.replicas if replica.alive]
         closing = [replica.call("close", deadline_s=10.0) for replica in living]
         await asyncio.gather(*closing, return_exceptions=True)
         await self._service.stop()
-        if any(folder.exists() for folder in self.folders):  # of a process that was killed
+        if any(folder.exists() for folder in self.folders):  # left by a killed process
             reclaim(self.folders[0].parent.parent)
 
     async def _call(self, method: str, *args: object) -> Any:
-        """Ask the index."""
+        """Call the index."""
         if not self._service.replicas:
             raise ServiceError("it has been stopped", service="weights", call=method, hint="start the run again")
         return await self._service.replicas[0].call(method, *args, deadline_s=self._deadline_s)
 
     async def _unless_it_dies(self, method: str, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a transport, which hears of a death only after seconds.
+        """Wait for a transport, but fail immediately when a process of the store dies, which it notices only after
+        seconds.
 
         Raises:
             ServiceError: a process of the store died.
@@ -232,11 +233,11 @@ class WeightStore:
 
 
 class Publication:
-    """A version that is being written; `WeightStore.publishing` makes it.
+    """A version being written; created by `WeightStore.publishing`.
 
     Args:
-        drafted: what to write and where.
-        call: asks the index of versions.
+        drafted: manifest of the buckets to write, and where.
+        call: calls the index of versions.
     """
 
     def __init__(self, drafted: Manifest, call: Callable[..., Awaitable[object]]) -> None:
@@ -246,29 +247,29 @@ class Publication:
         self.committed = False
 
     async def commit(self, ranks: Sequence[Sequence[ShardReport]]) -> Manifest:
-        """Write the manifest, which makes the version visible.
+        """Commit the manifest, which makes the version visible.
 
         Args:
-            ranks: the report of each of the trainer's ranks.
+            ranks: reports of each trainer rank.
 
         Raises:
-            WeightsError: together they did not write exactly what the draft says.
+            WeightsError: the ranks did not write exactly the draft's contents.
         """
         manifest = complete(self.draft, ranks)
         committing = asyncio.ensure_future(self._call("commit", manifest))
         try:
             await asyncio.shield(committing)
-        finally:  # if this is cancelled it may be visible all the same, and who publishes next must know
+        finally:  # a cancelled commit may still become visible, and the next publisher must know
             await asyncio.wait([committing])
             self.committed = not committing.cancelled() and committing.exception() is None
         return manifest
 
 
 def _choose(config: WeightStore.Config, needed: int) -> tuple[str, str]:
-    """Name of the transport, and a sentence about it.
+    """Choose a transport; returns its name, and a sentence about it.
 
     Raises:
-        WeightsError: the one that was asked for cannot be used, or, with `auto`, none can.
+        WeightsError: the requested transport cannot be used, or, with `auto`, none can.
     """
     room = "free memory, give the container more shared memory (docker run --shm-size), lower --weights.keep-versions"
     installed = TorchStoreTransport.is_installed()

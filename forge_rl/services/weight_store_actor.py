@@ -1,4 +1,4 @@
-"""One process of the WeightStore service: a host's volume, and on the first host the index of versions too."""
+"""One process of the WeightStore service: a host's volume, and on the first host also the index of versions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from forge_rl.weights.volume import Volume
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that leases versions: they are kept until it ends at the latest."""
+    """A process that leases versions, which are kept at most until it ends."""
 
     pid: int
     namespace: str
-    """Namespace of process ids, and the machine's boot: elsewhere the same pid is another process."""
+    """PID namespace and boot id: in another one, the same pid is another process."""
 
     @staticmethod
     def this_process() -> Holder:
@@ -38,13 +38,13 @@ class Holder:
 
 
 class WeightStoreActor(ServiceActor):
-    """Keeps a host's volume; the first host's also keeps the index of versions.
+    """Holds a host's volume; the first host's actor also holds the index of versions.
 
     Args:
-        host: that it runs on.
-        shm: folder of shared memory for the host's volume.
-        keep_versions: number of the newest versions that retention keeps.
-        keep_bytes: most memory that kept versions take.
+        host: host that it runs on.
+        shm: shared-memory folder for the host's volume.
+        keep_versions: number of newest versions to keep.
+        keep_bytes: maximum memory of kept versions.
     """
 
     def __init__(self, host: str, shm: Path, keep_versions: int, keep_bytes: int) -> None:
@@ -52,9 +52,10 @@ class WeightStoreActor(ServiceActor):
         self._shm = shm
         self._index = VersionIndex(keep_versions=keep_versions, keep_bytes=keep_bytes)
         self._leases: dict[str, tuple[Holder, int, int]] = {}
-        """Holder, version and epoch of each lease, by its name."""
+        """Holder, version and epoch of each lease, by name."""
         self._unneeded: list[str] = []
-        """Keys of buckets that the next publisher frees before it begins: whoever ends a lease may be dead."""
+        """Keys of buckets that the next publisher frees before it begins, as the holder of an ended lease may be
+        dead."""
         self._watched: set[Holder] = set()
         self._volume: Volume | None = None
         self._puller: Puller | None = None
@@ -62,12 +63,12 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def open_volume(self, volumes: Mapping[str, Any]) -> tuple[Path, int]:
-        """Make the host's folder in shared memory.
+        """Create the host's folder in shared memory.
 
         Returns:
-            The folder, and the bytes that a killed run had left behind.
+            The folder, and the bytes reclaimed from a killed run.
         """
-        if len(volumes) > 1:  # they map their segments for one another, and the first pull shall not wait for torch
+        if len(volumes) > 1:  # hosts map segments for one another; import torch before the first pull
             await asyncio.to_thread(importlib.import_module, "torch")
         self._volume = Volume(self._shm)
         self._puller = Puller(
@@ -84,7 +85,7 @@ class WeightStoreActor(ServiceActor):
         await self._close()
 
     async def __cleanup__(self, exc: Exception | None) -> None:
-        """Monarch's hook when the actor is stopped, also by a start that failed elsewhere."""
+        """Clean up when Monarch stops the actor, including after a start that failed elsewhere."""
         await self._close()
 
     async def _close(self) -> None:
@@ -107,20 +108,20 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def pull(self, manifest: Manifest) -> None:
-        """Begin to bring a version from the hosts that it was written on; nothing happens where it is here already."""
+        """Begin to pull a version from the hosts that it was written on; does nothing if it is already here."""
         self.puller.pull(manifest)
 
     @concurrent_endpoint
     async def local(self, key: str) -> SegmentRef:
-        """Segment on this host of a bucket that is pulled, as soon as it is whole and checked."""
+        """Return this host's segment of a pulled bucket, once it is complete and verified."""
         return await self.puller.bucket(key)
 
     @concurrent_endpoint
     async def share(self, keys: tuple[str, ...]) -> list[RDMABuffer]:
-        """RDMA buffers over this host's buckets, for another host to read.
+        """Return RDMA buffers over this host's buckets, for another host to read.
 
         Raises:
-            WeightsError: a bucket is not here.
+            WeightsError: a bucket is not on this host.
         """
         refs = []
         for key in keys:
@@ -131,12 +132,12 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def never(self) -> None:
-        """Wait for ever: whoever calls it hears of the end of this process."""
+        """Never return, so that callers notice when this process ends."""
         await asyncio.Event().wait()
 
     @concurrent_endpoint
     async def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...], int]:
-        """Reserve a version; returns the one before, keys of buckets to be freed first, and the epoch."""
+        """Reserve a version; returns the previous one, keys of buckets to free first, and the epoch."""
         base, freed = self._index.begin(version)
         freed, self._unneeded = (*freed, *self._unneeded), []
         return base, freed, self._index.epoch
@@ -147,16 +148,16 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def abort(self, version: int, epoch: int, reason: str, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Give up a version, unless it was committed after all.
+        """Abandon a version, unless it was committed after all.
 
         Args:
-            version: the one that was begun.
+            version: the version that was begun.
             epoch: the epoch in which it was begun.
-            reason: why, for those who wait for it.
-            keys: buckets that its publisher was to free, and its own.
+            reason: cause, for readers that wait for it.
+            keys: buckets that its publisher had to free, and its own.
 
         Returns:
-            Keys that nothing needs. If the publisher does not free them, the next one does.
+            Keys of unneeded buckets. If the publisher does not free them, the next one does.
         """
         gone = await self._index.abort(version, reason, epoch=epoch)
         unneeded = tuple(key for key in keys if not self._index.needs(key))
@@ -195,19 +196,19 @@ class WeightStoreActor(ServiceActor):
             self._release(lease)
 
     def _release(self, lease: str) -> None:
-        """End a lease; nothing happens if it has ended already, or never began."""
+        """End a lease; does nothing if it has already ended or never began."""
         if lease in self._leases:
             _, version, epoch = self._leases.pop(lease)
             self._unneeded.extend(self._index.release(version, epoch=epoch))
 
     @property
     def puller(self) -> Puller:
-        """Brings versions here from other hosts; there once open_volume has run."""
+        """Pulls versions from other hosts; available once open_volume has run."""
         assert self._puller is not None, "open_volume comes first"
         return self._puller
 
     @property
     def volume(self) -> Volume:
-        """Segments of this host; there once open_volume has run."""
+        """This host's segments; available once open_volume has run."""
         assert self._volume is not None, "open_volume comes first"
         return self._volume
