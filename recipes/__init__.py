@@ -1,1 +1,1 @@
-"""One file a method: copy one and edit it."""
+"""One file per method: copy one and edit it."""

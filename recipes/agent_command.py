@@ -1,9 +1,9 @@
-"""Train an agent that is any command line, in whatever language, as one file to copy and edit.
+"""Train an agent that is a command in any language, as one file to copy and edit.
 
 python -m recipes.agent_command --command "python my_agent.py"
 
-The command finds the policy by OPENAI_BASE_URL and OPENAI_API_KEY, or Anthropic's, and the task as JSON on its stdin;
-the last line that it prints is scored. recipes/agents/ask_twice.py is one.
+The command finds the policy through OPENAI_BASE_URL and OPENAI_API_KEY, or Anthropic's equivalents, and reads the task
+as JSON from stdin; the last line that it prints is scored. See recipes/agents/ask_twice.py for an example.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ EXAMPLE = shlex.join([sys.executable, str(Path(__file__).parent / "agents" / "as
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """Train a command with group-relative advantages."""
+    """Train an agent command with group-relative advantages."""
 
     command: str = EXAMPLE
-    """The agent: a program and its arguments, split as a shell would. Each episode runs it once."""
+    """The agent's program and arguments, split as by a shell. Each episode runs it once."""
     tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
     """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
     Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"""
     eval_tasks: tuple[str, ...] = ()
-    """Tasks for evaluation alone, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardTexts = ("auto",)
-    """What scores, as NAME[:KEY=VALUE,...][*WEIGHT], or MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT] of your
-    own; several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema,
-    judge, length, match, math, model, number, overlong, reasoning_gym, regex."""
+    """Rewards, as NAME[:KEY=VALUE,...][*WEIGHT], or your own as MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT];
+    several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema, judge,
+    length, match, math, model, number, overlong, reasoning_gym, regex."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
-    """Address at which the agent finds the policy, names that it may ask for, and what its processes may use."""
+    """Address at which the agent finds the policy, model names that it may request, and limits on its processes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +49,7 @@ class Config(RunConfig):
 
 
 async def step(run: Run[Config]) -> None:
-    """One step: let the agent work, train, publish."""
+    """Run one step: let the agent work, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
@@ -64,7 +64,7 @@ async def step(run: Run[Config]) -> None:
 
 
 async def main(config: Config) -> None:
-    """The whole run, or what is left of it."""
+    """Run all remaining steps."""
     async with start(
         config,
         loss=config.loss,

@@ -1,9 +1,9 @@
-"""Train an agent that is written against the openai package alone, as one file to copy and edit.
+"""Train an agent that uses only the openai package, as one file to copy and edit.
 
 python -m recipes.agent_openai --help
 
-Each episode has a base URL and a key of its own, at which the agent finds the policy. What it asks there is recorded
-token for token, and trained.
+Each episode has its own base URL and key for the policy. All requests there are recorded token by token, and trained
+on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forge_rl.rewards.config import RewardTexts, build_reward
 
 
 async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") -> str:
-    """The agent. It asks, and asks again if no number came back; how it is trained, it does not know."""
+    """Ask the question, and ask again if the answer has no number. The agent knows nothing about its training."""
     messages: list[Any] = [{"role": "user", "content": question}]
     answer = ""
     for _ in range(2):
@@ -46,15 +46,15 @@ class Config(RunConfig):
     """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
     Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"""
     eval_tasks: tuple[str, ...] = ()
-    """Tasks for evaluation alone, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardTexts = ("auto",)
-    """What scores, as NAME[:KEY=VALUE,...][*WEIGHT], or MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT] of your
-    own; several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema,
-    judge, length, match, math, model, number, overlong, reasoning_gym, regex."""
+    """Rewards, as NAME[:KEY=VALUE,...][*WEIGHT], or your own as MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT];
+    several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema, judge,
+    length, match, math, model, number, overlong, reasoning_gym, regex."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
-    """Address at which the agent finds the policy, and names that it may ask for."""
+    """Address at which the agent finds the policy, and model names that it may request."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +62,7 @@ class Config(RunConfig):
 
 
 async def step(run: Run[Config]) -> None:
-    """One step: let the agent work, train, publish."""
+    """Run one step: let the agent work, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
@@ -77,7 +77,7 @@ async def step(run: Run[Config]) -> None:
 
 
 async def main(config: Config) -> None:
-    """The whole run, or what is left of it."""
+    """Run all remaining steps."""
     # A request waits while engines pause for a training step.
     async with AsyncOpenAI(api_key="each episode has its own", timeout=config.phase_deadline_s) as client:
 

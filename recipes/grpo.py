@@ -24,21 +24,21 @@ class Config(RunConfig):
 
     tasks: tuple[str, ...] = ()
     """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
-    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7. By default those of --env, or
-    additions of one digit."""
+    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7. By default the tasks of --env, or
+    one-digit additions."""
     eval_tasks: tuple[str, ...] = ()
-    """Tasks for evaluation alone, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)
     env: str = ""
     """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
     rewards: RewardTexts = ("auto",)
-    """What scores, as NAME[:KEY=VALUE,...][*WEIGHT], or MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT] of your
-    own; several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema,
-    judge, length, match, math, model, number, overlong, reasoning_gym, regex."""
+    """Rewards, as NAME[:KEY=VALUE,...][*WEIGHT], or your own as MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT];
+    several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema, judge,
+    length, match, math, model, number, overlong, reasoning_gym, regex."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     advantage_scale: Literal["std", "none", "batch"] = "std"
-    """Divide a group's centered rewards by their standard deviation, or leave them; batch treats the whole batch as
-    one group, which --group-size 1 needs (REINFORCE)."""
+    """std: divide a group's centered rewards by their standard deviation. none: leave them. batch: treat the whole
+    batch as one group, which --group-size 1 requires (REINFORCE)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +64,7 @@ def start(config: Config) -> Starting[Config]:
 
 
 async def step(run: Run[Config]) -> None:
-    """One step: roll out, train, publish."""
+    """Run one step: roll out, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
@@ -79,7 +79,7 @@ async def step(run: Run[Config]) -> None:
 
 
 async def main(config: Config) -> None:
-    """The whole run, or what is left of it."""
+    """Run all remaining steps."""
     async with start(config) as run:
         if not run.scores:
             await run.evaluate()

@@ -1,4 +1,4 @@
-"""Train on maths, tools and a game at once, as one file to copy and edit: weights of the mixture follow success.
+"""Train on maths, tools and a game at once, as one file to copy and edit: mixture weights follow success rates.
 
 python -m recipes.mixture --help
 
@@ -28,16 +28,16 @@ class Config(RunConfig):
     """Train on several kinds of tasks with group-relative advantages."""
 
     maths: float = 1.0
-    """Weight of additions that are answered at once."""
+    """Weight of additions, answered directly."""
     tools: float = 1.0
-    """Weight of products for which there is a calculator."""
+    """Weight of products, with a calculator."""
     game: float = 1.0
-    """Weight of a game of guessing a number."""
+    """Weight of a number-guessing game."""
     mixture: Adapting = field(default_factory=lambda: Adapting(adapt="success", least=0.1))
     data: DataConfig = field(default_factory=lambda: DataConfig(instruction=""))
     guess: GuessNumber = field(default_factory=lambda: GuessNumber(highest=10, max_turns=4))
     rewards: RewardTexts = ("auto",)
-    """What scores answers, as recipes.grpo takes it; the game scores itself."""
+    """Rewards of answers, as in recipes.grpo; the game scores itself."""
     loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ def start(config: Config) -> Starting[Config]:
 
 
 async def step(run: Run[Config]) -> None:
-    """One step: roll out, train, publish."""
+    """Run one step: roll out, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
@@ -75,7 +75,7 @@ async def step(run: Run[Config]) -> None:
 
 
 async def main(config: Config) -> None:
-    """The whole run, or what is left of it."""
+    """Run all remaining steps."""
     async with start(config) as run:
         if not run.scores:
             await run.evaluate()

@@ -1,4 +1,4 @@
-"""GRPO over tool use of many turns, as one file to copy and edit: products that a calculator makes easy.
+"""GRPO on multi-turn tool use, as one file to copy and edit: products that are easy with a calculator.
 
 python -m recipes.tools --help
 """
@@ -25,11 +25,11 @@ PRODUCTS = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=2,max_digits=2,operators=[*],allow_parentheses=false,"
     "format_style=natural"
 )
-"""Products such as "Calculate 47 * 12.", of which the untrained model knows none by heart."""
+"""Products such as "Calculate 47 * 12.", none of which the untrained model can solve by itself."""
 
 
 def example(question: str, expression: str, result: str) -> tuple[Message, ...]:
-    """An episode as it should be, which is shown before each question."""
+    """Return a correct episode, shown before each question."""
     function = {"name": "calculator", "arguments": {"expression": expression}}
     return (
         {"role": "user", "content": question},
@@ -52,7 +52,7 @@ WORLD = ToolEnv(
 
 
 async def score(task: Task, episode: Episode) -> Score:
-    """1 for a right answer; the share of episodes that called a tool is shown beside it."""
+    """Score 1 for a correct answer; the share of episodes that called a tool is reported next to it."""
     correct = await ReasoningGymReward()(task, episode.text)
     return replace(correct, parts={"called": float(len(episode.turns) > 1)})
 
@@ -92,7 +92,7 @@ def start(config: Config) -> Starting[Config]:
 
 
 async def step(run: Run[Config]) -> None:
-    """One step: roll out, train, publish."""
+    """Run one step: roll out, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
@@ -107,7 +107,7 @@ async def step(run: Run[Config]) -> None:
 
 
 async def main(config: Config) -> None:
-    """The whole run, or what is left of it."""
+    """Run all remaining steps."""
     async with start(config) as run:
         if not run.scores:
             await run.evaluate()

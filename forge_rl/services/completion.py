@@ -1,4 +1,4 @@
-"""One completion, put together from the chunks of one engine after another; and the check of each chunk."""
+"""One completion, assembled from the chunks of successive engines, and the validation of chunks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from forge_rl.errors import PoisonError, ReplicaError
 from forge_rl.types import Chunk, Sampling, TokenIds, Turn
 
 GATHER_S = 0.05
-"""Seconds for which an engine gathers tokens before it sends them, where nobody reads them as they come."""
+"""Seconds for which an engine gathers tokens before it sends them, if nobody reads them live."""
 _MOST_FAILURES = 3
-"""Engines that may die in a row without a token: a completion that kills them must not kill them all."""
+"""Maximum consecutive engine deaths without a token: a completion that kills engines must not kill all of them."""
 _MOST_DEATHS = 12
-"""Engines that may die at one completion, with or without a token."""
+"""Maximum engine deaths per completion, with or without a token."""
 _ROUNDING = 1e-4
 """Tolerance by which a logprob may exceed 0."""
 
 
 class ResumableCompletion:
-    """Decodes one completion. When an engine dies, another one is shown all tokens so far and decodes the rest.
+    """Decodes one completion. If an engine dies, another one is prompted with all tokens so far and decodes the rest.
 
     completion = ResumableCompletion(prompt_ids, Sampling(max_tokens=64), tokenizer)
     turn = await completion.run(generator.decode)
@@ -36,7 +36,7 @@ class ResumableCompletion:
         self.tokens = 0
         """Number of tokens so far."""
         self.text = ""
-        """Text handed out so far."""
+        """Text emitted so far."""
         self.finish = ""
         self.gather_s = GATHER_S
         """Seconds for which engines gather tokens before they send them."""
@@ -44,27 +44,27 @@ class ResumableCompletion:
         self._tokenizer = tokenizer
         self._observe: Observer | None = None
         self._chunks: list[Chunk] = []
-        """Chunks so far, as they are in the whole completion."""
+        """Chunks of the completion so far."""
         self._decoder: TextStream | None = None
         self._failures = self._deaths = self._resumed_at = 0
         self._known = ""
-        """Text of all tokens, once a second engine decodes."""
+        """Text of all tokens, once another engine has resumed."""
 
     @property
     def shown(self) -> npt.NDArray[np.int32]:
-        """Prompt of the next engine: the completion's own, and all tokens so far."""
+        """Prompt for the next engine: the original prompt and all tokens so far."""
         if not self._chunks:
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, *(chunk.token_ids for chunk in self._chunks)])
 
     @property
     def suspect(self) -> bool:
-        """True once engines died in a row before a token came: they may have died of this completion."""
+        """True once several engines in a row died before a token, perhaps because of this completion."""
         return self._failures > 1 and self.tokens == self._resumed_at
 
     @property
     def rest(self) -> Sampling:
-        """Settings for the tokens that are missing."""
+        """Sampling settings for the remaining tokens."""
         done = self.tokens
         if not done:
             return self.sampling
@@ -72,18 +72,18 @@ class ResumableCompletion:
         return replace(
             self.sampling,
             max_tokens=self.sampling.max_tokens - done,
-            # Not the same random numbers again.
+            # A new seed, to not repeat the random numbers.
             seed=None if seed is None else (seed + 1_000_003 * done) % 2**63,
-            # A stop text may have begun in the tokens that this engine has only as its prompt.
+            # A stop string may begin in tokens that are in this engine's prompt.
             stop=(),
         )
 
     async def run(self, decode: Decode, *, observe: Observer | None = None, gather_s: float = GATHER_S) -> Turn:
-        """Decode it to its end, engine after engine.
+        """Decode to the end, on as many engines as needed.
 
         Args:
             decode: decodes on one engine.
-            observe: given each chunk as it comes, of which the last one has a `finish`; may end the completion.
+            observe: called with each chunk, the last of which has a `finish`; may end the completion.
             gather_s: seconds for which an engine gathers tokens into a chunk.
 
         Raises:
@@ -99,9 +99,9 @@ class ResumableCompletion:
         return self.turn()
 
     async def stream(self, decode: Decode, *, gather_s: float = 0.0) -> AsyncGenerator[Chunk, None]:
-        """Decode it as `run` does, and yield chunks as they come; the last one, and no other, has a `finish`.
+        """Decode as `run` does, and yield chunks as they come; only the last one has a `finish`.
 
-        A chunk is a token, or what an engine decodes in `gather_s` seconds.
+        A chunk is one token, or all tokens that an engine decodes in `gather_s` seconds.
         """
         came: asyncio.Queue[Chunk | None] = asyncio.Queue()
         decoding = asyncio.ensure_future(self.run(decode, observe=came.put_nowait, gather_s=gather_s))
@@ -115,17 +115,17 @@ class ResumableCompletion:
             await asyncio.gather(decoding, return_exceptions=True)
 
     def on_chunk(self, chunk: Chunk) -> bool:
-        """Take an engine's next chunk, which is valid; returns True if the engine must stop."""
+        """Process an engine's next, validated chunk; returns True if the engine must stop."""
         stops = self.add(chunk)
         if self._observe is not None and self._observe(self._chunks[-1]) and not self.finish:
             self.finish, stops = "stop", True
         return stops
 
     def add(self, chunk: Chunk) -> bool:
-        """Append an engine's next chunk; returns True if it ended the completion, and the engine does not know.
+        """Append an engine's next chunk; returns True if it ended the completion without the engine noticing.
 
-        An engine that resumes for another does not see a character or a stop text that began before it: text and end
-        are then found here, and tokens after the end are cut off.
+        An engine that resumes another's completion misses characters and stop strings that began earlier, so text and
+        end are determined here, and tokens after the end are cut off.
         """
         ended = chunk.finish
         if self._decoder is not None:
@@ -137,13 +137,12 @@ class ResumableCompletion:
         return self.finish != ended
 
     def fail_over(self, error: ReplicaError) -> None:
-        """Prepare for the next engine, as this one died.
+        """Prepare for the next engine after this one died.
 
         Raises:
-            PoisonError: several engines in a row died without a token, or many in all.
-            ReplicaError: `error`, if another engine cannot go on: what constrains a completion, or penalises its
-                tokens, knows only those that its own engine decoded.
-                Also if an engine hung while it decoded under a constraint, which may be the cause.
+            PoisonError: several engines in a row died without a token, or too many in total.
+            ReplicaError: `error`, if another engine cannot resume, because constraints and penalties apply only to
+                tokens that their own engine decoded; also if an engine hung under a constraint, which may be the cause.
         """
         if self.sampling.extra and (self.tokens or error.message.startswith("hung")):
             raise error
@@ -165,7 +164,7 @@ class ResumableCompletion:
             self._known = "".join(self._decoder.add(token) for token in known)
 
     def turn(self) -> Turn:
-        """Return the whole completion, once it has ended."""
+        """Return the whole completion after its end."""
         chunks = self._chunks
         if len(chunks) == 1:
             ids, logprobs, versions = chunks[0].token_ids, chunks[0].logprobs, chunks[0].versions
@@ -180,7 +179,7 @@ class ResumableCompletion:
             versions=versions,
             text=self.text,
             truncated=self.finish == "length",
-            # Of an engine that died nothing is known; the one that ended has computed all tokens.
+            # Dead engines sent no routing; the last engine has prefilled all earlier tokens.
             routed=None if chunks[-1].routed is None else chunks[-1].routed[: len(self.prompt_ids) + len(ids) - 1],
         )
 
@@ -206,9 +205,10 @@ class ResumableCompletion:
 
 
 def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size: int, versions: Collection[int]) -> str:
-    """Check what an engine sent; returns why it is invalid, or "" if it is valid.
+    """Validate a chunk from an engine; returns why it is invalid, or "" if it is valid.
 
-    `drawn` tokens of the completion came before it; `versions` are those that the engine may serve since then.
+    `drawn` is the number of earlier tokens of the completion; `versions` are the versions that the engine may have
+    served since.
     """
     if not isinstance(chunk, Chunk):
         return f"a chunk is of type {type(chunk).__name__}"
@@ -235,6 +235,6 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
 
 
 Observer: TypeAlias = Callable[[Chunk], bool | None]
-"""Given each chunk of a completion; True ends it."""
+"""Called with each chunk of a completion; returning True ends it."""
 Decode: TypeAlias = Callable[[ResumableCompletion], Awaitable[None]]
-"""Decodes the rest of a completion on one engine, and gives its `on_chunk` each chunk."""
+"""Decodes the rest of a completion on one engine, passing each chunk to its `on_chunk`."""

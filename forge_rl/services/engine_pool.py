@@ -1,4 +1,4 @@
-"""The engines of a generator, kept alike: one version, and all paused or none, also those that replace dead ones."""
+"""A generator's engines, kept in one state: the same version, and paused or asleep together; so are replacements."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ from forge_rl.weights.manifest import LoadReport
 Lend = Callable[[], AbstractAsyncContextManager[object]]
 """Opens a context in which the engines have their devices."""
 LOAD_DEADLINE_S = 600.0
-"""Deadline of an engine that loads a version."""
+"""Timeout of loading a version."""
 CONTROL_DEADLINE_S = 60.0
-"""Deadline of an engine that pauses, resumes and so on."""
+"""Timeout of pausing, resuming and the like."""
 _HELD_BYTES_PER_S = 5e8
-"""Least speed at which an engine that falls asleep moves its weights to host memory, which may first be pinned."""
+"""Minimum speed at which an engine going to sleep moves its weights to host memory, including pinning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DesiredState:
-    """State that every engine is brought to."""
+    """State to which every engine is brought."""
 
     version: int | None = None
-    """Version to serve; None while there is none."""
+    """Version to serve, if any."""
     store: WeightStore | None = None
-    """Store that holds the version; None for the weights of the model's folder."""
+    """Store that holds the version; None for the weights in the model's folder."""
     paused: bool = False
     asleep: bool = False
 
 
 class EnginePool:
-    """Brings all engines to one desired state; one that replaces a dead engine reaches it before it serves.
+    """Brings all engines to one desired state; a replacement engine reaches it before it serves.
 
     Args:
-        service: the service, whose replicas have a GeneratorActor's endpoints.
-        spawn: spawns the engine of an index.
-        start_deadline_s: longest time for an engine to start.
-        weights_bytes: size of the model's folder, by which an engine may take longer to fall asleep.
-        replace: gives an engine that replaces a dead one its devices, maybe after a while, and keeps them for it while
-            it starts.
+        service: service whose replicas have GeneratorActor's endpoints.
+        spawn: spawns the engine with a given index.
+        start_deadline_s: timeout of an engine's start.
+        weights_bytes: size of the model's weights, which extends the timeout of going to sleep.
+        replace: gives a replacement engine its devices, possibly after a wait, and reserves them while it starts.
     """
 
     def __init__(
@@ -65,20 +64,20 @@ class EnginePool:
         self._hold_deadline_s = CONTROL_DEADLINE_S + weights_bytes / _HELD_BYTES_PER_S
         self._replace = replace
         self._waiting = 0
-        """Engines that wait for their devices, to replace dead ones."""
+        """Number of replacement engines waiting for their devices."""
         self._waits = asyncio.Event()
-        """Set while there are some."""
+        """Set while any are waiting."""
         self.version: int | None = None
-        """Version that all engines serve; None before the first load, and after one that failed."""
+        """Version that all engines serve; None before the first load and after a failed load."""
         self.refusal = "nothing was loaded yet"
-        """Reason why there is no version."""
+        """Reason for a missing version."""
         self.versions: list[int] = []
-        """Versions in the order of their loads."""
+        """Versions in load order."""
         self.current = 0
         """Index of the current version in `versions`."""
         self._desired = DesiredState()
         self._ready: dict[int, Replica] = {}
-        """Engines in the desired state, by index. They serve, or are about to."""
+        """Engines in the desired state, by index, which serve or are about to."""
         self._holding = asyncio.Lock()
         self.progress = Progress()
 
@@ -88,7 +87,7 @@ class EnginePool:
         return any(each.serving and (held or self.progress.goes_on(each)) for each in self._service.replicas)
 
     async def start_one(self, index: int) -> None:
-        """Start the engine of an index, also in place of a dead one, and bring it to the state of the others."""
+        """Start the engine with an index, possibly replacing a dead one, and bring it to the desired state."""
         replica = self._spawn(index)
         await self._service.watch(replica, deadline_s=self._start_deadline_s)
         async with contextlib.AsyncExitStack() as stack:
@@ -105,14 +104,14 @@ class EnginePool:
                     await self._load(replica, desired.version, desired.store)
                 now = desired
             replica.link.deadlines.hold_streams(now.paused or now.asleep)
-            self._ready[replica.index] = replica  # nothing was awaited since the comparison: `each` will not miss it
+            self._ready[replica.index] = replica  # no await since the comparison: `each` will not miss it
 
     @contextlib.asynccontextmanager
     async def serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
-        """Set the version to serve while the body loads it into the living engines; new ones load it by themselves.
+        """Set the version to serve while the body loads it into living engines; new engines load it themselves.
 
-        Tokens may be of the old or of the new version meanwhile. If all engines die, this waits for a new one, unless
-        that waits for devices itself.
+        Meanwhile tokens may be from the old or the new version. If all engines die, this waits for a replacement,
+        unless the replacement itself waits for devices.
 
         Raises:
             ServiceError: no engine is left.
@@ -133,9 +132,9 @@ class EnginePool:
         self.current, self.version = len(self.versions) - 1, version
 
     async def hold(self, **changes: Any) -> None:
-        """Change `paused` or `asleep` of the desired state, and bring all living engines to it.
+        """Change `paused` or `asleep` in the desired state, and bring all living engines to it.
 
-        Engines that dropped their weights when they fell asleep load their version again to wake.
+        Engines that dropped their weights to sleep reload their version when they wake.
         """
         async with self._holding:
             self._desired = wanted = replace(self._desired, **changes)
@@ -155,12 +154,12 @@ class EnginePool:
     async def each(
         self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
     ) -> list[Any]:
-        """Call all engines; returns their results in order, without those of engines that died or failed.
+        """Call all engines; returns their results in order, omitting engines that died or failed.
 
-        An engine that fails where another does not is replaced.
+        An engine that fails while another succeeds is replaced.
 
         Raises:
-            ForgeError: as raised by an engine, if all raised one.
+            ForgeError: one engine's error, if all raised one.
         """
         errors: list[tuple[Replica, ForgeError]] = []
 
@@ -186,12 +185,13 @@ class EnginePool:
         return results
 
     def mark_failed(self, replica: Replica, cause: str) -> ReplicaError:
-        """Count an engine as dead and return the error to raise; its other requests end with such an error too."""
+        """Count an engine as dead and return the error to raise; its other requests fail with the same kind of
+        error."""
         self._service.mark_failed(replica, cause)
         return ReplicaError(cause, service=self._service.name, replica=replica.index, hint=f"see {replica.log}")
 
     async def _devices(self, stack: contextlib.AsyncExitStack) -> None:
-        """Wait for the devices of an engine that replaces another; they are kept until the stack is closed."""
+        """Wait for a replacement engine's devices, which are reserved until the stack is closed."""
         self._waiting += 1
         self._waits.set()
         try:
@@ -202,7 +202,7 @@ class EnginePool:
                 self._waits.clear()
 
     def _hold_deadlines(self, held: bool) -> None:
-        """Let no request be late while the engines stand still."""
+        """Suspend request deadlines while the engines are paused."""
         for replica in self._ready.values():
             replica.link.deadlines.hold_streams(held)
 
@@ -215,4 +215,4 @@ class EnginePool:
                 "load", manifest, store.transport(replica.host), deadline_s=LOAD_DEADLINE_S
             )
         if report.version != version:
-            raise WeightsError(f"version {version} was to be loaded, and the engine read {report.version}")
+            raise WeightsError(f"the engine read version {report.version} instead of {version}")

@@ -1,4 +1,4 @@
-"""The Generator service: vLLM engines that decode. One that dies is replaced, and others resume its completions."""
+"""The Generator service: vLLM engines that decode. Dead engines are replaced, and others resume their completions."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class Generator:
         """The generator: its engines, and how they sample."""
 
         replicas: int = 1
-        """Number of vLLM engines, each on tensor_parallel x data_parallel GPUs; or several on one CPU."""
+        """Number of vLLM engines, each on tensor_parallel x data_parallel GPUs, or all on one CPU."""
         max_requests: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
-        """Most requests that one engine decodes at a time, on each of its data_parallel copies; more wait. By default
-        256 on CUDA, 64 on CPU."""
+        """Maximum concurrent requests per engine, on each of its data_parallel copies; more are queued. By default 256
+        on CUDA, 64 on CPU."""
         memory_share: float = field(default_factory=lambda: 0.0 if device_type() == "cuda" else 0.4)
-        """Share of a GPU's memory that an engine may take. 0, the default on CUDA, is what a run's trainer leaves, or
-        0.9 of a GPU that an engine has to itself."""
+        """Share of a GPU's memory that an engine may use. 0, the default on CUDA, means the memory left by the run's
+        trainer, or 0.9 of a GPU that the engine does not share."""
         max_new_tokens: int = 16
-        """Most tokens of one completion."""
+        """Maximum tokens of a completion."""
         temperature: float = 1.0
         """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
         request_deadline_s: float = 3600.0
-        """Longest time between two chunks of a completion, without the time for which the engines are paused."""
+        """Timeout between two chunks of a completion, excluding time while engines are paused."""
         restart: Restart = field(default_factory=Restart)
         """Policy for engines that die."""
 
@@ -96,11 +96,11 @@ class Generator:
         self._trial = asyncio.Lock()
         """Held by a suspect completion until its first token, so that suspects run one at a time."""
         self.attested_in_place = 0.0
-        """Share of the weights that the last load attested over the live parameters."""
+        """Share of weights that the last load attested on the live parameters."""
         self.bytes_read: tuple[int, ...] = ()
-        """Bytes that each worker read in the last load, engine after engine."""
+        """Bytes read by each worker in the last load, engine by engine."""
         self.load_seconds: dict[str, float] = {}
-        """Seconds of each stage of the last load, by the slowest engine; see LoadReport."""
+        """Seconds per stage of the last load, of the slowest engine; see LoadReport."""
 
     @classmethod
     async def start(
@@ -119,23 +119,22 @@ class Generator:
         actor: type[ServiceActor] = GeneratorActor,
         name: str = "generator",
     ) -> Generator:
-        """Spawn the engines. They serve nothing until the first load.
+        """Spawn the engines, which serve nothing until the first load.
 
         Args:
-            seed: seed of the engines' own streams.
-            deadline_s: longest time for an engine to start, also for one that replaces a dead one.
-            first_gpu: number of the first engine's first GPU.
-            lend: gives the engines their devices for a chat, where something else may hold them.
-            replace: gives an engine that replaces a dead one its devices, once they are free, and keeps them for it
-                while it starts.
-            parse_control_tokens: as the Tokenizer's, for a chat.
+            seed: seed of the engines' random streams.
+            deadline_s: timeout of an engine's start, including replacements of dead engines.
+            first_gpu: index of the first engine's first GPU.
+            lend: gives the engines their devices for a chat, if something else may hold them.
+            replace: gives a replacement engine its devices once they are free, and reserves them while it starts.
+            parse_control_tokens: as for the Tokenizer, for chats.
 
         Raises:
             ConfigError: an engine of several devices cannot hold the model, or there are too few GPUs.
         """
         check_decode_layout(model, config, engines=config.replicas)
         service = Service(name, cluster, faults, uniform=True, exit_meanings=EXIT_MEANINGS)
-        # The config's own class would have the engines' processes import this module, and all that a controller needs.
+        # With the config's own class, engine processes would import this module and everything that a controller needs.
         settings = DecodeSettings(**{each.name: getattr(config, each.name) for each in fields(DecodeSettings)})
 
         def spawn(index: int) -> Replica:
@@ -144,7 +143,7 @@ class Generator:
 
         pool = EnginePool(service, spawn, deadline_s, weights_bytes=stored_bytes(model), replace=replace)
         async with task_group() as group:
-            tokenizer = group.create_task(  # imports for seconds
+            tokenizer = group.create_task(  # imports take seconds
                 asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)
             )
             group.create_task(service.start(config.replicas, pool.start_one, config.restart))
@@ -152,7 +151,7 @@ class Generator:
 
     @property
     def version(self) -> int | None:
-        """Version that all engines serve; None before the first load, and after one that failed."""
+        """Version that all engines serve; None before the first load and after a failed load."""
         return self._pool.version
 
     @property
@@ -162,21 +161,21 @@ class Generator:
 
     @property
     def max_model_tokens(self) -> int:
-        """Most tokens of a prompt and its completion together."""
+        """Maximum tokens of a prompt and its completion together."""
         return self.config.max_model_tokens
 
     @property
     def dtype(self) -> str:
-        """Format of the engines' weights, and so of published versions: "float32" or "bfloat16"."""
+        """Dtype of the engines' weights and thus of published versions: "float32" or "bfloat16"."""
         return str(resolve_dtype(self.config.dtype)).removeprefix("torch.")
 
     @property
     def listeners(self) -> list[Callable[[], None]]:
-        """Callbacks, run in the loop after every change of what `engines` returns."""
+        """Callbacks that run in the loop after every change of the result of `engines`."""
         return self._service.listeners
 
     def engines(self) -> dict[int, int]:
-        """Return the engines that serve now: by index, the most requests that each decodes at a time."""
+        """Return the serving engines: maximum concurrent requests by index."""
         most = self.config.max_requests * self.config.data_parallel
         return {replica.index: most for replica in self._service.replicas if replica.serving}
 
@@ -186,18 +185,18 @@ class Generator:
         return self._pool.answers(loading=self._loading.locked())
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
-        """Decode the rest of a completion on one engine, which gives it each chunk.
+        """Decode the rest of a completion on one engine, passing it each chunk.
 
-        If this is cancelled, so is the request.
+        Cancelling this cancels the request.
 
         Args:
             engine: index of the engine; by default the one with the fewest requests in flight.
 
         Raises:
-            WeightsError: no version was loaded yet, or the last load failed.
-            ConfigError: prompt and completion may be longer than the engines take, or vLLM refuses the request.
-            ReplicaError: the engine died, failed, or sent garbage; what came before is good.
-            DeadlineError: nothing came for config.request_deadline_s.
+            WeightsError: no version is loaded yet, or the last load failed.
+            ConfigError: prompt and completion may exceed the context length, or vLLM refuses the request.
+            ReplicaError: the engine died, failed, or sent garbage; earlier chunks are valid.
+            DeadlineError: no chunk came for config.request_deadline_s.
             ServiceError: no engine is left.
         """
         prompt_ids, sampling = completion.shown, completion.rest
@@ -218,7 +217,7 @@ class Generator:
         *,
         on_token: Callable[[], None],
     ) -> None:
-        """Decode as `decode` does; tells when a chunk has come."""
+        """Decode as `decode` does; calls `on_token` at each chunk."""
         replica = await self._choose(engine)
         first = self._pool.current
         drawn, ended = completion.tokens, False
@@ -254,7 +253,7 @@ class Generator:
             )
         except (ReplicaError, DeadlineError):
             raise
-        except ServiceError as error:  # the engine raised what is not meant for the caller
+        except ServiceError as error:  # an internal error of the engine
             if self._stopping:
                 raise
             raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
@@ -269,16 +268,16 @@ class Generator:
         engine: int | None = None,
         gather_s: float = 0.0,
     ) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion, token by token; the last chunk, and no other, has a `finish`.
+        """Decode one completion, token by token; only the last chunk has a `finish`.
 
-        When an engine dies, another one resumes from the tokens so far. `aclose` it when you leave early: that ends the
+        If an engine dies, another one resumes from the tokens so far. Call `aclose` to leave early, which cancels the
         request.
 
         Args:
             prompt_ids: the whole prompt.
-            sampling: by default that of training episodes.
+            sampling: by default the settings of training episodes.
             engine: index of the first engine; by default the one with the fewest requests in flight.
-            gather_s: seconds for which an engine gathers tokens into one chunk; by default it sends each at once.
+            gather_s: seconds for which an engine gathers tokens into one chunk; by default it sends each immediately.
 
         Raises:
             PoisonError: several engines in a row failed without a token.
@@ -295,9 +294,9 @@ class Generator:
         observe: Observer | None = None,
         gather_s: float = GATHER_S,
     ) -> Turn:
-        """Decode one whole completion; `observe` is given each chunk as it comes, and may end it by returning True.
+        """Decode a whole completion; `observe` is called with each chunk and may end it by returning True.
 
-        Other arguments, and errors, as those of `stream`.
+        Other arguments and errors as for `stream`.
         """
         return await self._completion(prompt_ids, sampling).run(
             self._decoder(engine), observe=observe, gather_s=gather_s
@@ -306,9 +305,9 @@ class Generator:
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
     ) -> str:
-        """Ask the current policy, with the model's chat template; greedy by default.
+        """Chat with the current policy, with the model's chat template; greedy by default.
 
-        Engines that are paused, or have lent their devices to the trainer, get them back for that long.
+        Engines that are paused, or have lent their devices to the trainer, resume for the duration.
         """
         messages = [{"role": "user", "content": message}] if isinstance(message, str) else list(message)
         sampling = Sampling(max_tokens=max_tokens or self.config.max_new_tokens, temperature=temperature)
@@ -316,17 +315,17 @@ class Generator:
             return (await self.generate(self._tokenizer.render(messages), sampling)).text
 
     async def load(self, store: WeightStore, version: int | None = None) -> int:
-        """Load a version, the latest by default, into every engine.
+        """Load a version, by default the latest, into every engine.
 
         Requests in flight continue under the new version; paused ones stay paused. Each engine attests the weights that
-        it read before it serves them. An engine that dies meanwhile is replaced by one that loads the version too. If
-        the version cannot be loaded, all engines refuse requests until a later load succeeds.
+        it read before it serves them. An engine that dies meanwhile is replaced by one that also loads the version. If
+        loading fails, all engines refuse requests until a later load succeeds.
 
         Returns:
-            The version that the engines say they read.
+            The version that the engines report having read.
 
         Raises:
-            AttestationError: an engine holds other weights than the trainer published; names the tensors.
+            AttestationError: an engine's weights differ from those published by the trainer; names the tensors.
             WeightsError: the version cannot be read, or the engines read different ones.
             ServiceError: no engine is left.
         """
@@ -338,7 +337,7 @@ class Generator:
             )
             if any(report.version != manifest.version for report in reports):
                 read = [report.version for report in reports]
-                raise WeightsError(f"version {manifest.version} was to be loaded, and the engines read {read}")
+                raise WeightsError(f"the engines read versions {read} instead of {manifest.version}")
         if reports:
             self.attested_in_place = min(report.in_place for report in reports) / len(manifest.tensors)
             self.bytes_read = tuple(count for report in reports for count in report.bytes_read)
@@ -349,42 +348,42 @@ class Generator:
         """Serve the weights of the model's folder as version 0.
 
         Raises:
-            WeightsError: versions were loaded over them.
+            WeightsError: another version has been loaded.
             ServiceError: no engine is left.
         """
         if self._pool.versions:
             raise WeightsError(
-                f"the engines have loaded version {self._pool.versions[-1]}", hint="start a new generator"
+                f"the engines have already loaded version {self._pool.versions[-1]}", hint="start a new generator"
             )
         async with self._loading, self._pool.serving_next(0, None):
             await self._pool.each("serve_model", deadline_s=CONTROL_DEADLINE_S)
 
     async def pause(self) -> None:
-        """Stop all engines at a token boundary. Requests keep their keys and values, new ones wait, and loads work."""
+        """Pause all engines at a token boundary. Requests keep their KV cache, new ones wait, and loads work."""
         await self._pool.hold(paused=True)
 
     async def resume(self) -> None:
-        """Decode again after `pause`."""
+        """Resume decoding after `pause`."""
         await self._pool.hold(paused=False)
 
     async def sleep(self) -> None:
-        """Stop all engines and free their device's memory: keys and values, and on CUDA the weights.
+        """Pause all engines and free their device memory: the KV cache, and on CUDA the weights.
 
-        Requests are kept; their keys and values are computed again after `wake`. Loads work, and bring the weights
-        back; without one, `wake` loads the version again.
+        Requests are kept; their KV cache is recomputed after `wake`. Loads work and restore the weights; without one,
+        `wake` reloads the version.
         """
         await self._pool.hold(asleep=True)
 
     async def wake(self) -> None:
-        """Decode again after `sleep`; engines that are also paused stay so."""
+        """Resume decoding after `sleep`; engines that are also paused stay paused."""
         await self._pool.hold(asleep=False)
 
     def drain_busy_s(self) -> list[float]:
-        """Return the seconds for which each engine was busy since the last call."""
+        """Return each engine's busy seconds since the last call."""
         return self._service.drain_busy_s()
 
     async def stop(self) -> None:
-        """End the engines: first vLLM's own processes, then ours."""
+        """Stop the engines: first vLLM's processes, then ours."""
         self._stopping = True
         living = [replica for replica in self._service.replicas if replica.alive]
         closing = [replica.call("close", deadline_s=5.0) for replica in living]
@@ -395,7 +394,7 @@ class Generator:
         return ResumableCompletion(prompt_ids, sampling or self.sampling, self._tokenizer)
 
     def _decoder(self, engine: int | None) -> Decode:
-        """Decode on the given engine first, then on the least loaded one."""
+        """Return a decoder that uses the given engine first, then the least loaded one."""
         engines = iter((engine,))
         return lambda completion: self.decode(completion, engine=next(engines, None))
 
@@ -410,7 +409,7 @@ class Generator:
         raise error
 
     def _check(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
-        """Raise, as `decode` does, if the request cannot be served."""
+        """Raise an error of `decode` if the request cannot be served."""
         if self.version is None:
             raise WeightsError(f"the engines hold no weights: {self._pool.refusal}", hint="load a version first")
         if len(prompt_ids) + sampling.max_tokens > self.config.max_model_tokens:

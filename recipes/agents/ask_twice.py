@@ -1,4 +1,4 @@
-"""An agent that knows nothing but HTTP: it asks a question, and asks again if no number came back.
+"""An agent on plain HTTP: asks a question, and asks again if the answer has no number.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python ask_twice.py < task.json
 """
