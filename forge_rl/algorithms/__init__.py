@@ -1,4 +1,4 @@
-"""Pure tensor functions of the methods: advantages, losses, logprobs and KL estimators."""
+"""Pure tensor functions: advantages, losses, logprobs and KL estimators."""
 
 from forge_rl.algorithms.advantages import batch_advantages, group_advantages
 from forge_rl.algorithms.aggregation import Aggregation

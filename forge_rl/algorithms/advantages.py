@@ -1,4 +1,4 @@
-"""Advantages of episodes, and of their tokens, over the other episodes of their group."""
+"""Advantages of episodes and their tokens, relative to the other episodes of their group."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def group_advantages(rewards: torch.Tensor, *, scale: Scale = "std") -> torch.Te
 
         group_advantages(torch.tensor([[0.0, 1.0]]), scale="none")  # [[-0.5, 0.5]]
 
-    "std" is GRPO: (r - mean) / (std + 1e-4), DeepSeekMath (arXiv 2402.03300) section 4.1.2. The paper leaves the kind
-    of standard deviation open; this is the unbiased one (divisor G - 1), as in TRL. "none" is r - mean, Dr. GRPO
-    (arXiv 2503.20783) section 3.2, which does not favour groups of little spread. "batch" is as "std", with all rewards
-    as one group, so that a group may have one episode: REINFORCE with the batch's baseline, as in REINFORCE++
-    (arXiv 2501.03262) equation 9.
+    "std" is GRPO: (r - mean) / (std + 1e-4), DeepSeekMath (arXiv 2402.03300) section 4.1.2. The paper does not specify
+    the standard deviation; this is the unbiased one (divisor G - 1), as in TRL. "none" is r - mean, Dr. GRPO (arXiv
+    2503.20783) section 3.2, which does not favour groups with little spread. "batch" is "std" with all rewards as one
+    group, so that a group may have one episode: REINFORCE with a batch baseline, as in REINFORCE++ (arXiv 2501.03262)
+    equation 9.
 
-    A group whose rewards are all equal gets exactly 0. It is recognised by its max and min: the standard deviation of
-    equal floats need not be 0 (0.1 repeated gives 8e-9), and dividing by it would train on rounding noise.
+    A group with equal rewards gets exactly 0. It is recognised by its max and min: the standard deviation of equal
+    floats need not be 0 (8e-9 for 0.1 repeated), and dividing by it would train on rounding noise.
 
     Rewards are [P, G] of any float or integer dtype, advantages [P, G] float32 without gradient.
 
     Raises:
-        ConfigError: rewards have another number of dims, one is not finite, or the scale is unknown.
+        ConfigError: rewards are not two-dimensional, one is not finite, or the scale is unknown.
     """
     if scale not in ("std", "none", "batch"):
-        raise ConfigError(f"advantages have no scale {scale!r}", hint='use "std", "none" or "batch"')
+        raise ConfigError(f"unknown scale of advantages {scale!r}", hint='use "std", "none" or "batch"')
     if rewards.ndim != 2:
         raise ConfigError(f"rewards have shape {list(rewards.shape)}, not [P, G]", hint="give one row to each group")
     rewards = rewards.detach().to(torch.float32)
@@ -62,32 +62,32 @@ def group_advantages(rewards: torch.Tensor, *, scale: Scale = "std") -> torch.Te
 
 
 def check_group_size(size: int, scale: Scale = "std") -> None:
-    """Refuse groups of one episode where its advantage is over the others of the group, and so is 0.
+    """Refuse groups of one episode if advantages are relative to the group, and would be 0.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the group size is below 2, and the scale is not "batch".
     """
     if size < 2 and scale != "batch":
         raise ConfigError(
-            f"--group-size is {size}, and an episode's advantage is over the others of its group",
+            f"--group-size is {size}, but advantages are relative to the other episodes of a group",
             hint='set --group-size to 2 or more, or use batch_advantages(batch, scale="batch")',
         )
 
 
 def batch_advantages(batch: Batch, *, scale: Scale = "std") -> Advantages:
-    """Return the advantages of a batch: those of `group_advantages`, and on top of them those of turns and tokens.
+    """Return a batch's advantages: `group_advantages`, plus the advantages of turns and tokens, if any.
 
         advantages = batch_advantages(batch)
         packed = pack(batch, advantages, run.trainer.layout)
 
-    Where rewards gave values to turns or tokens (`Score.turns`, `Score.tokens`), these are centered, and with scale
-    "std" divided by their standard deviation, over all turns' values of the group, or all tokens', as the steps of
-    process supervision are in DeepSeekMath (arXiv 2402.03300) section 4.1.3; with "batch", over the values of
-    all groups. A turn's value is added to the advantage of its own tokens, as in MT-GRPO (arXiv 2505.11821) equation 5;
-    a token's to its own. Values that are all equal add nothing.
+    If rewards assign values to turns or tokens (`Score.turns`, `Score.tokens`), these are centered, and with scale
+    "std" divided by their standard deviation, over the values of all turns, or all tokens, of the group, like the steps
+    of process supervision in DeepSeekMath (arXiv 2402.03300) section 4.1.3; with "batch", over the values of all
+    groups. A turn's value is added to the advantage of its own tokens, as in MT-GRPO (arXiv 2505.11821) equation 5; a
+    token's value to its own. Values that are all equal add nothing.
 
     Raises:
-        ConfigError: as group_advantages; or a value is infinite.
+        ConfigError: as group_advantages, or a value is infinite.
     """
     advantages = group_advantages(batch.rewards, scale=scale)
     if not any(episode.turn_values or episode.token_values for episode in batch.episodes):
@@ -99,7 +99,7 @@ def batch_advantages(batch: Batch, *, scale: Scale = "std") -> Advantages:
 
 
 def _with_values(episodes: Sequence[Episode], advantages: Sequence[float], scale: str) -> list[npt.NDArray[np.float32]]:
-    """Advantages of the tokens of each of these episodes, among each other."""
+    """Return token advantages of each episode, relative to the other episodes given."""
     of_turns = _normalised([np.asarray(each.turn_values, np.float32) for each in episodes], episodes, scale)
     of_tokens = _normalised([np.concatenate([_NONE, *each.token_values]) for each in episodes], episodes, scale)
     found = []
@@ -116,7 +116,7 @@ def _with_values(episodes: Sequence[Episode], advantages: Sequence[float], scale
 def _normalised(
     values: Sequence[npt.NDArray[np.float32]], episodes: Sequence[Episode], scale: str
 ) -> list[npt.NDArray[np.float32]]:
-    """Center values of episodes over all of them, and scale them; 0 for NaN, which is none."""
+    """Center and scale values over all episodes; NaN, a missing value, becomes 0."""
     infinite = next((each.task.id for each, own in zip(episodes, values, strict=True) if np.isinf(own).any()), None)
     if infinite is not None:
         raise ConfigError(f"the reward of {infinite} has infinite values", hint="give turns and tokens finite numbers")

@@ -1,8 +1,7 @@
-"""Scores of an evaluation with their standard errors: avg@k, pass@k, maj@k, and the comparison of two models.
+"""Evaluation scores with standard errors: avg@k, pass@k, maj@k, and the comparison of two models.
 
-Episodes of one task are alike, so that tasks are what is counted: a score is a mean over tasks, and its standard error
-is clustered by task (Miller 2024, arXiv 2411.00640). Rewards are `[N][k]`: for each of N tasks its episodes, of which
-some tasks may have fewer.
+Episodes of one task are correlated, so a score is a mean over tasks, and its standard error is clustered by task
+(Miller 2024, arXiv 2411.00640). Rewards are `[N][k]`: k episodes for each of N tasks, fewer for some.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ class Score:
     """A mean over tasks."""
 
     value: float
-    """NaN where there is no task."""
+    """NaN without tasks."""
     stderr: float
-    """Standard error; NaN where there are fewer than two tasks."""
+    """Standard error; NaN for fewer than two tasks."""
 
 
 def mean_over_tasks(scores: Sequence[float]) -> Score:
-    """Average the scores of tasks, `[N]`: the standard error is that of N independent values, s / sqrt(N)."""
+    """Average task scores, `[N]`; the standard error is s / sqrt(N), for N independent values."""
     if not scores:
         return Score(value=math.nan, stderr=math.nan)
     values = np.asarray(scores, np.float64)
@@ -38,19 +37,19 @@ def mean_over_tasks(scores: Sequence[float]) -> Score:
 
 
 def avg_at_k(rewards: Rewards) -> Score:
-    """Average all rewards, each task counting the same: avg@k. Tasks without episodes are left out."""
+    """Average all rewards with equal weight per task: avg@k. Tasks without episodes are left out."""
     return mean_over_tasks([float(np.mean(each)) for each in rewards if len(each)])
 
 
 def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Score:
-    """Estimate the share of tasks that k episodes succeed at least once in: pass@k.
+    """Estimate the share of tasks with at least one success in k episodes: pass@k.
 
-    Of a task with n episodes, c of which succeed, 1 - C(n-c, k) / C(n, k) is the unbiased estimate (Chen et al. 2021,
+    For a task with n episodes, c of which succeed, the unbiased estimate is 1 - C(n-c, k) / C(n, k) (Chen et al. 2021,
     arXiv 2107.03374, equation 1). Tasks with fewer than k episodes are left out.
 
     Args:
         k: at least 1.
-        success: reward from which an episode succeeds.
+        success: minimum reward of a successful episode.
     """
     assert k >= 1, f"pass@{k}"
     found = []
@@ -64,11 +63,11 @@ def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Score:
 def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Score:
     """Average the rewards of each task's most frequent answer: maj@k.
 
-    Answers that are equally frequent count alike, as if one of them was drawn. An episode without an answer, "", has a
-    vote only where no episode of the task has one. Equal answers with different rewards have their mean.
+    Ties count equally, as if one answer was drawn at random. Episodes without an answer, "", only vote if no episode of
+    the task has one. Equal answers with different rewards count with their mean.
 
     Args:
-        answers: what was extracted from each episode, aligned with the rewards.
+        answers: extracted answer of each episode, aligned with the rewards.
     """
     found = []
     for each, texts in zip(rewards, answers, strict=True):
@@ -84,15 +83,15 @@ def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The second of two models against the first one, on the same tasks."""
+    """Comparison of a second model with a first one, on the same tasks."""
 
     difference: float
-    """Mean over tasks of the second's score less the first's."""
+    """Mean over tasks of the second model's score minus the first's."""
     low: float
-    """Lower end of the 95% interval of the difference."""
+    """Lower end of the difference's 95% confidence interval."""
     high: float
     won: int
-    """Number of tasks at which the second scores higher."""
+    """Number of tasks on which the second model scores higher."""
     lost: int
     tasks: int
     """N."""
@@ -101,10 +100,10 @@ class Comparison:
 def compare_paired(
     first: Sequence[float], second: Sequence[float], *, seed: int, resamples: int = 10_000
 ) -> Comparison:
-    """Compare two models by their scores of the same tasks, `[N]` each: a paired bootstrap over tasks.
+    """Compare two models by their scores on the same tasks, `[N]` each, with a paired bootstrap over tasks.
 
-    The interval is that between the 2.5th and 97.5th percentile of the mean difference of `resamples` draws of N tasks
-    with replacement (Efron and Tibshirani 1993, section 13.3); the same seed gives the same interval.
+    The interval spans the 2.5th to 97.5th percentile of the mean difference over `resamples` draws of N tasks with
+    replacement (Efron and Tibshirani 1993, section 13.3); equal seeds return equal intervals.
     """
     assert len(first) == len(second) > 0, f"{len(first)} and {len(second)} tasks are no pairs"
     differences = np.asarray(second, np.float64) - np.asarray(first, np.float64)
@@ -122,7 +121,7 @@ def compare_paired(
 def _resampled_means(
     values: npt.NDArray[np.float64], drawn: np.random.Generator, resamples: int
 ) -> npt.NDArray[np.float64]:
-    """Return means of N values drawn with replacement, [resamples]; in pieces, as N may be large."""
+    """Return means of N values drawn with replacement, [resamples]; computed in pieces, as N may be large."""
     count = len(values)
     piece = max(1, 10_000_000 // count)
     sizes = [min(piece, resamples - begun) for begun in range(0, resamples, piece)]

@@ -1,4 +1,4 @@
-"""KL divergence of the policy from a frozen reference: estimators, and penalties with the right gradient."""
+"""KL divergence of the policy from a frozen reference: estimators, and penalties with correct gradients."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from forge_rl.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to +-20 before exp: 5e8 is already absurd, and an overflow to inf turns gradients into NaN."""
+"""Log ratios are clamped to +-20 before exp: exp(20) is already 5e8, and an overflow to inf makes gradients NaN."""
 MAX_PENALTY_LOG_RATIO = 3.0
-"""Log ratios of a penalty are clamped to 3 before exp: ratios of up to 20 are kept as they are, and one token that the
-policies disagree about cannot outweigh the rest of a batch."""
+"""Log ratios of a penalty are clamped to 3 before exp: ratios up to 20 are unchanged, and one token on which the
+policies disagree cannot outweigh the rest of a batch."""
 
 
 def kl_estimate(
     logprobs: torch.Tensor, reference: torch.Tensor, kind: Literal["k1", "k2", "k3"] = "k3"
 ) -> torch.Tensor:
-    """Estimate KL(policy || reference) at each token that the policy sampled: a value to report.
+    """Estimate KL(policy || reference) at each token that the policy sampled, as a metric.
 
     With d = logprobs - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman, "Approximating KL divergence",
-    2020). k1 and k3 are unbiased, k2 and k3 are never negative. None is a loss as it stands: see kl_penalty.
+    2020). k1 and k3 are unbiased; k2 and k3 are never negative. None of them can serve as a loss: see kl_penalty.
 
-    The policy's and the frozen reference's logprobs are float32 of any shape, as are the estimates.
+    The logprobs of policy and frozen reference are float32 of the same, arbitrary shape, as are the estimates.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -37,24 +37,24 @@ def kl_estimate(
         case "k3":
             difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             return torch.expm1(-difference) + difference
-    raise ConfigError(f"there is no KL estimator {kind!r}", hint='use "k1", "k2" or "k3"')
+    raise ConfigError(f"unknown KL estimator {kind!r}", hint='use "k1", "k2" or "k3"')
 
 
 def kl_penalty(
     logprobs: torch.Tensor, reference: torch.Tensor, log_ratio: torch.Tensor, kind: Literal["k2", "k3"]
 ) -> torch.Tensor:
-    """Return a loss at each token, of the same shape, whose expected gradient is that of KL(policy || reference) there.
+    """Return a loss per token, of the same shape, whose expected gradient is the gradient of KL(policy || reference).
 
-    "k2" is k2 alone. Its gradient (logprobs - reference) * grad logprobs is the KL's when the tokens come from the
-    policy itself; under a lag it is slightly biased, but its variance stays small.
+    "k2" is k2 alone. Its gradient (logprobs - reference) * grad logprobs equals the KL's if the tokens come from the
+    policy itself; with lag it is slightly biased, but its variance stays small.
 
-    "k3" is exp(log_ratio) * k3, DeepSeek-V3.2 (arXiv 2512.02556) equation 7, right for tokens of any behaviour policy.
-    The ratio is at most exp(MAX_PENALTY_LOG_RATIO); where the logprobs of policy and reference differ by more than
-    MAX_PENALTY_LOG_RATIO, k3 continues along its tangent there. The ratio must carry its gradient even where its
-    value is 1, because the expectation depends on the policy through the ratio too. k3 without the ratio follows
-    another divergence's gradient, and k1 has gradient 0 in expectation, so neither is offered: Tang and Munos, "On a
-    few pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477). The KL is about the next token given
-    its context; what the token does to later contexts is left out, as in every token-level penalty.
+    "k3" is exp(log_ratio) * k3, DeepSeek-V3.2 (arXiv 2512.02556) equation 7, correct for tokens of any behaviour
+    policy. The ratio is at most exp(MAX_PENALTY_LOG_RATIO); if the logprobs of policy and reference differ by more than
+    MAX_PENALTY_LOG_RATIO, k3 continues along its tangent. The ratio must carry its gradient even where its value is 1,
+    because the expectation depends on the policy through the ratio too. k3 without the ratio has another divergence's
+    gradient, and k1 has gradient 0 in expectation, so neither is offered: Tang and Munos, "On a few pitfalls in KL
+    divergence gradient estimation for RL" (arXiv 2506.09477). The KL is of the next token given its context; the
+    token's effect on later contexts is ignored, as in every token-level penalty.
 
     Args:
         logprobs: as for kl_estimate, with gradient.
@@ -69,7 +69,7 @@ def kl_penalty(
     if kind == "k3":
         difference = logprobs - reference
         bounded = difference.clamp(-MAX_PENALTY_LOG_RATIO, MAX_PENALTY_LOG_RATIO)
-        slope = 1 - torch.exp(-bounded)  # of the tangent, by which what is far away is still pulled back
+        slope = 1 - torch.exp(-bounded)  # slope of the tangent, which still pulls distant tokens back
         k3 = torch.expm1(-bounded) + bounded + slope * (difference - bounded)
         return log_ratio.clamp(max=MAX_PENALTY_LOG_RATIO).exp() * k3
-    raise ConfigError(f"there is no KL penalty {kind!r}", hint='use "k2" or "k3"')
+    raise ConfigError(f"unknown KL penalty {kind!r}", hint='use "k2" or "k3"')

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens from logits, in float32 or more and without a copy of the logits in that format."""
+"""Logprobs of chosen tokens from logits, in at least float32, without a float32 copy of the logits."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprob of each target, and the entropy of its distribution softmax(logits / temperature).
 
-    Logits at position t score token t+1. The packed rows already hold that token as targets[t], so nothing is shifted
-    here: entry t of both results is about targets[t].
+    Logits at position t score token t+1. Packed rows already hold that token as targets[t], so nothing is shifted here:
+    entry t of both results belongs to targets[t].
 
-    The arithmetic is float32, or float64 where the logits are. It goes chunk by chunk, forward and backward, and keeps
-    only the logits for the backward pass.
+    Computes in float32, or float64 for float64 logits, in chunks, forward and backward; saves only the logits for the
+    backward pass.
 
     Args:
         logits: [N, V], any float dtype.
-        targets: [N] int64; any id of the vocabulary at positions without a target.
-        temperature: the engine's sampling temperature, so that logprobs compare with behaviour logprobs.
-        chunk_tokens: positions worked on at a time; float32 temporaries are [chunk_tokens, V]. By default 16 on a CPU,
-            where they should stay in its cache, else 64.
-        overwrite_logits: write the gradient over the logits in the backward pass, which saves as many bytes. For logits
-            that nothing else reads, then or later; a second backward pass fails.
+        targets: [N] int64; any valid token id at positions without a target.
+        temperature: the engine's sampling temperature, so that logprobs are comparable with behaviour logprobs.
+        chunk_tokens: positions per chunk; float32 temporaries are [chunk_tokens, V]. By default 16 on CPU, to stay in
+            its cache, else 64.
+        overwrite_logits: overwrite the logits with the gradient in the backward pass, which saves their size in memory.
+            Only for logits that nothing else reads; a second backward pass fails.
 
     Returns:
-        logprobs [N] with gradient, entropy [N] in nats without gradient; float32, or float64 where the logits are.
+        logprobs [N] with gradient, entropy [N] in nats without gradient; float32, or float64 for float64 logits.
 
     Raises:
-        ConfigError: the temperature or chunk_tokens is not above 0.
+        ConfigError: temperature or chunk_tokens is not above 0.
     """
     if not 0 < temperature < float("inf"):
         raise ConfigError(
@@ -56,18 +56,18 @@ def token_logprobs(
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
-    """Convert narrower formats to float32; keep float64."""
+    """Convert narrower dtypes to float32; keep float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Measure how far the trainer's logprobs are from the engine's, on the same tokens.
+    """Measure the gap between the trainer's and the engine's logprobs on the same tokens.
 
-    Both are of any shape, and `mask` bool of the same shape; entry t is about the same token in all three.
+    All three have the same, arbitrary shape, and entry t belongs to the same token in each; `mask` is bool.
 
     Returns:
         Detached scalars, float32 or wider: "abs_sum" and "max" of the absolute differences, and "count" of the tokens.
-        Sums and counts add over rows and ranks, and the max takes the max.
+        Over rows and ranks, sums and counts add up, and "max" takes the maximum.
     """
     gap = widened(torch.where(mask, trainer.detach() - behaviour, 0.0).abs())
     largest = gap.max() if gap.numel() else gap.new_zeros(())
@@ -75,7 +75,7 @@ def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tens
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Gradient by hand, so that no [N, V] softmax is saved: d logprob / d logits = (onehot - p) / temperature."""
+    """Handwritten gradient, so that no [N, V] softmax is saved: d logprob / d logits = (onehot - p) / temperature."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.log_softmax(scaled, dim=1, out=logp)
             logprobs[rows] = logp.gather(1, targets[rows, None]).squeeze(1)
             torch.exp(logp, out=p)
-            # The bound keeps 0 * -inf out of the sum; what it changes has a probability of 0.
+            # The bound avoids 0 * -inf in the sum; it only changes entries of probability 0.
             entropy[rows] = -p.mul_(logp.clamp_(min=-1e4)).sum(dim=1)
         ctx.save_for_backward(logits, targets)
         ctx.options = temperature, chunk_tokens, overwrite_logits
@@ -121,12 +121,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _room(logits: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Memory of a chunk's results, which all chunks use: fresh pages for each would cost a CPU more than the sums."""
+    """Allocate a buffer for results that all chunks share: fresh pages per chunk would cost a CPU more than the
+    arithmetic."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.new_empty(min(tokens, len(logits)), logits.shape[1], dtype=wide)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits divided by the temperature, float32 or wider; at 1 float32 is not copied."""
+    """Return logits divided by the temperature, float32 or wider; at temperature 1 float32 is not copied."""
     scaled = widened(logits)
     return scaled if temperature == 1 else scaled / temperature

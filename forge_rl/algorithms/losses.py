@@ -1,4 +1,4 @@
-"""Losses over the trained tokens of a packed row: weighted sums, which the caller divides by one number a minibatch."""
+"""Losses over a packed row's trained tokens: weighted sums, which the caller divides by one number per minibatch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from forge_rl.errors import ConfigError
 class LossInputs:
     """One packed row as a loss sees it.
 
-    All tensors are [L] and aligned: entry t of each is about the same token, the target of position t. Values where
-    mask is False are arbitrary, even NaN. What is float32 here is float64 where the trainer computes in float64.
+    All tensors are [L] and aligned: entry t of each belongs to the same token, the target of position t. Values where
+    mask is False are arbitrary, even NaN. float32 tensors are float64 if the trainer computes in float64.
     """
 
     logprobs: torch.Tensor
-    """float32, the policy's, with gradient."""
+    """float32, the policy's logprobs, with gradient."""
     behaviour: torch.Tensor
-    """float32, the engine's when it sampled the token."""
+    """float32, the engine's logprobs when it sampled the tokens."""
     advantages: torch.Tensor
-    """float32, of the token's episode."""
+    """float32, advantages of the tokens."""
     weights: torch.Tensor
-    """float32, by which the token's loss counts in the sum: see `Aggregation.weights`."""
+    """float32, weight of each token's loss in the sum; see `Aggregation.weights`."""
     mask: torch.Tensor
     """bool, True where the token is trained."""
     versions: torch.Tensor
@@ -41,11 +41,11 @@ class LossInputs:
     reference: torch.Tensor | None = None
     """float32, the frozen reference's logprobs; None unless the loss needs them."""
     proximal: torch.Tensor | None = None
-    """float32, logprobs of the policy as it was before the batch's first update; None unless the loss needs them."""
+    """float32, logprobs of the policy before the batch's first update; None unless the loss needs them."""
 
 
 class Loss(Protocol):
-    """Sums a loss over one row's tokens. Must pickle: it is sent to the trainer's ranks.
+    """Sums a loss over one row's tokens. Must be picklable, as it is sent to the trainer ranks.
 
     class Reinforce:
         needs_reference = needs_proximal = False
@@ -58,26 +58,26 @@ class Loss(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the trainer must hold a frozen reference; groups whose advantages are 0 then have a gradient too."""
+        """True if the trainer must hold a frozen reference; groups with zero advantages then also have a gradient."""
         ...
 
     @property
     def needs_proximal(self) -> bool:
-        """True if the loss wants the logprobs from before the batch's first update: one more forward pass a batch."""
+        """True if the loss needs the logprobs before the batch's first update: one more forward pass per batch."""
         ...
 
     @property
     def aggregation(self) -> Aggregation:
-        """Says how the losses of tokens become one number."""
+        """Mean that reduces token losses to one number."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Sum the loss, times its weight, over the tokens where mask is True.
+        """Sum the weighted loss over the tokens where mask is True.
 
         Returns:
             The sum, a scalar with gradient, and unweighted sums for metrics, detached scalars. The caller divides the
-            first by the aggregation's divisor, over all rows and ranks, so that neither the split into microbatches nor
-            the number of ranks changes the gradient; and the others by the number of tokens.
+            former by the aggregation's divisor over all rows and ranks, so that neither the split into microbatches nor
+            the number of ranks changes the gradient, and the latter by the number of tokens.
         """
         ...
 
@@ -89,29 +89,29 @@ class ClippedSurrogate:
         stats = await run.trainer.step(packed, ClippedSurrogate(clip_high=0.2, kl_coef=0.01))
 
     The loss of a token is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * penalty, where
-    r = exp(logprobs - behaviour) is taken over the engine's own logprobs: PPO (arXiv 1707.06347) equation 7, with the
+    r = exp(logprobs - behaviour) is relative to the engine's own logprobs: PPO (arXiv 1707.06347) equation 7, with the
     group's advantages of GRPO (arXiv 2402.03300) equation 3, and clip-higher of DAPO (arXiv 2503.14476) equation 10.
-    Where A is negative, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO"). The logarithm of
-    r is clamped to +-20, so that no ratio overflows.
+    For negative A, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO"). log r is clamped to
+    +-20, so that no ratio overflows.
     """
 
     clip_low: float = 0.2
-    """A ratio below 1 - clip_low earns no more gradient when the advantage is negative."""
+    """Ratios below 1 - clip_low have no gradient if the advantage is negative."""
     clip_high: float = 0.28
-    """A ratio above 1 + clip_high earns no more gradient when the advantage is positive."""
+    """Ratios above 1 + clip_high have no gradient if the advantage is positive."""
     dual_clip: float = 3.0
-    """A ratio above this earns no more gradient when the advantage is negative, where it would grow without bound; inf
-    turns that off."""
+    """Ratios above this have no gradient if the advantage is negative, where the loss would grow without bound; inf
+    turns this off."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the reference; 0 needs no reference."""
     kl_kind: Literal["k2", "k3"] = "k2"
     """Form of the KL penalty: k2, or k3 times the importance ratio."""
     decoupled: bool = False
-    """Clip the ratio to the policy as it was before the batch's first update, and weigh each token by the ratio of that
-    policy to the engine's: decoupled PPO, as in AReaL (arXiv 2505.24298), for several updates on old tokens."""
+    """Clip the ratio to the policy before the batch's first update, and weight each token by the ratio of that policy
+    to the engine's: decoupled PPO, as in AReaL (arXiv 2505.24298), for several updates on stale tokens."""
     behaviour_cap: float = 5.0
-    """Largest such weight, where decoupled. A token beyond it is left out of the surrogate, as in AReaL; its weight is
-    not cut down to it."""
+    """Maximum of this weight if decoupled. Tokens above it are dropped from the surrogate, as in AReaL, rather than
+    clipped."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
@@ -141,17 +141,17 @@ class ClippedSurrogate:
         return self.decoupled
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", "clipped" (tokens
-        whose gradient a clip removed), "dual_clipped" (those of them that the dual clip did), where decoupled
+        """Sum the loss; see Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio",
+        "clipped" (tokens whose gradient was clipped away), "dual_clipped" (the part due to the dual clip), if decoupled
         "behaviour_weight" (0 for a token beyond the cap) and "behaviour_capped" (tokens beyond it), and with a
         reference "kl" (k3's estimate).
 
         Raises:
-            ConfigError: kl_coef is above 0 and there is no reference.
+            ConfigError: kl_coef is above 0 but there is no reference.
         """
         if self.needs_reference and inputs.reference is None:
             raise ConfigError(
-                f"kl_coef is {self.kl_coef} and there is no reference",
+                f"kl_coef is {self.kl_coef} but there is no reference",
                 hint="give the trainer a frozen reference, or set --loss.kl-coef 0",
             )
         for each in fields(inputs):
@@ -160,7 +160,7 @@ class ClippedSurrogate:
         mask = inputs.mask
 
         def masked(values: torch.Tensor) -> torch.Tensor:
-            # where comes before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
+            # Apply where before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
             return torch.where(mask, values, 0.0)
 
         logprobs, behaviour, advantages = map(masked, (inputs.logprobs, inputs.behaviour, inputs.advantages))
@@ -200,5 +200,5 @@ class ClippedSurrogate:
 
 
 def _ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return exp(logprobs - others), without overflow."""
+    """Return exp(logprobs - others) without overflow."""
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

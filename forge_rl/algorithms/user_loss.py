@@ -1,4 +1,4 @@
-"""Calls a loss that may be a user's own: names the line at which it fails, and tries it on a small row."""
+"""Calls losses that users may have written: reports the failing line, and tries a loss on a small row."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from forge_rl.errors import ForgeError, LossError
 from forge_rl.user_code import line_of
 
 _TRIED = 8
-"""Tokens of the row that a loss is tried on."""
+"""Tokens in the row that a loss is tried on."""
 _OF_DEVICE = re.compile(r"(?:CUDA (?:driver )?|cuDNN |NCCL )error")
-"""Start of the messages with which PyTorch reports a failure of the device or its libraries as a RuntimeError."""
+"""Prefix of PyTorch's RuntimeError messages for failures of the device or its libraries."""
 
 
 def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Return what the loss does, see `Loss.__call__`.
+    """Call the loss and validate its result; see `Loss.__call__`.
 
     Raises:
-        LossError: it raised, or returned something else than a loss.
-        torch.OutOfMemoryError, torch.AcceleratorError: the device has no room, or failed, whatever ran on it last.
-        RuntimeError: a library of the device's says that it failed.
+        LossError: it raised, or its result is not a loss.
+        torch.OutOfMemoryError, torch.AcceleratorError: the device is out of memory, or failed, whichever kernel caused
+        it.
+        RuntimeError: a device library reports a failure.
     """
     try:
         found = loss(inputs)
@@ -49,14 +50,14 @@ def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str
             seen = f"a tensor of shape {list(total.shape)}"
         case _:
             seen = f"{type(found).__name__}"
-    raise LossError(f"the loss returned {seen}", hint="return its sum, a scalar tensor, and a dict of sums for metrics")
+    raise LossError(f"the loss returned {seen}", hint="return the sum, a scalar tensor, and a dict of sums for metrics")
 
 
 def try_loss(loss: Loss) -> None:
-    """Call a loss on a small row in host memory, so that one that cannot work is refused before anything starts.
+    """Try a loss on a small row in host memory, so that a broken one is refused before anything starts.
 
     Raises:
-        LossError: it cannot be sent to the trainer's ranks, raised, returned something else than a loss, or has no
+        LossError: it cannot be sent to the trainer ranks, raised, returned something other than a loss, or has no
             finite gradient.
     """
     import cloudpickle  # type: ignore[import-untyped]
@@ -71,7 +72,7 @@ def try_loss(loss: Loss) -> None:
     index = torch.arange(_TRIED, dtype=torch.int32)
     logprobs = (-0.5 - 0.1 * index).requires_grad_()
     others = logprobs.detach() - 0.05
-    mask = index % 4 != 3  # as the prompt of the second episode
+    mask = index % 4 != 3  # like the second episode's prompt
     lengths = torch.where(mask, 3, 1)
     inputs = LossInputs(
         logprobs=logprobs,
@@ -93,5 +94,5 @@ def try_loss(loss: Loss) -> None:
         seen = "no gradient" if logprobs.grad is None else "a gradient that is not finite"
         raise LossError(
             f"the loss of a small row is {float(total.detach()):.4g}, and has {seen}",
-            hint="compute it from inputs.logprobs, without detach, and where the mask is True alone",
+            hint="compute it from inputs.logprobs, without detach, and only where the mask is True",
         )
