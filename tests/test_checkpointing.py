@@ -252,7 +252,7 @@ def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError
 @pytest.mark.parametrize(
     ("updates", "broken", "said"),
     [
-        (4, {}, "holds a training state of 4 updates, and .* of 2"),
+        (4, {}, "holds a training state of 4 updates, but .* of 2"),
         (2, {"scores": None}, "lacks"),
         (2, {"evaluation": [2]}, "an evaluation"),
         (2, {"evaluation": ["2", 2]}, "an evaluation"),
@@ -319,7 +319,7 @@ def test_checkpoints_that_cannot_be_written_are_told_and_those_before_them_stay(
         await step(None)
         await step(full)
         assert len(told()) == 1
-        assert "step 2: there is no checkpoint of it: " in told()[0]
+        assert "step 2 has no checkpoint: " in told()[0]
         assert "No space left on device" in told()[0]
         with pytest.raises(CheckpointError, match="No space left"):
             await checkpointer.finish_save()

@@ -115,7 +115,7 @@ def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_toke
     never_asked = ReplicaError("it does not serve", service="generator", replica=0)
     never_asked.blamed = False
     completion.fail_over(never_asked)
-    with pytest.raises(PoisonError, match=r"2 prompt tokens ended 5 engines.*gone"):
+    with pytest.raises(PoisonError, match=r"2 prompt tokens killed 5 engines.*gone"):
         completion.fail_over(DIED)
 
 
@@ -126,7 +126,7 @@ def test_a_completion_at_which_engines_die_after_some_tokens_each_is_given_up_to
         completion.fail_over(DIED)
         assert not completion.suspect
     completion.add(chunk((5,)))
-    with pytest.raises(PoisonError, match="ended 12 engines"):
+    with pytest.raises(PoisonError, match="killed 12 engines"):
         completion.fail_over(DIED)
 
 

@@ -241,9 +241,9 @@ class Odd:
 @pytest.mark.parametrize(
     ("factory", "fault", "message"),
     [
-        (lambda task: None, "", "the environment's factory returned None, which has no reset and step"),
-        (Odd, "reset", "Odd.reset returned None, no Observation"),
-        (Odd, "step", "Odd.step returned None, no Step"),
+        (lambda task: None, "", "the environment's factory returned None, which lacks reset or step"),
+        (Odd, "reset", "Odd.reset returned None, not an Observation"),
+        (Odd, "step", "Odd.step returned None, not a Step"),
         (GuessNumber(), "", "the task '1' has no number to guess"),
         (BySource({"math": SingleTurn}), "", "the source 'toy' has no environment"),
     ],

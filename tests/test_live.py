@@ -150,9 +150,13 @@ def test_a_change_that_a_later_checkpoint_took_back_does_not_come_again(tmp_path
 @pytest.mark.parametrize(
     ("flags", "expected", "said"),
     [
-        ({"max_lag": 4}, (3, 4, 1.5, 64, Flagged(7.0)), "schedule max_lag is 4 by the flags of now, and not 2"),
-        ({"reward": Flagged(2.0)}, (3, 2, 1.5, 64, Flagged(2.0)), "the reward is Flagged by the flags of now"),
-        ({"weights": {"a": 0, "b": 9}}, (0, 2, 1.5, 64, Flagged(7.0)), "mixture a 3 -> 0 (by the flags of now)"),
+        (
+            {"max_lag": 4},
+            (3, 4, 1.5, 64, Flagged(7.0)),
+            "the current flags set schedule max_lag 4, which overrides the live change to 2",
+        ),
+        ({"reward": Flagged(2.0)}, (3, 2, 1.5, 64, Flagged(2.0)), "the current flags set the reward Flagged"),
+        ({"weights": {"a": 0, "b": 9}}, (0, 2, 1.5, 64, Flagged(7.0)), "mixture a 3 -> 0 (by the current flags)"),
         ({"over_sampling": 1.5}, CHANGED, ""),
     ],
 )
@@ -183,7 +187,7 @@ def test_a_reward_that_was_typed_at_a_prompt_cannot_come_again_and_that_is_said(
     asyncio.run(live.reward.replace(lambda task, text: 1.0))
     again = live.continued(live)
     assert again.reward.function == Flagged()
-    assert "set it anew" in again.events[-1]
+    assert "set it again" in again.events[-1]
 
 
 def test_a_reward_that_is_refused_leaves_the_one_before(tmp_path: Path):

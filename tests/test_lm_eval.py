@@ -205,8 +205,8 @@ def test_scores_are_named_by_metric_and_filter():
     [
         ({"limit": 0}, "--limit is 0"),
         ({"num_fewshot": -1}, "--num-fewshot is -1"),
-        ({"include_path": Path("/nowhere")}, "no folder /nowhere"),
-        ({"lm_eval": (), "live": True}, "--live is for --lm-eval"),
+        ({"include_path": Path("/nowhere")}, "/nowhere is not a folder"),
+        ({"lm_eval": (), "live": True}, "--live requires --lm-eval"),
     ],
 )
 def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str):

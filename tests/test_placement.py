@@ -224,7 +224,9 @@ def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch:
     with pytest.raises(ConfigError, match="need 4 GPUs of their own, and there are 1") as caught:
         shares(1, decodes_while_training=True)
     assert caught.value.hint.startswith("choose --schedule.kind pipelined")
-    with pytest.raises(ConfigError, match="asynchronous decode while the trainer trains, and --placement is colocated"):
+    with pytest.raises(
+        ConfigError, match="during training under the schedule asynchronous, but --placement is colocated"
+    ):
         RunConfig(placement="colocated", schedule=ScheduleConfig(kind="asynchronous"))
 
 

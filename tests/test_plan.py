@@ -121,7 +121,7 @@ def test_what_cannot_fit_is_refused_with_the_flags_of_the_largest_part():
         Need(who="engine", count=1, parts={"weights": 5}, hint="lower that"),
     ]
     refuse(needs, host=19, gpu=0)
-    with pytest.raises(ConfigError, match=r"2 x .* for each trainer rank, and this machine has") as caught:
+    with pytest.raises(ConfigError, match=r"2 x .* for each trainer rank, but this machine has") as caught:
         refuse(needs, host=18, gpu=0)
     assert "lower this" in caught.value.hint
     assert "--plan" in caught.value.hint
@@ -194,5 +194,5 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
     monkeypatch.setattr(placement, "gpus", lambda: 2)
     assert host(apart) == {"store of weights: versions": 2 * weights}
     monkeypatch.setattr(plan, "host_bytes", lambda: rank.state)
-    with pytest.raises(ConfigError, match=r"the run needs .* and this machine has"):
+    with pytest.raises(ConfigError, match=r"the run needs .* but this machine has"):
         check_state_fits(config, read_architecture(tmp_path), reference=True)

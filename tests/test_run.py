@@ -155,7 +155,7 @@ def run_here(recipe: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> int:
         (("--out", "/proc/forge_rl"), "--out"),
         (("--loss.kl-kind", "k3"), "--loss.kl-kind"),
         (("--trainer.recompute",), "--trainer.activation-checkpointing full"),
-        (("--plan", "--trainer.row-tokens", "262144"), "for each trainer rank, and this machine has"),
+        (("--plan", "--trainer.row-tokens", "262144"), "for each trainer rank, but this machine has"),
         (("--generator.kv-cache-gib", "1e6"), "--generator.kv-cache-gib"),
         (("--trainer.cpu-offload",), "--trainer.cpu-offload"),
     ],

@@ -227,7 +227,7 @@ def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     if when == "while a service starts":
         instead["generator"] = never
     asyncio.run(check())
-    assert "a second signal stops at once" in events(tmp_path)
+    assert "a second signal stops immediately" in events(tmp_path)
     assert sorted(stopped) == sorted({*NAMES} - {*instead})
 
 

@@ -279,7 +279,7 @@ def _absolute(text: str) -> str:
 
 
 def _ended(folder: Path) -> str:
-    """Describe that no run is live in a folder, and how the last one ended."""
+    """Return the message that a folder has no live run, and how the last one ended."""
     try:
         summary = json.loads((folder / "summary.json").read_text())
         scores = summary["score_before"], summary["score_after"]

@@ -151,7 +151,7 @@ class Checkpointer:
         try:
             return await self._write(copied)
         except CheckpointError as error:
-            self._warn(f"step {step}: there is no checkpoint of it: {error}")
+            self._warn(f"step {step} has no checkpoint: {error}")
             return error
 
     async def _write(self, copied: asyncio.Future[None]) -> Checkpoint:
@@ -236,15 +236,15 @@ class Checkpointer:
         """Read the rollouts' state, the scores, the run's seconds so far, and the evaluation in progress."""
         state, updates = checkpoint.controller_state(), self._services.trainer.updates
         rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
-        hint = f"delete {checkpoint.folder} to continue from the checkpoint before it"
-        lacks = CheckpointError(f"{checkpoint.folder}/controller.json lacks what a run continues from", hint=hint)
+        hint = f"delete {checkpoint.folder} to resume from the previous checkpoint"
+        lacks = CheckpointError(f"{checkpoint.folder}/controller.json lacks state that resuming needs", hint=hint)
         if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
             raise lacks
         if (live := state.get("live")) is not None and not is_live_state(live):  # None: saved by an older version
             raise lacks
         if updates != state.get("updates"):
             raise CheckpointError(
-                f"{checkpoint.folder} holds a training state of {updates} updates, and the state of a run of "
+                f"{checkpoint.folder} holds a training state of {updates} updates, but a controller state of "
                 f"{state.get('updates')}",
                 hint=hint,
             )
@@ -259,10 +259,10 @@ class Checkpointer:
                     raise ValueError(f"an evaluation {other!r:.80}")
             return rollouts, known, float(seconds), evaluation
         except (TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{checkpoint.folder}/controller.json holds a score: {error}", hint=hint) from error
+            raise CheckpointError(f"{checkpoint.folder}/controller.json is invalid: {error}", hint=hint) from error
 
 
 def _with_mixture(rollouts: dict[str, object], changed: Mapping[str, object]) -> dict[str, object]:
-    """Replace parts of the mixture in a state of the rollouts; without a mixture, the state is returned unchanged."""
+    """Replace parts of the mixture in a rollouts state; a state without one is unchanged, and refused on restore."""
     mixture = rollouts.get("mixture")
     return {**rollouts, "mixture": {**mixture, **changed}} if isinstance(mixture, dict) else rollouts

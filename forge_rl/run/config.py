@@ -89,8 +89,7 @@ class RunConfig:
         check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
         if self.placement == "colocated" and self.schedule.decodes_while_training:
             raise ConfigError(
-                f"engines of the schedule {self.schedule.kind} decode while the trainer trains, and --placement is "
-                "colocated",
+                f"engines decode during training under the schedule {self.schedule.kind}, but --placement is colocated",
                 hint="choose --placement separate, or --schedule.kind pipelined",
             )
         updates = self.steps * self.trainer.updates_per_batch
@@ -101,13 +100,13 @@ class RunConfig:
             )
         if (self.evaluation.max_new_tokens or 0) >= self.generator.max_model_tokens:
             raise ConfigError(
-                f"--evaluation.max-new-tokens is {self.evaluation.max_new_tokens}, and prompt and completion together "
-                f"have at most {self.generator.max_model_tokens}",
+                f"--evaluation.max-new-tokens is {self.evaluation.max_new_tokens}, but prompt and completion together "
+                f"are limited to {self.generator.max_model_tokens}",
                 hint="lower --evaluation.max-new-tokens, or raise --generator.max-model-tokens",
             )
         if self.trainer.minibatches > self.groups_per_batch:
             raise ConfigError(
-                f"{self.groups_per_batch} groups cannot be cut into {self.trainer.minibatches} minibatches",
+                f"{self.groups_per_batch} groups cannot be split into {self.trainer.minibatches} minibatches",
                 hint="lower --trainer.minibatches, or raise --groups-per-batch",
             )
         if 0 < self.trainer.longest_row < self.generator.max_model_tokens:
@@ -115,6 +114,6 @@ class RunConfig:
             raise ConfigError(
                 f"episodes can have {self.generator.max_model_tokens} tokens, but a row of the trainer only "
                 f"{self.trainer.longest_row}",
-                hint=f"raise --trainer.row-tokens, set --trainer.context-parallel to {needed} or more, which splits "
-                "each row over so many ranks, or lower --generator.max-model-tokens",
+                hint=f"raise --trainer.row-tokens, set --trainer.context-parallel to {needed} or more to split "
+                "each row over as many ranks, or lower --generator.max-model-tokens",
             )

@@ -33,8 +33,7 @@ _ASLEEP_BYTES = 3 << 30
 
 
 def with_defaults(config: C, model: Path, *, reference: bool) -> tuple[C, list[str]]:
-    """Choose settings that the user left open, for this machine; returns also a line per choice. Takes seconds with
-    GPUs.
+    """Choose settings that the user left open, for this machine; see `choose`. Takes seconds with GPUs.
 
     Args:
         model: Hugging Face folder; only its config.json is read.
@@ -90,7 +89,7 @@ def choose(
         shared = True
         lines.append(
             f"placement colocated: under the {config.schedule.kind} schedule trainer and engines take turns, and both "
-            f"fit on {engines} of {there} GPUs; --trainer.ranks and --generator.replicas put the others to work"
+            f"fit on {engines} of {there} GPUs; --trainer.ranks and --generator.replicas use the others"
         )
     stays = stays and shared
 
@@ -112,16 +111,16 @@ def choose(
                 trainer, found = replace(other, row_tokens=trainer.row_tokens), planned
                 stays = stays and not other.cpu_offload
                 flags = "--trainer.activation-checkpointing full" + " --trainer.cpu-offload" * other.cpu_offload
-                lines.append(f"{flags}: the trainer has no room otherwise; more --trainer.ranks share its state")
+                lines.append(f"{flags}: the trainer does not fit otherwise; more --trainer.ranks shard its state")
                 break
 
     if not trainer.row_tokens:
         longest = next((each for each in _ROWS if each > needed and room(found, each)), needed)
         trainer = replace(trainer, row_tokens=longest)
-        lines.append(f"--trainer.row-tokens {longest}: of {gpu / 2**30:.0f} GiB a GPU")
+        lines.append(f"--trainer.row-tokens {longest}: for {gpu / 2**30:.0f} GiB per GPU")
     if stays and not trainer.stays_on_device:
         trainer = replace(trainer, stays_on_device=True)
-        lines.append("--trainer.stays-on-device: its state has room beside the engines, which then decode at once")
+        lines.append("--trainer.stays-on-device: its state fits next to the engines, which then decode immediately")
     if not generator.memory_share:
         left = beside if stays else gpu - shared * _CONTEXT_BYTES
         share = max(0.01, min(_MOST_SHARE, left * 100 // gpu / 100))

@@ -15,7 +15,7 @@ def announce() -> None:
         return
     print(
         "loading torch and Monarch takes 5 to 15 s; then the services start, which takes half a minute, or a few "
-        "where the machine is busy or does it for the first time",
+        "minutes on a busy machine or the first time",
         file=sys.stderr,
         flush=True,
     )

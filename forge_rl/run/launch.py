@@ -52,7 +52,7 @@ def launch(
     try:
         for given in sys.argv[1:] if args is None else args:
             if now := _REPLACED.get(given.partition("=")[0].replace("_", "-").replace(".no-", ".")):
-                raise ConfigError(f"{given} is no flag any more", hint=f"give {now}, or nothing for none")
+                raise ConfigError(f"{given} is not a flag any more", hint=f"set {now}, or leave it out")
         config = tyro.cli(config_class, prog=prog or _command_of(main), args=args, description=config_class.__doc__)
         if vars(config).get("plan"):
             from forge_rl.run.plan import show_plan

@@ -223,9 +223,11 @@ class LiveSettings:
         if reward is None:
             pass
         elif given["reward"] != self._given["reward"]:
-            self._tell(f"the reward is {self.reward} by the flags of now, and not {reward['name']} as it was live")
+            self._tell(
+                f"the current flags set the reward {self.reward}, which overrides the live change to {reward['name']}"
+            )
         elif reward["texts"] is None:
-            self._tell(f"the reward was replaced live by {reward['name']}, which is not in this process: set it anew")
+            self._tell(f"the reward was replaced live by {reward['name']}, which is not in this process: set it again")
         else:
             await self.replace_reward(reward["texts"])
 
@@ -243,7 +245,9 @@ class LiveSettings:
             if given[name] == flag:
                 taken[name] = live
             else:
-                self._tell(f"schedule {name} is {flag:g} by the flags of now, and not {live:g} as it was changed live")
+                self._tell(
+                    f"the current flags set schedule {name} {flag:g}, which overrides the live change to {live:g}"
+                )
         if taken:
             self._rollouts.config = replace(config, **taken)  # type: ignore[arg-type]
             self._changed(", ".join(f"schedule {name} {getattr(config, name):g} -> {taken[name]:g}" for name in taken))
@@ -253,12 +257,12 @@ class LiveSettings:
         given = self._given["weights"]
         assert isinstance(given, dict)
         if weights != given:
-            with changes_by("by the flags of now"):
+            with changes_by("by the current flags"):
                 self._mixture.adapt(Adapting())
                 for name, weight in sorted(given.items(), key=lambda item: -item[1]):  # never all 0
                     self._mixture[name] = weight
         if adapting != self._given["mixture"] or (weights != given and self._adapting.adapt != "off"):
-            with changes_by("by the flags of now"):
+            with changes_by("by the current flags"):
                 self._mixture.adapt(self._adapting)
         elif self._mixture.adapting != self._adapting:
             self._changed(f"mixture adapts: {self._mixture.adapting.adapt}")

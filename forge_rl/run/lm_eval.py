@@ -65,11 +65,12 @@ class LmEvalConfig:
         check_flags(self, "--", least=least)
         if self.include_path is not None and not self.include_path.is_dir():
             raise ConfigError(
-                f"--include-path: there is no folder {self.include_path}", hint="name one with YAML files"
+                f"--include-path: {self.include_path} is not a folder", hint="give a folder with YAML files"
             )
         if self.live and not self.lm_eval:
             raise ConfigError(
-                "--live is for --lm-eval", hint="a run evaluates other tasks itself: forge_rl.attach(FOLDER).evaluate()"
+                "--live requires --lm-eval",
+                hint="a run evaluates other tasks itself: forge_rl.attach(FOLDER).evaluate()",
             )
 
 
@@ -110,7 +111,7 @@ def find_python(named: str = "") -> tuple[Path, str]:
         raise ConfigError(f"{found} has no lm-eval", hint=install)
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < _LEAST_VERSION:
         least = ".".join(map(str, _LEAST_VERSION))
-        raise ConfigError(f"{found} has lm-eval {version}, and {least} or later is needed", hint=install)
+        raise ConfigError(f"{found} has lm-eval {version}, but {least} or later is required", hint=install)
     return found, version
 
 

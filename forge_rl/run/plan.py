@@ -168,7 +168,7 @@ def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
     for need in needs:
         if need.of_gpu and need.total > gpu:
             raise ConfigError(
-                f"each {need.who} needs {need.total / 2**30:.1f} GiB, and its GPU has {gpu / 2**30:.1f} GiB",
+                f"each {need.who} needs {need.total / 2**30:.1f} GiB, but its GPU has {gpu / 2**30:.1f} GiB",
                 hint=f"{need.hint}; --plan shows each part",
             )
     here = [need for need in needs if not need.of_gpu]
@@ -177,7 +177,7 @@ def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
         most = max(here, key=lambda need: need.total * need.count)
         raise ConfigError(
             f"the run needs {needed / 2**30:.1f} GiB, of which {most.count} x {most.total / 2**30:.1f} for each "
-            f"{most.who}, and this machine has {host / 2**30:.1f} GiB",
+            f"{most.who}, but this machine has {host / 2**30:.1f} GiB",
             hint=f"{most.hint}; --plan shows each part",
         )
 

@@ -144,7 +144,7 @@ class Run(Generic[C]):
         if stats.get("updates/skipped"):
             self._log.event(
                 f"step {self.step}: {stats['updates/skipped']:g} updates were skipped, as their gradient is not "
-                f"finite; what was in the last one: {self.trainer.skipped[-1]}",
+                f"finite; rows of the last one: {self.trainer.skipped[-1]}",
                 "warning",
             )
         if problem:
@@ -349,5 +349,5 @@ def describe_gap(gap: float, *, engines: str, trainer: str) -> str:
         return ""
     text = f"trainer's and engines' logprobs differ by {gap:.2g} on average, more than {_GAP_BOUND[engines]:g}"
     if engines == "bfloat16" != trainer:
-        text += f": updates that bfloat16 rounds away reach the {trainer} trainer alone; set --trainer.dtype bfloat16"
+        text += f": updates that bfloat16 rounds away reach only the {trainer} trainer; set --trainer.dtype bfloat16"
     return text

@@ -202,7 +202,7 @@ class Starting(Generic[C]):
                 shared = shared or config.placement == "colocated"
                 check_state_fits(config, architecture, reference=needs_reference)
                 if architecture.quantized:
-                    log.event(f"{config.model} is quantised: engines and trainer have its weights in bfloat16")
+                    log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
                     model = await asyncio.to_thread(dequantized, model, config.cache, display.progress)
                 check_decode_layout(model, config.generator, engines=config.generator.replicas)
                 check_context(architecture, config.generator)
@@ -330,7 +330,7 @@ class Starting(Generic[C]):
                     best = checkpoints.best()
                     monitor.summarise(run.step, checkpointer.seconds, run.scores, checkpoints.latest(), best)
             except asyncio.CancelledError:
-                log.event("stopping: a second signal stops at once, without saving")
+                log.event("stopping: a second signal stops immediately, without saving")
                 if run is not None:
                     await run.save_interrupted()
                 raise

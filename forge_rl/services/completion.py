@@ -152,8 +152,8 @@ class ResumableCompletion:
             self._resumed_at = self.tokens
         if self._failures == _MOST_FAILURES or self._deaths == _MOST_DEATHS:
             raise PoisonError(
-                f"a completion of {len(self.prompt_ids)} prompt tokens ended {self._deaths} engines, and is not tried "
-                f"again, the last time so: {error.message}",
+                f"a completion of {len(self.prompt_ids)} prompt tokens killed {self._deaths} engines and is not "
+                f"retried; last cause: {error.message}",
                 service=error.service,
                 call=error.call,
                 hint=error.hint,

@@ -234,7 +234,7 @@ def _made(factory: EnvFactory, task: Task) -> Env:
     env = factory(task)
     if not (hasattr(env, "reset") and hasattr(env, "step")):
         raise ForgeError(
-            f"the environment's factory returned {env!r:.80}, which has no reset and step",
+            f"the environment's factory returned {env!r:.80}, which lacks reset or step",
             hint="return an object with `async def reset(self)` and `async def step(self, completion)`",
         )
     return env
@@ -244,7 +244,7 @@ async def _reset(env: Env) -> Observation:
     observation = await env.reset()
     if not isinstance(observation, Observation):
         raise ForgeError(
-            f"{type(env).__name__}.reset returned {observation!r:.80}, no Observation",
+            f"{type(env).__name__}.reset returned {observation!r:.80}, not an Observation",
             hint="return Observation(messages=...)",
         )
     return observation
@@ -258,7 +258,7 @@ async def _step(env: Env, answer: str, truncated: bool, parsed: Parsed | None) -
     step = await env.step(answer, **given)
     if not isinstance(step, Step):
         raise ForgeError(
-            f"{type(env).__name__}.step returned {step!r:.80}, no Step", hint="return Step(done=..., messages=...)"
+            f"{type(env).__name__}.step returned {step!r:.80}, not a Step", hint="return Step(done=..., messages=...)"
         )
     return step
 

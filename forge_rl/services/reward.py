@@ -62,7 +62,7 @@ class Reward:
         self._own = own
         """Pools of the parts that have their own replicas, by part name."""
         self.form: Form = form_of(function)
-        """Form of the function, such as scoring single episodes or whole groups."""
+        """Form of the function: whether it scores single episodes or whole groups."""
         self.replaced: list[Callable[[], None]] = []
         """Callbacks that run after the function was replaced."""
         self.samples: Callable[[], Sequence[Sequence[Episode]]] = tuple

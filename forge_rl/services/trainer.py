@@ -263,7 +263,7 @@ class Trainer:
         if self._skipped_in_a_row >= config.max_skipped_updates:
             raise ForgeError(
                 f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite",
-                hint=f"look at what was in the last one: {skipped[-1]}; lower --trainer.optimizer.lr, or raise "
+                hint=f"inspect the rows of the last one: {skipped[-1]}; lower --trainer.optimizer.lr, or raise "
                 "--trainer.max-skipped-updates",
             )
         self.skipped = tuple(skipped)
