@@ -185,13 +185,13 @@ BROKEN = [
     ("mine.py:PlainStep", "--env mine.py:PlainStep is a class whose step is not async"),
     ("mine.py:NoTask", "--env mine.py:NoTask cannot be called with a task: too many positional arguments"),
     ("mine.py:Nothing", "there are no tools"),
-    ("mine.py:number", "--env mine.py:number is int 7, which makes no environment"),
+    ("mine.py:number", "--env mine.py:number is int 7, which does not make environments"),
     ("mine.py:add", "--env mine.py:add cannot be called with a task: missing a required argument: 'b'"),
     ("mine.py:hintless", "the parameter a of the tool untyped has no type hint"),
     ("mine.py:same", "two tools have the name 'add'"),
     ("mine.py:World,room=1", "--env mine.py:World cannot be called with a task: got an unexpected keyword argument"),
     ("mine.py:World,rooms", "cannot read 'rooms' in --env mine.py:World,rooms"),
-    ("tools:max_turns=2,turns", "'turns' in --env tools:max_turns=2,turns is no option"),
+    ("tools:max_turns=2,turns", "'turns' in --env tools:max_turns=2,turns is not an option"),
     ("mine.py:Strict,rooms=0", "--env mine.py:Strict cannot be made: ValueError: no rooms"),
     (
         "mine.py:Strict",
@@ -200,16 +200,16 @@ BROKEN = [
     ("tools:corp=notes", r"--env tools cannot be made: .* 'corp'\n.*its options are: corpus, results"),
     ("tools:max_turns=2,max_turns=3", "'max_turns=3' in --env .* is given twice"),
     ("tools:max_turns=0", "max-turns is 0"),
-    ("tools:max_turns=many", r"--env tools: max_turns is 'many'\n.*give it as int"),
+    ("tools:max_turns=many", r"--env tools: max_turns is 'many'\n.*pass a value of type int"),
     ("tools:corpus=gone.jsonl", "there is no corpus gone.jsonl"),
     ("tools:corpus=bad.jsonl,cache=cache", "bad.jsonl:2 has no text: KeyError: 'text'"),
-    ("tools:corpus=empty,cache=cache", "the corpus empty has no texts"),
+    ("tools:corpus=empty,cache=cache", "the corpus empty has no text files"),
     ("tools:corpus=not.db", "not.db cannot be searched: file is not a database"),
     ("game:chess", "--env game has no game 'chess'"),
-    ("game:highest=1", "--env game has the highest number 1 and 6 turns"),
+    ("game:highest=1", "--env game has highest=1 and max_turns=6"),
     ("user:turns=3", "--env user cannot be made: missing a required argument: 'model'|got an unexpected"),
     ("user:model=m,api_key_env=NO_SUCH_KEY_HERE", "the environment variable NO_SUCH_KEY_HERE is not set"),
-    ("user:model=m,api_key_env=sk-123", "--env user: api_key_env is no name of an environment variable"),
+    ("user:model=m,api_key_env=sk-123", "--env user: api_key_env is not the name of an environment variable"),
     ("textarena:", "--env textarena names no game"),
 ]
 
@@ -265,7 +265,7 @@ def test_tasks_are_those_of_an_environment_that_brings_some():
         def sources(self, seed: int) -> dict[str, object]:
             return {}
 
-    for factory, message in ((SingleTurn, "the environment brings none"), (Empty(), "returned {}")):
+    for factory, message in ((SingleTurn, "the environment has none of its own"), (Empty(), "returned {}")):
         with pytest.raises(ConfigError, match=message):
             sources_of(factory, 0)  # type: ignore[arg-type]
 

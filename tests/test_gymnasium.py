@@ -82,7 +82,7 @@ def test_the_last_action_that_is_named_counts(completion: str, action: int | Non
     [
         ("gymnasium:Nope-v0", "Nope"),
         ("gymnasium:Pendulum-v1", "Box"),
-        ('gymnasium:FrozenLake-v1,actions=["a"]', "4 actions, and 1 names"),
+        ('gymnasium:FrozenLake-v1,actions=["a"]', "4 actions, but actions has 1 names"),
         ("gymnasium:FrozenLake-v1,nonsense=1", "nonsense"),
         ("gymnasium:FrozenLake-v1,max_turns=0", "max_turns is 0"),
     ],

@@ -38,8 +38,8 @@ def test_tasks_are_read_from_a_folder_of_them_and_say_what_they_need(tmp_path: P
         (steps / "steps" / name).mkdir(parents=True)
         (steps / "steps" / name / "instruction.md").write_text(f"Do {name}.")
     assert {task.name: task.needs for task in read_tasks(tmp_path)} == {
-        "acme/sort": "a container of ubuntu:24.04",
-        "b": "a container of environment/Dockerfile",
+        "acme/sort": "a container from ubuntu:24.04",
+        "b": "a container from environment/Dockerfile",
         "c": "",
         "d": "a place to run tests/test.sh",
         "e": "2 steps",
@@ -82,7 +82,7 @@ def test_a_task_that_cannot_be_read_names_its_file(tmp_path: Path, toml: str, in
 
 
 def test_a_folder_without_tasks_and_two_of_one_name_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="has no task of Harbor"):
+    with pytest.raises(ConfigError, match="has no Harbor task"):
         build_environment(f"harbor:{tmp_path}")
     make_task(tmp_path / "a", IMAGE)
     make_task(tmp_path / "b", IMAGE)

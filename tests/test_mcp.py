@@ -86,7 +86,7 @@ def test_a_command_serves_all_episodes_until_it_dies_and_another_one_after(serve
         second = await opened(env)
         assert (await call(second, "count")).split() == ["2", *first[1:]]
         assert first[2:] == ["x", "None"], "it gets no other variables"
-        with pytest.raises(ReplicaError, match="ended in a call of die"):
+        with pytest.raises(ReplicaError, match="died during a call of die"):
             await call(second, "die")
         third = await opened(env)
         again = (await call(third, "count")).split()

@@ -231,10 +231,10 @@ def unwritable(a: threading.Lock) -> None: ...
     ("function", "message"),
     [
         (untyped, "the parameter a of the tool untyped has no type hint"),
-        (many, r"the tool many has the parameter \*args: int, which no model can be told of"),
-        (unknown, "a type hint of the tool unknown cannot be read: name 'Nowhere' is not defined"),
-        (unwritable, "the type hints of the tool unwritable have no JSON"),
-        (7, "the tool 7 is no function"),
+        (many, r"the tool many has the parameter \*args: int, which has no JSON schema"),
+        (unknown, "a type hint of the tool unknown cannot be resolved: name 'Nowhere' is not defined"),
+        (unwritable, "the type hints of the tool unwritable have no JSON form"),
+        (7, "the tool 7 is not a function"),
     ],
 )
 def test_a_function_that_cannot_be_described_is_refused(function, message):

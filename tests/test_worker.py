@@ -120,6 +120,6 @@ def test_an_interpreter_is_named_or_made_once(tmp_path: Path, monkeypatch: pytes
     assert interpreter(["two"], cache=cache) != first
     assert (tmp_path / "calls").read_text() == "made\nmade\n"
     for _ in range(2):  # what failed is not taken for made
-        with pytest.raises(ConfigError, match="lost can be made:\nno registry") as caught:
+        with pytest.raises(ConfigError, match="with lost:\nno registry") as caught:
             interpreter(["lost"], cache=cache)
         assert "python=PATH" in caught.value.hint

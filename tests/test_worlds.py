@@ -173,7 +173,7 @@ def test_a_games_tasks_are_resumable_and_hold_some_out():
     other = source()
     other.restore(state)
     assert numbers([other.draw() for _ in range(5)]) == rest
-    with pytest.raises(TaskError, match="of another stream"):
+    with pytest.raises(TaskError, match="to another stream"):
         source(seed=1).restore(state)
     tiny = source(highest=2)
     assert (tiny.draw().truth, tiny.held_out(5)[0].truth) == (

@@ -1,1 +1,1 @@
-"""Environments: the Env protocol and the environments that come with forge_rl."""
+"""Environments: the Env protocol and forge_rl's built-in environments."""

@@ -1,4 +1,4 @@
-"""The environment `tools`: a calculator, and search where a corpus is given."""
+"""The `tools` environment: a calculator, and search if a corpus is given."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def tools(
     compact_above_chars: int = 0,
     cache: str = "~/.cache/forge_rl/corpora",
 ) -> ToolEnv:
-    """Make the environment of `--env tools:corpus=notes.jsonl,results=3,max_turns=6`.
+    """Make the environment for `--env tools:corpus=notes.jsonl,results=3,max_turns=6`.
 
     Raises:
-        ConfigError: the corpus is not there, or cannot be read.
+        ConfigError: the corpus does not exist or cannot be read.
     """
     functions: list[Callable[..., object]] = [calculator]
     if corpus:

@@ -1,4 +1,4 @@
-"""An environment for each source of a mixture."""
+"""One environment per source of a mixture."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from forge_rl.types import Task
 
 @dataclass(frozen=True)
 class BySource:
-    """Makes the environment that belongs to a task's source.
+    """Makes the environment of each task's source.
 
         environment = BySource({"math": SingleTurn, "game": Game()})
 
     Raises:
-        TaskError: a task is of a source that is not named.
+        TaskError: a task's source has no environment.
     """
 
     environments: Mapping[str, EnvFactory]
-    """Factories by the names of sources."""
+    """Environment factories by source name."""
 
     @property
     def in_process(self) -> bool:
-        """True if all of them are."""
+        """True if all environments run in the controller's process."""
         return all(getattr(each, "in_process", False) for each in self.environments.values())
 
     def __call__(self, task: Task) -> Env:
         if task.source not in self.environments:
             raise TaskError(
-                f"the source {task.source!r} has no environment", hint=f"there are: {', '.join(self.environments)}"
+                f"the source {task.source!r} has no environment",
+                hint=f"sources with one: {', '.join(self.environments)}",
             )
         return self.environments[task.source](task)

@@ -1,4 +1,4 @@
-"""A calculator: arithmetic in Python's notation, and no names but a few functions."""
+"""Calculator tool: arithmetic in Python notation, with a few functions and no other names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _value(node: ast.expr) -> int | float:
             return _value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             a, b = _value(left), _value(right)
-            whole = isinstance(a, int) and isinstance(b, int)  # floats overflow by themselves
+            whole = isinstance(a, int) and isinstance(b, int)  # floats raise OverflowError themselves
             if isinstance(op, ast.Pow) and whole and abs(b) * int(a).bit_length() > _MOST_BITS:
                 raise ValueError("the power is too large")
             return _bounded(_BINARY[type(op)](a, b))

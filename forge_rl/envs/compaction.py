@@ -1,4 +1,4 @@
-"""Compaction: a shorter conversation in place of one that has grown long, so that an episode can go on."""
+"""Compaction: replaces a long conversation by a shorter one, so that the episode can continue."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from forge_rl.errors import check_flags
 from forge_rl.types import Message
 
 Compact: TypeAlias = Callable[[Sequence[Message]], Sequence[Message] | Awaitable[Sequence[Message] | None] | None]
-"""Returns a conversation that takes the place of what the model was shown and has written so far, or None to leave that
-as it is. It may be async, such as one that has another model write a summary."""
+"""Returns a conversation that replaces everything the model has seen and written so far, or None to keep it. May be
+async, for example to have another model write a summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropOldOutputs:
-    """Leaves out the outputs of old tool calls once a conversation is long; implements Compact.
+    """Drops the outputs of old tool calls once a conversation is long; implements Compact.
 
         ToolEnv([search], compact=DropOldOutputs(above_chars=8000, keep=2))
 
-    The calls stay, so that the model sees what it has asked. The episode goes on in a new segment; both are trained.
+    The calls stay, so the model sees what it asked. The episode continues in a new segment; both segments are trained.
     """
 
     above_chars: int = 8000
-    """Characters of all messages above which a conversation is compacted: about four make a token in English."""
+    """Compact a conversation with more characters than this; an English token has about four."""
     keep: int = 1
-    """Number of the last outputs that stay."""
+    """Number of most recent outputs to keep."""
     left_out: str = "[left out]"
-    """Text in place of an output."""
+    """Text that replaces an output."""
 
     def __post_init__(self) -> None:
         check_flags(self, "DropOldOutputs: ", least={"above_chars": 1, "keep": 0})
 
     def __call__(self, messages: Sequence[Message]) -> Sequence[Message] | None:
-        """Return the shorter conversation, or None where it is short enough or nothing is left to leave out."""
+        """Return the shorter conversation, or None if it is short enough or there is nothing left to drop."""
         if sum(len(str(message.get("content") or "")) for message in messages) <= self.above_chars:
             return None
         outputs = [place for place, message in enumerate(messages) if message["role"] == "tool"]

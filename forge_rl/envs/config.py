@@ -1,4 +1,4 @@
-"""Environments by the text of the flag `--env`: those that come with forge_rl, adapters, and a user's own."""
+"""Parses the `--env` flag: built-in environments, adapters, and the user's own code."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ ENVIRONMENTS: Mapping[str, str] = {
     "user": "forge_rl.envs.user:SimulatedUser",
     "verifiers": "forge_rl.envs.verifiers:VerifiersEnv",
 }
-"""Factories of environments by name, as MODULE:FUNCTION, imported when they are asked for. `NAME:ARGUMENT,KEY=VALUE`
-calls `function("ARGUMENT", KEY=VALUE)`, which returns an EnvFactory; without an argument `function(KEY=VALUE)`."""
+"""Environment factories by name, as MODULE:FUNCTION, imported on first use. `NAME:ARGUMENT,KEY=VALUE` calls
+`function("ARGUMENT", KEY=VALUE)`, which returns an EnvFactory; without an argument, `function(KEY=VALUE)`."""
 
 _FORM = "write --env MODULE:CLASS, --env FILE.py:CLASS, or --env NAME:key=value,... with one of "
 
 
 def build_environment(text: str) -> EnvFactory:
-    """Return the factory of environments that a flag names.
+    """Return the environment factory that `--env` names.
 
         build_environment("")  # SingleTurn: one answer
         build_environment("tools:corpus=notes.jsonl,max_turns=4")
         build_environment("mine.py:World,rooms=3")
 
-    A name of ENVIRONMENTS comes first; else it is MODULE:NAME or FILE.py:NAME, which may be a class or a function that
-    makes an Env of a task, a factory, a list of tool functions, or a class whose methods are tools: see `ToolEnv`.
-    Options, which are given as `key=value` behind a comma, are its keyword arguments. Values are JSON, or else text.
+    Names in ENVIRONMENTS take precedence; anything else is MODULE:NAME or FILE.py:NAME, which may be a class or a
+    function that makes an Env from a task, a factory, a list of tool functions, or a class whose methods are tools: see
+    `ToolEnv`. Comma-separated `key=value` options become keyword arguments. Values are JSON, or else plain text.
 
     Raises:
-        ConfigError: there is no such environment, or it cannot be made with these options.
+        ConfigError: there is no such environment, or these options do not fit it.
     """
     if not text.strip():
         return SingleTurn
@@ -67,29 +67,31 @@ def build_environment(text: str) -> EnvFactory:
 
 
 def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
-    """Return the sources of an environment that brings its own tasks: what its `sources(seed)` returns, by name.
+    """Return the task sources, by name, of an environment with its own tasks: the result of its `sources(seed)`.
 
     Raises:
-        ConfigError: it brings none.
+        ConfigError: it has none.
     """
     sources = getattr(environment, "sources", None)
     if not callable(sources):
-        raise ConfigError("no tasks are named, and the environment brings none", hint="name some with --tasks")
+        raise ConfigError("there are no tasks, and the environment has none of its own", hint="set --tasks")
     found = sources(seed)
     if not isinstance(found, Mapping) or not found:
-        raise ConfigError(f"the environment's sources(seed) returned {found!r:.80}", hint="return sources by name")
+        raise ConfigError(
+            f"the environment's sources(seed) returned {found!r:.80}", hint="return a dict of sources by name"
+        )
     return found
 
 
 def _read(words: Sequence[str], text: str) -> tuple[str, dict[str, object]]:
-    """Return the argument, "" for none, and the options."""
+    """Return the positional argument, "" if there is none, and the options."""
     argument, options = "", dict[str, object]()
     for place, word in enumerate(words):
         match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=(.*)", word, flags=re.DOTALL)
         if match is None and place == 0:
             argument = word.strip()
         elif match is None or match[1] in options:
-            said = "is given twice" if match else "is no option"
+            said = "is given twice" if match else "is not an option"
             raise ConfigError(f"{word.strip()!r} in --env {text} {said}", hint="write each option once, as key=value")
         else:
             options[match[1]] = _value(match[2].strip())
@@ -113,7 +115,7 @@ def _imported(place: str) -> Callable[..., Any]:
 def _made(
     flag: str, make: Callable[..., EnvFactory], arguments: Sequence[object], options: Mapping[str, object]
 ) -> EnvFactory:
-    """Call a factory's maker with options that are checked against its parameters and their plain type hints."""
+    """Call `make` with options checked against its parameters and their simple type hints."""
     try:
         inspect.signature(make).bind(*arguments, **options)
     except TypeError as error:
@@ -130,7 +132,7 @@ def _made(
         raise
     except Exception as error:
         raise ConfigError(
-            f"{flag} cannot be made: {type(error).__name__}: {error}", hint="mend its options, or its code"
+            f"{flag} cannot be made: {type(error).__name__}: {error}", hint="fix its options or its code"
         ) from error
 
 
@@ -140,37 +142,37 @@ def _hints(make: Callable[..., Any]) -> Mapping[str, object]:
         function = vars(function).get("__init__", function)
     try:
         return typing.get_type_hints(function)
-    except Exception:  # names that only a type checker knows
+    except Exception:  # names imported only for type checking
         return {}
 
 
 def _fitting(said: str, value: object, hint: object) -> object:
-    """Return an option's value as its hint wants it, if that is one of Python's own plain types."""
+    """Return an option's value converted to its type hint, if that is bool, int, float or str."""
     if hint is str and not isinstance(value, str):
-        return json.dumps(value)  # a text that reads as a number
+        return json.dumps(value)  # text that parsed as JSON, such as a number
     if hint is float and type(value) is int:
         return float(value)
     if hint in (int, float, bool, str) and type(value) is not hint:
-        raise ConfigError(f"{said} is {value!r:.80}", hint=f"give it as {hint.__name__}")
+        raise ConfigError(f"{said} is {value!r:.80}", hint=f"pass a value of type {hint.__name__}")
     return value
 
 
 def _of_user(found: object, text: str, options: Mapping[str, object]) -> EnvFactory:
-    """Make a factory of what a user's code has under the name of the flag."""
+    """Make a factory from the object that the flag names in the user's code."""
     from forge_rl.envs.tools import ToolEnv
 
     flag = f"--env {text}"
     if isinstance(found, list | tuple):
         return _made(flag, functools.partial(ToolEnv, tuple(found)), [], options)
     if isinstance(found, type):
-        if any("__call__" in vars(base) for base in found.__mro__):  # its objects are factories
+        if any("__call__" in vars(base) for base in found.__mro__):  # its instances are factories
             return _factory(_made(flag, found, [], options), flag, {})
         if not hasattr(found, "step") and not hasattr(found, "reset"):
             return _made(flag, functools.partial(ToolEnv, found), [], options)
         for name in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(found, name, None)):
                 lacks = f"whose {name} is not async" if hasattr(found, name) else f"without {name}"
-                raise ConfigError(f"{flag} is a class {lacks}", hint=f"give it `{_METHODS[name]}`")
+                raise ConfigError(f"{flag} is a class {lacks}", hint=f"define `{_METHODS[name]}`")
     return _factory(found, flag, options)
 
 
@@ -181,16 +183,16 @@ _METHODS = {
 
 
 def _factory(found: object, flag: str, options: Mapping[str, object]) -> EnvFactory:
-    """Return a factory with its options; checks that it can be called with a task and these."""
+    """Return a factory bound to its options, after checking that it accepts a task and these options."""
     if not callable(found):
         raise ConfigError(
-            f"{flag} is {type(found).__name__} {found!r:.80}, which makes no environment",
-            hint="name a class with reset and step, a function of a task that returns one, or a list of tool functions",
+            f"{flag} is {type(found).__name__} {found!r:.80}, which does not make environments",
+            hint="name a class with reset and step, a function from a task to one, or a list of tool functions",
         )
     try:
         inspect.signature(found).bind(None, **options)
     except TypeError as error:
-        hint = "it is called with the task; tool functions go into a list, whose name the flag gives"
+        hint = "it must take the task as its argument; put tool functions in a list and name the list in --env"
         raise ConfigError(f"{flag} cannot be called with a task: {error}", hint=hint) from None
     except ValueError:  # it has no signature
         pass

@@ -1,4 +1,4 @@
-"""A small text game: the model guesses a number, and is told whether it is higher or lower."""
+"""A small text game: the model guesses a number, and each reply is higher or lower."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from forge_rl.types import Task
 
 @dataclass(frozen=True, kw_only=True)
 class GuessNumber:
-    """Makes games of guessing a number; brings its own tasks.
+    """Makes number-guessing games; comes with its own tasks.
 
         python -m recipes.grpo --env game:highest=20,max_turns=6
 
-    A right guess is worth 1.
+    A correct guess has reward 1.
     """
 
     highest: int = 20
-    """Greatest number."""
+    """Highest number to guess."""
     max_turns: int = 6
-    """Most guesses."""
+    """Maximum guesses per game."""
     possible: float = 0.1
-    """Worth of a wrong guess that was still possible by what was said; the tokens of its turn are credited."""
+    """Reward of a wrong guess that is consistent with the replies so far; credited to the tokens of its turn."""
 
     def __post_init__(self) -> None:
         if self.highest < 2 or self.max_turns < 1:
             raise ConfigError(
-                f"--env game has the highest number {self.highest} and {self.max_turns} turns",
+                f"--env game has highest={self.highest} and max_turns={self.max_turns}",
                 hint="set highest to 2 or more and max_turns to 1 or more",
             )
 
@@ -47,7 +47,7 @@ class GuessNumber:
             f"I think of a number from 1 to {self.highest}. Guess it in {self.max_turns} turns; I say whether it is "
             "higher or lower. Write only your guess."
         )
-        # The messages are the same in all games: only the truth tells them apart.
+        # All games have the same messages; they differ only in the truth.
         return Task(
             id=f"game/{self.highest}/{number}",
             source="game",
@@ -63,9 +63,7 @@ class Guessing:
         self._config, self._task = config, task
         number = task.truth.get("number")
         if not isinstance(number, int):
-            raise TaskError(
-                f"the task {task.id!r} has no number to guess", hint="give no --tasks: the game brings its own"
-            )
+            raise TaskError(f"the task {task.id!r} has no number to guess", hint="omit --tasks: the game has its own")
         self._number, self._low, self._high, self._turns = number, 1, config.highest, 0
 
     async def reset(self) -> Observation:
@@ -90,13 +88,13 @@ class Guessing:
 
 
 def game(name: str = "guess", *, highest: int = 20, max_turns: int = 6, possible: float = 0.1) -> GuessNumber:
-    """Make the environment of `--env game` or `--env game:guess,highest=100`.
+    """Make the environment for `--env game` or `--env game:guess,highest=100`.
 
     Raises:
         ConfigError: there is no such game.
     """
     if name != "guess":
         raise ConfigError(
-            f"--env game has no game {name!r}", hint="take --env game:guess, or one of textarena's: --env textarena:ID"
+            f"--env game has no game {name!r}", hint="use --env game:guess, or a TextArena game: --env textarena:ID"
         )
     return GuessNumber(highest=highest, max_turns=max_turns, possible=possible)

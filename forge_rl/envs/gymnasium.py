@@ -1,4 +1,4 @@
-"""Gymnasium environments that are played in text: what is seen is told, and an action is named in the completion."""
+"""Gymnasium environments played in text: observations are shown as text, and completions name actions."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from forge_rl.envs.task_list import TaskList, seeded
 from forge_rl.errors import ConfigError
 from forge_rl.types import Message, Task
 
-_INSTALL = "pip install gymnasium, or what the environment belongs to"
+_INSTALL = "pip install gymnasium, or the package that has the environment"
 _ACTIONS: Mapping[str, Sequence[str]] = {
     "Blackjack": ("stick", "hit"),
     "CliffWalking": ("up", "right", "down", "left"),
     "FrozenLake": ("left", "down", "right", "up"),
     "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
 }
-"""Names of the actions of Gymnasium's own text environments, by the environment's name without its version."""
+"""Action names of Gymnasium's own text environments, by environment name without version."""
 _COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*)", re.DOTALL)
 _PLAIN = "\x1b[0m"
 _BRACKETS = {"4": "[]", "34": "()", "35": "{}"}
-"""Brackets in place of colours: a background shows where one is; blue and magenta tell things apart."""
+"""Brackets that replace ANSI colours: a background marks the player's position; blue and magenta mark objects."""
 
 
 class GymnasiumEnv:
-    """Makes episodes of a Gymnasium environment, played turn by turn.
+    """Makes episodes of a Gymnasium environment, one action per turn.
 
         GymnasiumEnv("FrozenLake-v1", is_slippery=False)  # --env gymnasium:FrozenLake-v1,is_slippery=false
 
-    Its observation is shown as it is if it is text, else as the environment renders it in text, else as numbers. The
-    last action that a completion names is taken, by name or number; one that names none is told so, and costs a turn.
-    Rewards are those of the environment, for each turn.
+    A text observation is shown as is; otherwise the environment's text rendering, or else the raw numbers. The last
+    action that a completion names, by name or number, is taken; a completion without one gets an error message and
+    costs a turn. Rewards come from the environment, per turn.
 
     Args:
-        name: the environment, as `gymnasium.make` takes it: `module:Name-v0` imports the module first.
-        actions: names of its actions, in their order; numbers by default, but for Gymnasium's own environments.
+        name: the environment, as in `gymnasium.make`: `module:Name-v0` imports the module first.
+        actions: names of its actions, in order; by default numbers, except for Gymnasium's own environments.
         prompt: system message, such as the rules.
-        max_turns: most completions of an episode.
-        tasks: number of seeds that are trained on where no tasks are named.
-        held_out: number of other seeds that are held out.
+        max_turns: maximum completions per episode.
+        tasks: number of seeds to train on when no tasks are set.
+        held_out: number of additional held-out seeds.
         options: options of `gymnasium.make`.
 
     Raises:
-        ConfigError: Gymnasium is not installed, there is no such environment, or it is not played by text or by
-            numbered actions.
+        ConfigError: Gymnasium is not installed, there is no such environment, or its action space is neither discrete
+            nor text.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class GymnasiumEnv:
         kind = type(space).__name__
         if kind not in ("Discrete", "Text"):
             raise ConfigError(
-                f"the actions of {name} are {space}, which are not told in words", hint="choose one of discrete actions"
+                f"the action space of {name} is {space}, which has no text form",
+                hint="choose an environment with discrete actions",
             )
         self.first = int(space.start) if kind == "Discrete" else 0
         own = _ACTIONS.get(name.rpartition(":")[2].rpartition("-v")[0], ())
@@ -84,19 +85,19 @@ class GymnasiumEnv:
         if kind == "Discrete" and not self.actions:
             self.actions = tuple(str(self.first + place) for place in range(count))
         if len(self.actions) != count:
-            raise ConfigError(f"{name} has {count} actions, and {len(actions)} names", hint="name each of them")
+            raise ConfigError(f"{name} has {count} actions, but actions has {len(actions)} names", hint="name each one")
 
     def __call__(self, task: Task) -> GymnasiumSession:
         """Make the environment of one episode."""
         return GymnasiumSession(self, task)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
-        """Return a source of seeds."""
+        """Return a task source of seeds."""
         name = f"gymnasium:{self.name}"
         return {name: seeded(name, tasks=self._tasks, held_out=self._held_out, prompt=self.prompt, seed=seed)}
 
     def make(self) -> Any:
-        """Make the Gymnasium environment, which renders text if it can."""
+        """Make the Gymnasium environment, with text rendering if it supports it."""
         try:
             import gymnasium
         except ImportError:
@@ -113,7 +114,7 @@ class GymnasiumEnv:
             ) from None
 
     def action_of(self, completion: str) -> object:
-        """Return the last action that a completion names; None if there is none."""
+        """Return the last action that a completion names, or None."""
         if not self.actions:
             return completion.strip()
         known = {name.lower(): place for place, name in enumerate(self.actions)}
@@ -133,7 +134,7 @@ class GymnasiumSession:
         self._turns = 0
 
     async def reset(self) -> Observation:
-        """Make the environment, reset it by the task's seed, and tell what is seen and which actions there are."""
+        """Make the environment, reset it with the task's seed, and show the observation and the actions."""
         seed = self._task.truth.get("seed")
         self._env = await asyncio.to_thread(self._config.make)
         seen, _ = await asyncio.to_thread(self._env.reset, seed=seed if isinstance(seed, int) else None)
@@ -165,7 +166,7 @@ class GymnasiumSession:
         drawn = self._env.render() if self._env.render_mode == "ansi" else None
         if not isinstance(drawn, str):
             return f"You see {seen}."
-        *coloured, rest = drawn.split(_PLAIN)  # a pattern that looks for the end of each colour takes quadratic time
+        *coloured, rest = drawn.split(_PLAIN)  # a regex for each colour's end would take quadratic time
         return "".join([*(_COLOURED.sub(_in_brackets, each) for each in coloured), rest]).strip("\n")
 
 
@@ -175,4 +176,4 @@ def _in_brackets(match: re.Match[str]) -> str:
     return f"{marks[0]}{text}{marks[1]}" if marks else text
 
 
-gymnasium = GymnasiumEnv  # the name that the flag calls it by
+gymnasium = GymnasiumEnv  # the name in --env

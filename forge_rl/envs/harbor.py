@@ -1,4 +1,4 @@
-"""Task folders of Harbor: task.toml, instruction.md, environment/, tests/; read and listed."""
+"""Reads Harbor task folders: task.toml, instruction.md, environment/, tests/."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from forge_rl.types import Message, Task
 
 _IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
 _NAMED = 8
-"""Number of tasks that an error names."""
+"""Number of tasks listed in an error."""
 _DEPTH = 4
-"""Most folders between the one that is given and a task's."""
+"""Maximum depth of task folders below the given folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,26 +26,26 @@ class HarborTask:
     """One task folder.
 
     [task] = read_tasks(Path("tasks/hello-world"))
-    task.needs  # "a container of environment/Dockerfile"
+    task.needs  # "a container from environment/Dockerfile"
     """
 
     name: str
-    """The name in its task.toml, or else that of its folder."""
+    """Name from task.toml, or else the folder's name."""
     folder: Path
     instructions: Sequence[str]
-    """Text of instruction.md; one for each step, where it has steps."""
+    """Text of instruction.md, one per step if the task has steps."""
     config: Mapping[str, Any] = field(repr=False)
-    """Content of its task.toml."""
+    """Content of task.toml."""
 
     @property
     def needs(self) -> str:
-        """Requirement that it cannot be worked on without, or "" where an answer in text is all."""
+        """What the task needs besides a text answer; "" if nothing."""
         environment = self.config.get("environment") or {}
         if image := environment.get("docker_image"):
-            return f"a container of {image}"
+            return f"a container from {image}"
         found = next((name for name in _IMAGES if (self.folder / "environment" / name).is_file()), "")
         if found:
-            return f"a container of environment/{found}"
+            return f"a container from environment/{found}"
         if self.config.get("steps"):
             return f"{len(self.instructions)} steps"
         script = next((each for each in ("test.sh", "test.bat") if (self.folder / "tests" / each).is_file()), "")
@@ -53,20 +53,19 @@ class HarborTask:
 
 
 class HarborEnv:
-    """Makes tasks of Harbor's folders: `--env harbor:FOLDER`, of which one is a task, or has tasks in it.
+    """Makes environments from Harbor task folders: `--env harbor:FOLDER`, with a task's folder or a folder of tasks.
 
-    A task is shown by its instruction and answered once, and the run's reward scores the answer; its folder and its
-    task.toml are in `truth`. Those that must be worked on in a container are refused, for as long as there is no
-    sandbox to do that in.
+    The model sees a task's instruction and answers once; the run's reward scores the answer. The task's folder and
+    task.toml are in `truth`. Tasks that need a container are rejected, as there is no sandbox yet.
 
     Args:
         folder: a task, or a folder of tasks.
-        skip: leave out tasks that need a container, if others are left.
-        held_out_share: share of the tasks that is held out; which ones depends on their instructions alone.
+        skip: skip tasks that need a container, if there are others.
+        held_out_share: share of held-out tasks; which ones depends only on their instructions.
 
     Raises:
         ConfigError: there are no tasks.
-        TaskError: a task cannot be read; says which file and why.
+        TaskError: a task cannot be read; names the file and the cause.
     """
 
     in_process = True
@@ -84,10 +83,10 @@ class HarborEnv:
         return SingleTurn(task)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
-        """Return the source of the tasks.
+        """Return the task source.
 
         Raises:
-            ConfigError: some need a container; names them.
+            ConfigError: some tasks need a container; lists them.
         """
         refused = [task for task in self.tasks if task.needs]
         kept = [task for task in self.tasks if not task.needs]
@@ -96,9 +95,9 @@ class HarborEnv:
             more = f"\n  and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
             left = f"add skip=true to train on the other {len(kept)}, or " if kept else ""
             raise ConfigError(
-                f"{len(refused)} of {len(self.tasks)} tasks in {self.folder} need more than an answer in text:\n"
+                f"{len(refused)} of {len(self.tasks)} tasks in {self.folder} need more than a text answer:\n"
                 f"{named}{more}",
-                hint=f"{left}let an agent of your own work on them, start(agent=...): there is no sandbox for them yet",
+                hint=f"{left}run them with your own agent, start(agent=...): there is no sandbox for them yet",
             )
         name = f"harbor:{self.folder.name}"
         made = [_task(task, name) for task in kept]
@@ -107,16 +106,16 @@ class HarborEnv:
 
 
 def read_tasks(folder: Path) -> list[HarborTask]:
-    """Read all task folders in a folder, or the one that it is, in the order of their paths.
+    """Read all task folders below a folder, or the folder itself if it is a task, sorted by path.
 
     Raises:
-        ConfigError: there are none.
-        TaskError: one cannot be read, or two have the same name.
+        ConfigError: there are no tasks.
+        TaskError: a task cannot be read, or two have the same name.
     """
     found = [folder] if (folder / "task.toml").is_file() else sorted(_folders(folder, _DEPTH))
     if not found:
         raise ConfigError(
-            f"{folder} has no task of Harbor", hint="name a folder with a task.toml, or one that has such folders in it"
+            f"{folder} has no Harbor task", hint="name a folder with a task.toml, or a folder of such folders"
         )
     tasks = [_read(each) for each in found]
     by_name: dict[str, HarborTask] = {}
@@ -142,8 +141,8 @@ def _read(folder: Path) -> HarborTask:
     file = folder / "task.toml"
     try:
         config = tomllib.loads(file.read_text())
-    except (OSError, ValueError) as error:  # TOML's own error says line and column
-        raise TaskError(f"{file} cannot be read: {error}", hint="mend it") from None
+    except (OSError, ValueError) as error:  # the TOML error has line and column
+        raise TaskError(f"{file} cannot be read: {error}", hint="fix the file") from None
     steps = config.get("steps") or []
     try:
         files = [folder / "steps" / step["name"] / "instruction.md" for step in steps] or [folder / "instruction.md"]
@@ -161,4 +160,4 @@ def _task(task: HarborTask, source: str) -> Task:
     return Task(id=task.name, source=source, messages=messages, truth=truth)
 
 
-harbor = HarborEnv  # the name that the flag calls it by
+harbor = HarborEnv  # the name in --env

@@ -1,4 +1,4 @@
-"""Interpreters for packages whose requirements conflict with ours: named by the user, or made once with uv."""
+"""Python interpreters for packages whose requirements conflict with ours: the user's, or made once with uv."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.folders import check_own, make_private
 
 CACHE = Path("~/.cache/forge_rl/interpreters")
-"""Folder of the interpreters that were made."""
+"""Folder of the interpreters made with uv."""
 
 
 def interpreter(
@@ -24,34 +24,34 @@ def interpreter(
     cache: Path = CACHE,
     flag: str = "--env verifiers:NAME,python=PATH",
 ) -> Path:
-    """Return a Python interpreter that has some packages; it is made when it is first asked for.
+    """Return a Python interpreter that has the required packages; makes it on first use.
 
         interpreter(["verifiers==0.4.0", "./environments/reverse_text"])
 
     Args:
-        requirements: packages, as `uv pip install` takes them. Paths are resolved.
-        python: an interpreter that has them already, which is returned as it is.
-        flag: how the user names one.
+        requirements: packages, as in `uv pip install`. Paths are resolved.
+        python: an interpreter that already has them; returned as is.
+        flag: the flag that sets `python`, for errors.
 
     Raises:
-        ConfigError: there is no such interpreter; or one cannot be made, because there is no uv, the registry does not
-            answer, or the packages do not resolve.
+        ConfigError: `python` does not exist, or making an interpreter failed: uv is missing, the package index is
+            unreachable, or the packages do not resolve.
     """
     if python:
         found = shutil.which(Path(python).expanduser())
         if found is None:
-            raise ConfigError(f"there is no interpreter {python}", hint="name the python of a virtual environment")
+            raise ConfigError(f"there is no interpreter {python}", hint="pass the python of a virtual environment")
         return Path(found).absolute()
     wanted = [str(Path(each).resolve()) if Path(each).exists() else each for each in requirements]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     name = hashlib.sha256("\n".join([version, *wanted]).encode()).hexdigest()[:16]
     cache = cache.expanduser()
-    make_private(cache, ConfigError, deep=False)  # interpreters link to the one that they were made from
+    make_private(cache, ConfigError, deep=False)  # interpreters link to their base interpreter
     folder, ready = cache / name, cache / name / ".ready"
     with (cache / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be making it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be creating it
         if not ready.exists():
-            print(f"making an interpreter with {', '.join(requirements)} in {folder}, once", file=sys.stderr)
+            print(f"creating an interpreter with {', '.join(requirements)} in {folder}, once", file=sys.stderr)
             _make(folder, wanted, version, flag)
             ready.write_text("\n".join(wanted))
     check_own(folder, ConfigError, deep=False)
@@ -63,8 +63,8 @@ def _make(folder: Path, wanted: Sequence[str], version: str, flag: str) -> None:
     uv = str(beside) if beside.exists() else shutil.which("uv")
     if uv is None:
         raise ConfigError(
-            "there is no uv to make an interpreter with",
-            hint=f"install uv, or name one: {flag}",
+            "creating an interpreter needs uv, which is not installed",
+            hint=f"install uv, or pass an interpreter: {flag}",
         )
     shutil.rmtree(folder, ignore_errors=True)
     for arguments in (
@@ -75,6 +75,6 @@ def _make(folder: Path, wanted: Sequence[str], version: str, flag: str) -> None:
         if done.returncode:
             said = "\n".join(done.stderr.strip().splitlines()[-8:])
             raise ConfigError(
-                f"no interpreter with {', '.join(wanted)} can be made:\n{said}",
-                hint=f"if the registry cannot be reached from here, name another one: {flag}",
+                f"cannot create an interpreter with {', '.join(wanted)}:\n{said}",
+                hint=f"if the package index is unreachable from here, pass an interpreter: {flag}",
             )

@@ -1,4 +1,4 @@
-"""Tools of an MCP server, started as a command or found at a URL."""
+"""Tools of an MCP server, started by a command or reached by URL."""
 
 from __future__ import annotations
 
@@ -18,65 +18,64 @@ from forge_rl.supervised import supervised
 from forge_rl.types import Message, Task, ToolCall
 
 _AGAIN_S = 0.5
-"""Time before connecting is tried again."""
+"""Delay before reconnecting, in seconds."""
 _HINT = "write --env 'mcp:COMMAND' or --env mcp:http://HOST:PORT/mcp"
 
 
 @dataclass(frozen=True, eq=False)
 class McpEnv:
-    """Makes environments in which the model may call the tools of an MCP server; a completion without a call is its
-    answer, which the run's reward scores.
+    """Makes environments with the tools of an MCP server; a completion without a tool call is the answer, which the
+    run's reward scores.
 
         McpEnv("python server.py", instruction="Use the tools.")  # --env "mcp:python server.py"
         McpEnv("http://127.0.0.1:8000/mcp")
 
-    What a tool answers, also that it failed, is shown to the model as text. A server that dies makes its episodes
-    infrastructure errors, which are played again with the next one. A command gets the few variables that MCP servers
-    are commonly given, HOME and PATH among them, and no other.
+    The model sees tool results, including errors, as text. If a server dies, its episodes are infrastructure errors and
+    are retried with a new server. A command gets only MCP's default environment variables, such as HOME and PATH.
     """
 
     server: str
-    """Command line of a server that speaks on stdin and stdout, or URL of one that speaks streamable HTTP."""
+    """Command line of a stdio server, or URL of a streamable HTTP server."""
     per: Literal["process", "session"] = "process"
-    """One server for all episodes of an environment process, or one for each episode, where it has state."""
+    """One server for all episodes of an environment process, or one per episode for stateful servers."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables of the command."""
+    """Additional environment variables of the command."""
     tools: Sequence[str] = ()
-    """Names of the tools that the model is shown; all by default."""
+    """Names of the tools to show the model; all by default."""
     max_turns: int = 8
-    """Most completions of an episode; one that calls tools in its last has no answer."""
+    """Maximum completions per episode; an episode whose last completion calls tools has no answer."""
     timeout_s: float = 30.0
-    """Longest time for one call."""
+    """Timeout of one tool call."""
     start_s: float = 60.0
-    """Longest time until the server has started and told its tools."""
+    """Timeout for the server to start and list its tools."""
     max_output_chars: int = 4000
-    """Most characters of an output that the model is shown; the middle of longer ones is left out."""
+    """Maximum characters of a tool output; the middle of a longer one is cut."""
     instruction: str = ""
-    """System message of tasks that have none."""
+    """System message for tasks that have none."""
     examples: Sequence[Message] = ()
     """Messages shown before the task's question."""
     _shared: list[Connection] = field(default_factory=list, init=False, repr=False)
-    """The connection of this process, once there is one."""
+    """Connection of this process, once opened."""
 
     def __post_init__(self) -> None:
         check_flags(self, "McpEnv's ", least={"max_turns": 1}, above={"timeout_s": 0, "start_s": 0})
         if self.per not in ("process", "session"):
             raise ConfigError(f"per is {self.per!r} in --env mcp", hint="write per=process or per=session")
         if not self.server.strip():
-            raise ConfigError("no MCP server is named", hint=_HINT)
+            raise ConfigError("--env mcp names no server", hint=_HINT)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": []}  # a connection is of one process
+        return {**self.__dict__, "_shared": []}  # a connection belongs to one process
 
     def __call__(self, task: Task) -> McpSession:
         """Make the environment of one episode."""
         return McpSession(self, task)
 
     async def connect(self) -> Connection:
-        """Return a connection whose server runs: this process's own, or a new one for a session.
+        """Return an open connection: the one shared by this process, or a new one per session.
 
         Raises:
-            ForgeError: the server does not start; says why.
+            ForgeError: the server does not start; gives the cause.
         """
         if self.per == "session":
             return await Connection(self).opened()
@@ -86,11 +85,11 @@ class McpEnv:
 
 
 class Connection:
-    """A connection to a server, whose process it owns if it is a command. One task holds it, as the package wants."""
+    """Connection to a server; owns its process if it is a command. One task holds it open, as the mcp package needs."""
 
     def __init__(self, config: McpEnv) -> None:
         self.schemas: Mapping[str, Mapping[str, object]] = {}
-        """Schemas of the tools by their names."""
+        """Tool schemas by name."""
         self._config = config
         self._client: Any = None
         self._ready = asyncio.get_running_loop().create_future()
@@ -99,24 +98,24 @@ class Connection:
 
     @property
     def is_over(self) -> bool:
-        """True once it has ended, or was lost."""
+        """True once the connection is closed or lost."""
         return self._stop.is_set() or self._holding.done()
 
     async def opened(self) -> Connection:
-        """Wait until the server has told its tools."""
+        """Wait until the server has listed its tools."""
         await asyncio.shield(self._ready)
         return self
 
     async def close(self) -> None:
-        """End the server, if it is a command, and the connection."""
+        """Close the connection, and stop the server if it is a command."""
         self._stop.set()
         await asyncio.wait([self._holding])
 
     async def call(self, name: str, arguments: dict[str, object], timeout_s: float) -> str:
-        """Return what a tool answers, as text.
+        """Call a tool and return its result as text.
 
         Raises:
-            ReplicaError: the server has gone.
+            ReplicaError: the server is gone.
         """
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
@@ -138,7 +137,7 @@ class Connection:
         return f"error: {text}" if result.is_error and not text.lower().startswith("error") else text
 
     def _gone(self, name: str, cause: str) -> ReplicaError:
-        return ReplicaError(f"it ended in a call of {name}: {cause}", service=f"MCP server {self._config.server}")
+        return ReplicaError(f"it died during a call of {name}: {cause}", service=f"MCP server {self._config.server}")
 
     async def _hold(self) -> None:
         try:
@@ -156,7 +155,7 @@ class Connection:
             self._stop.set()
 
     async def _until_listening(self) -> None:
-        """Wait for a server at a URL that is not there yet, or is started again."""
+        """Wait until something listens at the server's URL, as it may still be starting."""
         url = urlsplit(self._config.server)
         if url.scheme not in ("http", "https"):
             return
@@ -209,13 +208,13 @@ class Connection:
         cause = f"not ready in {self._config.start_s:g} s" if late else f"{type(error).__name__}: {error}"
         return ForgeError(
             f"the MCP server {self._config.server!r} does not start: {cause}",
-            hint="run the command by hand; what it prints is in the log of the environment process",
+            hint="run the command by hand; its output is in the log of the environment process",
         )
 
 
 @dataclass(frozen=True)
 class _RemoteTool:
-    """A tool of the server, as `ToolUse` calls one."""
+    """A tool of the server, with the interface that `ToolUse` expects."""
 
     connection: Connection
     name: str
@@ -235,7 +234,7 @@ class _RemoteTool:
 
 
 def _unused() -> None:
-    """Stand in for tools that only a server knows."""
+    """Placeholder for tools that only the server has."""
 
 
 class McpSession:
@@ -248,7 +247,7 @@ class McpSession:
         self._use: ToolUse | None = None
 
     async def reset(self) -> Observation:
-        """Connect and show the tools; raises ForgeError where the server does not start."""
+        """Connect and show the tools; raises ForgeError if the server does not start."""
         self._connection = await self._config.connect()
         tools: Any = {name: _RemoteTool(self._connection, name) for name in self._connection.schemas}
         names = ("max_turns", "timeout_s", "max_output_chars", "instruction", "examples")
@@ -257,14 +256,14 @@ class McpSession:
         return await self._use.reset()
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        """Call tools, or end the episode."""
+        """Run the tool calls, or end the episode."""
         assert self._use is not None, "reset comes first"
         return await self._use.step(completion, truncated=truncated, calls=calls)
 
     async def close(self) -> None:
-        """End a server of this episode's own."""
+        """Close the connection if it belongs to this episode alone."""
         if self._connection is not None and self._config.per == "session":
             await self._connection.close()
 
 
-mcp = McpEnv  # the name that the flag calls it by
+mcp = McpEnv  # the name in --env

@@ -1,4 +1,4 @@
-"""Worlds behind an OpenEnv server, by its WebSocket: one connection is the session of one episode."""
+"""Environments of an OpenEnv server, over its WebSocket: one connection is one episode's session."""
 
 from __future__ import annotations
 
@@ -19,76 +19,76 @@ from forge_rl.types import Message, Task, ToolCall
 T = TypeVar("T")
 
 _MAX_BYTES = 100 << 20
-"""Longest message, as OpenEnv's own client allows."""
+"""Maximum message size, the same as in OpenEnv's own client."""
 _AGAIN_S = (0.2, 5.0)
-"""Shortest and longest time before connecting is tried again."""
+"""Minimum and maximum delay between connection attempts, in seconds."""
 _SHOWN = ("text", "prompt", "message", "response", "output", "result")
-"""Fields of an observation that are shown alone where they are text."""
+"""Observation fields that, if text, are shown instead of the whole observation."""
 _HINT = "write --env openenv:ws://HOST:PORT"
 
 
 @dataclass(frozen=True)
 class OpenEnvFactory:
-    """Makes episodes in a world that an OpenEnv server holds, one of its sessions for each.
+    """Makes episodes in an OpenEnv server's environment, each in a session of its own.
 
         OpenEnvFactory("ws://127.0.0.1:8000")  # --env openenv:ws://127.0.0.1:8000
         OpenEnvFactory("https://me-my-env.hf.space", action="code", max_turns=4)
-        OpenEnvFactory("ws://host:8000", api_key_env="OPENENV_API_KEY")  # a server that wants a key
+        OpenEnvFactory("ws://host:8000", api_key_env="OPENENV_API_KEY")  # a server that requires a key
 
-    How the model acts follows from the server's schema of actions. Where an action calls a tool, the server's tools are
-    the model's, and a completion without a call ends the episode. Where an action has one text that must be given, that
-    is the completion. Else the completion is the action in JSON; one that does not fit is answered by what is wrong.
+    The server's action schema determines how the model acts. If an action is a tool call, the model gets the server's
+    tools, and a completion without a call ends the episode. If an action has exactly one required text field, the
+    completion is that field. Otherwise the completion is the action as JSON; the reply to an invalid one is an error.
 
-    Rewards are those of the server, for each turn. A server that is full is asked again until a session is free; one
-    that goes away in an episode makes that an infrastructure error, and the episode is played again.
+    Rewards come from the server, per turn. While the server is full, connecting is retried until a session is free. If
+    the server goes away during an episode, that is an infrastructure error, and the episode is retried.
     """
 
     url: str
-    """Address of the server, with ws, wss, http or https."""
+    """URL of the server: ws, wss, http or https."""
     action: str = ""
-    """Field of an action that the completion is; told from the schema if it is not given."""
+    """Action field that receives the completion; inferred from the schema by default."""
     show: str = ""
-    """Field of an observation that the model is shown; by default one that holds its text, or else all in JSON."""
+    """Observation field shown to the model; by default a text field, or else the whole observation as JSON."""
     prompt: str = ""
-    """System message of tasks that are made of seeds."""
+    """System message of tasks made from seeds."""
     tasks: int = 1000
-    """Number of seeds that are trained on where no tasks are named."""
+    """Number of seeds to train on when no tasks are set."""
     held_out: int = 100
-    """Number of other seeds that are held out."""
+    """Number of additional held-out seeds."""
     max_turns: int = 16
-    """Most completions of an episode."""
+    """Maximum completions per episode."""
     connect_s: float = 120.0
-    """Longest time to wait for a connection and a free session."""
+    """Timeout for a connection and a free session."""
     deadline_s: float = 300.0
-    """Longest time for one answer of the server."""
+    """Timeout of one reply of the server."""
     api_key_env: str = ""
-    """Name of the environment variable with the key that the server wants, if it wants one. All users of a machine see
-    a key that is within the URL of a flag."""
+    """Environment variable with the server's API key, if it requires one. A key inside the URL of a flag would be
+    visible to all users of the machine."""
 
     def __post_init__(self) -> None:
         scheme, _, rest = self.url.partition("://")
         if scheme not in ("ws", "wss", "http", "https") or not rest:
-            raise ConfigError(f"the address {self.url!r} is no URL", hint=_HINT)
+            raise ConfigError(f"the address {self.url!r} is not a URL", hint=_HINT)
         for name, least in {"tasks": 1, "held_out": 0, "max_turns": 1}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)} in --env openenv", hint=f"choose {least} or more")
-        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be a key: never shown
+        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be the key itself: never print it
             raise ConfigError(
                 "--env openenv: api_key_env is not the name of an environment variable",
-                hint="put the key into a variable, and name that: api_key_env=OPENENV_API_KEY",
+                hint="put the key into a variable and pass its name: api_key_env=OPENENV_API_KEY",
             )
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ConfigError(
                 f"--env openenv: the environment variable {self.api_key_env} is not set",
-                hint="set it to the server's key, or name another one",
+                hint="set it to the server's key, or name another variable",
             )
 
     def __call__(self, task: Task) -> OpenEnvSession:
-        """Make the environment of one episode; the task's `seed` in its truth goes to the server."""
+        """Make the environment of one episode; the server gets the `seed` in the task's truth."""
         return OpenEnvSession(self, task)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
-        """Return a source of seeds."""
+        """Return a task source of seeds."""
         made = seeded("openenv", tasks=self.tasks, held_out=self.held_out, prompt=self.prompt, seed=seed)
         return {"openenv": made}
 
@@ -101,30 +101,30 @@ class OpenEnvFactory:
 
     @property
     def shown_url(self) -> str:
-        """URL without the key that it may hold, for messages."""
+        """URL without credentials, for messages."""
         return without_credentials(self.url)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of requests: the key, if one is named."""
+        """Request headers: the API key, if there is one."""
         return {"Authorization": f"Bearer {os.environ.get(self.api_key_env, '')}"} if self.api_key_env else {}
 
     @property
     def schema_url(self) -> str:
-        """URL at which the server tells the schema of its actions."""
+        """URL of the server's action schema."""
         scheme, _, rest = self.address.partition("://")
         return f"{'https' if scheme == 'wss' else 'http'}://{rest.removesuffix('/ws')}/schema"
 
 
 class OpenEnvSession:
-    """One episode in a session of the server."""
+    """One episode, in a session of the server."""
 
     def __init__(self, factory: OpenEnvFactory, task: Task) -> None:
         self._factory = factory
         self._task = task
         self._socket: Any = None
         self._field = ""
-        """Field of an action that is the completion; "" for all of an action in JSON."""
+        """Action field that receives the completion; "" if the completion is the action as JSON."""
         self._by_tools = False
         self._turns = 0
 
@@ -132,8 +132,8 @@ class OpenEnvSession:
         """Connect, wait for a free session, and begin the episode.
 
         Raises:
-            ForgeError: there is no such server, or it is full for too long.
-            ReplicaError: it went away.
+            ForgeError: the server does not exist, or stayed full for too long.
+            ReplicaError: the server went away.
         """
         schema = await self._schema()
         fields = schema.get("properties", {})
@@ -142,7 +142,7 @@ class OpenEnvSession:
         if self._factory.action and self._factory.action not in fields:
             raise ForgeError(
                 f"an action of {self._factory.shown_url} has no field {self._factory.action!r}",
-                hint=f"its fields are: {', '.join(fields)}",
+                hint=f"set action to one of: {', '.join(fields)}",
             )
         seed = self._task.truth.get("seed")
         data = await self._begin({"seed": seed} if isinstance(seed, int) else {})
@@ -153,14 +153,14 @@ class OpenEnvSession:
         shown = self._shown(data)
         messages = self._task.messages
         asked = bool(messages) and messages[-1]["role"] == "user"
-        if not (self._by_tools and asked):  # a world of tools has little to show, and the question says it all
-            # Many chat templates want users and assistants to take turns.
+        if not (self._by_tools and asked):  # a tool environment has little to show, and the question is enough
+            # Many chat templates require user and assistant messages to alternate.
             shown = f"{messages[-1]['content']}\n\n{shown}" if asked else shown
             messages = (*messages[: len(messages) - asked], {"role": "user", "content": shown})
         return Observation(messages=messages, tools=tuple(tools))
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        """Act by the completion, or by its tool calls one after the other."""
+        """Take the completion as an action, or run its tool calls one after the other."""
         self._turns += 1
         messages: list[Message] = []
         rewards: list[float] = []
@@ -176,11 +176,11 @@ class OpenEnvSession:
             messages.append({"role": "user", "content": text})
             rewards += [] if reward is None else [reward]
         done = done or truncated or self._turns == self._factory.max_turns
-        # A world that never rewards leaves that to the reward of the run.
+        # None leaves scoring to the run's reward, for environments without rewards.
         return Step(done=done, messages=() if done else tuple(messages), reward=sum(rewards) if rewards else None)
 
     async def close(self) -> None:
-        """Give the session back."""
+        """Release the session."""
         socket, self._socket = self._socket, None
         if socket is not None:
             await socket.close()
@@ -207,7 +207,7 @@ class OpenEnvSession:
         return await self._do(action)
 
     async def _do(self, action: dict[str, object]) -> tuple[str, float | None, bool]:
-        """Return what the model is shown, the reward and whether the world is done."""
+        """Send an action; return the text for the model, the reward, and whether the episode is done."""
         try:
             data = await self._ask("step", action)
         except _RefusedError as error:
@@ -243,12 +243,12 @@ class OpenEnvSession:
         except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
             said = without_credentials(str(error))
             raise ForgeError(
-                f"{self._factory.shown_url} tells no schema of actions: {type(error).__name__}: {said}",
+                f"{self._factory.shown_url} returned no action schema: {type(error).__name__}: {said}",
                 hint=f"is it an OpenEnv server? {_HINT}",
             ) from error
 
     async def _begin(self, data: dict[str, object]) -> dict[str, Any]:
-        """Connect and reset; a server without a free session says so in its first answer."""
+        """Connect and reset; a server without a free session says so in its first reply."""
         import websockets
 
         async def begin() -> dict[str, Any]:
@@ -270,11 +270,11 @@ class OpenEnvSession:
             raise ForgeError(
                 f"no session at {self._factory.shown_url} in {self._factory.connect_s:g} s: "
                 f"{type(error).__name__}: {error}",
-                hint="start the server, or let it hold as many sessions as there are episodes at a time",
+                hint="start the server, or allow it as many sessions as there are concurrent episodes",
             ) from error
 
     async def _again(self, do: Callable[[], Awaitable[T]], errors: tuple[type[Exception], ...]) -> T:
-        """Do something until it does not fail with one of these errors, or the time to connect is over."""
+        """Retry on these errors until `connect_s` has passed."""
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._factory.connect_s, _AGAIN_S[0]
         while True:
@@ -290,10 +290,10 @@ class OpenEnvSession:
         import websockets
 
         if self._socket is None:
-            raise ForgeError("the session is closed", hint="a session is for one episode")
+            raise ForgeError("the session is closed", hint="use a new session for each episode")
         try:
             async with asyncio.timeout(self._factory.deadline_s):
-                with contextlib.suppress(websockets.ConnectionClosed):  # a full server has said so, and closed
+                with contextlib.suppress(websockets.ConnectionClosed):  # a full server replies, then closes
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = json.loads(await self._socket.recv())
         except TimeoutError:
@@ -301,7 +301,7 @@ class OpenEnvSession:
             raise self._gone(f"no answer to `{kind}` in {self._factory.deadline_s:g} s") from None
         except (OSError, websockets.WebSocketException) as error:
             await self.close()
-            raise self._gone(f"the connection ended in `{kind}`: {error}") from error
+            raise self._gone(f"the connection was lost in `{kind}`: {error}") from error
         if answer.get("type") == "error":
             said = answer.get("data", {})
             if said.get("code") == "CAPACITY_REACHED":
@@ -311,25 +311,25 @@ class OpenEnvSession:
                 raise _RefusedError(f"{said.get('message')}{errors}")
             raise ForgeError(
                 f"{self._factory.shown_url} answered `{kind}` with {said.get('code')}: {said.get('message')}{errors}",
-                hint="mend the world behind the server",
+                hint="fix the environment behind the server",
             )
         found: dict[str, Any] = answer["data"]
         return found
 
     def _gone(self, cause: str) -> ReplicaError:
-        return ReplicaError(cause, service=f"openenv at {self._factory.shown_url}", hint="look at the server's log")
+        return ReplicaError(cause, service=f"openenv at {self._factory.shown_url}", hint="see the server's log")
 
 
 class _FullError(Exception):
-    """A server without a free session."""
+    """The server has no free session."""
 
 
 class _RefusedError(Exception):
-    """An action that the world refuses; the model is told."""
+    """The environment rejected an action; the model sees the message."""
 
 
 def _text_field(schema: Mapping[str, Any]) -> str:
-    """Return the only text field that an action must have, or "" if there is no such."""
+    """Return the only required field of an action if it is text, else ""."""
     fields: Mapping[str, Any] = schema.get("properties", {})
     must = [name for name in schema.get("required", ()) if name != "metadata"]
     if len(must) == 1 and fields.get(must[0], {}).get("type") == "string":

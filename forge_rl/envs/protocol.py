@@ -1,4 +1,4 @@
-"""Protocol of environments: an Env lives for one episode, and a factory makes one for each."""
+"""Environment protocols: an Env lives for one episode, and a factory makes one per episode."""
 
 from __future__ import annotations
 
@@ -13,45 +13,44 @@ from forge_rl.types import Episode, Message, Score, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """First messages that the model is shown, and its tools."""
+    """The messages that start an episode, and the tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, object], ...] = ()
-    """JSON schemas of the tools that the model may call, as chat templates take them."""
+    """JSON schemas of the tools that the model may call, in the format of chat templates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Reply of the environment to a completion."""
+    """The environment's response to a completion."""
 
     messages: tuple[Message, ...] = ()
-    """Messages that follow the completion and are shown to the model before its next one."""
+    """Messages to show the model after this completion and before the next."""
     done: bool
     """True if the episode is over."""
     reward: float | None = None
-    """The environment's own reward for the completion. The sum over the episode's turns is the episode's reward, and
-    takes the place of the verifier's. Where it is given before the episode is done, the tokens of each turn are
-    credited with their own as well."""
+    """The environment's reward for the completion. The sum over turns is the episode's reward and replaces the
+    verifier's. If a step before the last has a reward, each turn's tokens are also credited with the turn's reward."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of the environment's reward, each a metric; those of all steps are added up."""
+    """Named parts of the environment's reward, each a metric; summed over steps."""
     output: str | None = None
-    """Text that the verifier scores, instead of the last completion: "" where the episode ended without an answer, such
-    as in a tool call; only when done."""
+    """Text that the verifier scores instead of the last completion; "" if the episode ended without an answer, for
+    example in a tool call. Only when done."""
     history: tuple[Message, ...] | None = None
-    """A conversation that takes the place of all that the model was shown and has written so far, such as a summary:
-    what follows is a new segment of the episode. `messages` must be empty."""
+    """A conversation that replaces everything the model has seen and written so far, such as a summary; the episode
+    continues in a new segment. `messages` must be empty."""
     model_error: bool = False
-    """True if the model broke the environment's protocol, such as by a call that cannot be parsed; only when done. The
-    episode is scored like others, and counted."""
+    """True if the model broke the environment's protocol, for example with an unparsable call; only when done. The
+    episode is scored as usual, and counted."""
 
     def __post_init__(self) -> None:
-        assert self.done or not self.model_error, "an error of the model ends the episode"
-        assert self.done or self.messages or self.history, "an episode that goes on must show the model something"
-        assert not (self.messages and self.history), "a new history has the messages that follow in it"
+        assert self.done or not self.model_error, "a model error ends the episode"
+        assert self.done or self.messages or self.history, "an episode that continues must show the model something"
+        assert not (self.messages and self.history), "a new history already includes the messages that follow"
 
 
 class Env(Protocol):
-    """The environment of one episode: `reset` once, then `step` until it is done; never used again.
+    """The environment of one episode: `reset` once, then `step` until done; never reused.
 
         class Echo:
             def __init__(self, task: Task) -> None:
@@ -63,14 +62,14 @@ class Env(Protocol):
             async def step(self, completion: str) -> Step:
                 return Step(done=True, reward=float(completion == self.task.truth["answer"]))
 
-    A `step` that takes `truncated` as well is told whether the completion was cut by a token limit; either way it
-    decides whether the episode goes on. One that takes `calls` is given the tool calls that the model family's parser
-    found in the completion, which is then without them; a tool's output is the content of a message {"role": "tool",
-    "tool_call_id": call.id, ...}. Where the context has no room for another completion, `step` is called a last time
-    with "", which is truncated, so that it can give its reward; the episode then ends whatever it returns.
+    If `step` has a parameter `truncated`, it says whether a token limit cut the completion; `step` decides either way
+    whether the episode continues. If it has a parameter `calls`, it receives the tool calls that the model family's
+    parser found in the completion, and the completion comes without them; return a tool's output as a message {"role":
+    "tool", "tool_call_id": call.id, ...}. When the context has no room for another completion, `step` is called one
+    last time with "" and truncated=True, so that it can return a reward; the episode then ends regardless.
 
-    If it has a method `close`, plain or async, that is called in the end, however the episode ends. Code that blocks
-    should run in a thread: other environments of the process wait meanwhile.
+    An optional method `close`, plain or async, is called at the end, however the episode ends. Run blocking code in a
+    thread: it would block all environments of the process.
     """
 
     async def reset(self) -> Observation:
@@ -79,21 +78,21 @@ class Env(Protocol):
     @property
     def step(self) -> Callable[..., Awaitable[Step]]:
         """Respond to the model's completion: `async def step(self, completion: str, *, truncated: bool, calls:
-        Sequence[ToolCall]) -> Step`, of which `truncated` and `calls` may be left out."""
+        Sequence[ToolCall]) -> Step`; `truncated` and `calls` are optional."""
 
 
 class EnvFactory(Protocol):
-    """Makes a new Env for each episode of a task. It must pickle, so that it can be called in another process.
+    """Makes a new Env for each episode of a task. Must pickle, as it may be called in another process.
 
-    One with the attribute `in_process = True` makes environments that only show something, and run in the controller.
+    With the attribute `in_process = True`, its environments run in the controller; use it if they only show messages.
     """
 
     def __call__(self, task: Task) -> Env:
-        """Return an environment that is used for one episode."""
+        """Return an environment for one episode."""
 
 
 class Policy(Protocol):
-    """A place at which the policy answers, as an episode's session at the gateway is."""
+    """An endpoint of the policy, such as an episode's session at the gateway."""
 
     @property
     def base_url(self) -> str:
@@ -105,14 +104,14 @@ class Policy(Protocol):
 
 
 class AgentEnvironment(Protocol):
-    """An environment that plays its episodes itself, against the policy at the gateway; `start(environment=...)`."""
+    """An environment that runs its own episodes against the policy at the gateway; see `start(environment=...)`."""
 
     async def agent(self, task: Task, policy: Policy) -> Score:
-        """Play one episode. A ReplicaError says that a process died; the episode is then played again."""
+        """Run one episode. A ReplicaError means that a process died; the episode is then retried."""
 
     @property
     def reward(self) -> Callable[[Task, Episode], Score]:
-        """Score an episode whose time was over before it had a score; it must pickle."""
+        """Score an episode that timed out before it had a score; must pickle."""
 
     def serving(self, logs: Path) -> AbstractAsyncContextManager[None]:
-        """Run what the episodes need while the body runs; processes print to files in that folder."""
+        """Run whatever the episodes need while the body runs; processes log to files in `logs`."""

@@ -1,4 +1,4 @@
-"""Search over a corpus of texts in a local SQLite FTS5 index, which is built once."""
+"""Search over a text corpus with a local SQLite FTS5 index, built once."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _MOST_CHARS = 600
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts that can be searched.
+    """A searchable text corpus.
 
     corpus = Corpus.open(Path("notes.jsonl"), cache)
     world = ToolEnv([corpus.tool(results=3)])
     """
 
     index: Path
-    """SQLite database with the table `texts` (title, text), of FTS5."""
+    """SQLite database with an FTS5 table `texts` (title, text)."""
 
     @classmethod
     def open(cls, path: Path, cache: Path) -> Corpus:
-        """Open a corpus: JSONL with "text" and if wanted "title", a folder of texts, or a database made before.
+        """Open a corpus: JSONL with "text" and optionally "title", a folder of text files, or an existing database.
 
-        An index is built in the cache when there is none for these files as they are, which others cannot read.
+        Unless the cache has an index of these files in their current state, builds one that other users cannot read.
 
         Raises:
-            ConfigError: there is no such corpus, or it cannot be read; names the file and line.
+            ConfigError: the corpus does not exist or cannot be read; names the file and line.
         """
         path = path.expanduser()
         if not path.exists():
-            raise ConfigError(f"there is no corpus {path}", hint="name a JSONL file, a folder of texts, or a .db")
+            raise ConfigError(f"there is no corpus {path}", hint="name a JSONL file, a folder of text files, or a .db")
         if path.suffix in (".db", ".sqlite"):
             return cls(_checked(path.resolve()))
         files = sorted(each for each in path.rglob("*") if each.suffix in _TEXTS) if path.is_dir() else [path]
         if not files:
-            raise ConfigError(f"the corpus {path} has no texts", hint=f"files end in {', '.join(_TEXTS)}")
+            raise ConfigError(f"the corpus {path} has no text files", hint=f"add files that end in {', '.join(_TEXTS)}")
         digest = hashlib.sha256()
         for each in files:
             state = each.stat()
@@ -60,11 +60,11 @@ class Corpus:
         return cls(index)
 
     def tool(self, *, results: int = 3) -> Callable[[str], str]:
-        """Return the function `search(query)`, a tool that shows so many texts."""
+        """Return the tool function `search(query)`, which returns up to `results` texts."""
         return functools.partial(search, self, results)
 
     def search(self, query: str, results: int = 3) -> list[tuple[str, str]]:
-        """Return title and the best part of the texts that a query is nearest to, by BM25; any word counts."""
+        """Return the title and best snippet of the top texts for a query by BM25; any of its words matches."""
         words = re.findall(r"\w+", query)
         if not words:
             return []
@@ -86,7 +86,7 @@ def search(corpus: Corpus, results: int, query: str) -> str:
 
 
 def _build(index: Path, path: Path, files: list[Path]) -> None:
-    """Write an index beside where it belongs, and put it there whole."""
+    """Write an index to a temporary file next to its final path, then rename it atomically."""
     handle, name = tempfile.mkstemp(dir=index.parent, suffix=".tmp")
     os.close(handle)
     try:
@@ -120,7 +120,7 @@ def _rows(file: Path) -> Iterator[tuple[str, str]]:
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{file}:{number} has no text: {type(error).__name__}: {error}",
-                    hint='write a line as {"title": ..., "text": ...}',
+                    hint='write each line as {"title": ..., "text": ...}',
                 ) from None
             yield str(row.get("title", number)), str(text)
 
@@ -130,6 +130,6 @@ def _checked(path: Path) -> Path:
         Corpus(path).search("a")
     except sqlite3.Error as error:
         raise ConfigError(
-            f"the corpus {path} cannot be searched: {error}", hint="it needs an FTS5 table `texts` of title and text"
+            f"the corpus {path} cannot be searched: {error}", hint="it needs an FTS5 table `texts` with title and text"
         ) from None
     return path

@@ -1,4 +1,4 @@
-"""Tasks of environments that make their problems from a number, such as games."""
+"""Task source for environments that generate problems from a number, such as games."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _HELD_OUT_SHARE = 0.25
 
 
 class SeededTasks:
-    """Tasks by number, without end; implements data.sources.Source.
+    """Endless stream of tasks by number; implements data.sources.Source.
 
         SeededTasks("guess", seed=0, problems=range(1, 101), make=task_of_number)
 
-    A quarter of the numbers is held out; which ones depends on the number and the name alone.
+    A quarter of the numbers is held out; which ones depends only on the number and the name.
 
     Args:
-        make: makes a task of a number; must do the same each time.
+        make: makes the task of a number; must be deterministic.
 
     Raises:
         TaskError: there are fewer than two problems.
@@ -29,7 +29,7 @@ class SeededTasks:
         self.name = name
         self._seed, self._problems, self._make, self._drawn = seed, problems, make, 0
         if len(problems) < 2:
-            raise TaskError(f"{name} has {len(problems)} problems", hint="choose options that give more")
+            raise TaskError(f"{name} has {len(problems)} problems", hint="choose options that allow more")
 
     def __repr__(self) -> str:
         return f"{self.name} seed {self._seed}, {self._drawn} drawn"
@@ -43,7 +43,7 @@ class SeededTasks:
                 return self._make(number)
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
-        """Return the first held-out tasks, or all if fewer: the same for every seed."""
+        """Return the first held-out tasks, or all if there are fewer; the same for every seed."""
         found: dict[int, Task] = {}
         for attempt in range(tasks * 40):
             number = self._problem(f"held out {attempt}")
@@ -52,20 +52,20 @@ class SeededTasks:
         return tuple(found.values())
 
     def state(self) -> dict[str, object]:
-        """Position of the stream, as JSON."""
+        """Return the position in the stream, as JSON."""
         return {"name": self.name, "seed": self._seed, "drawn": self._drawn}
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Continue from a saved position.
 
         Raises:
-            TaskError: it is of another stream.
+            TaskError: the position belongs to another stream.
         """
         drawn = state.get("drawn")
         if not isinstance(drawn, int) or dict(state) != {**self.state(), "drawn": drawn}:
             raise TaskError(
-                f"the saved state of source {self.name!r} is of another stream: {dict(state)}",
-                hint="resume with the environment and the seed of the first start, or start a new run",
+                f"the saved state of source {self.name!r} belongs to another stream: {dict(state)}",
+                hint="resume with the original environment and seed, or start a new run",
             )
         self._drawn = drawn
 
@@ -73,7 +73,7 @@ class SeededTasks:
         return self._problems[_number(f"{self.name} {key}") % len(self._problems)]
 
     def _is_held_out(self, number: int) -> bool:
-        # The first problem is always trained on and the last never, so that both parts have one.
+        # The first problem is always trained on and the last always held out, so neither part is empty.
         if number in (self._problems[0], self._problems[-1]):
             return number == self._problems[-1]
         return _number(f"{self.name} {number}") < _HELD_OUT_SHARE * 2**64

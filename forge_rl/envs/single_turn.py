@@ -1,4 +1,4 @@
-"""The simplest environment: the model is shown the task and replies once; the verifier scores the completion."""
+"""The simplest environment: the model sees the task and replies once; the verifier scores the completion."""
 
 from __future__ import annotations
 

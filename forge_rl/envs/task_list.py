@@ -1,4 +1,4 @@
-"""A source of tasks that an environment brings itself."""
+"""Task source for environments with a fixed list of tasks."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from forge_rl.types import Message, Task
 
 
 class TaskList:
-    """Draws tasks in an order by the seed, epoch after epoch; a source as `data.sources.Source` says.
+    """Draws tasks epoch after epoch, each shuffled by the seed; implements `data.sources.Source`.
 
         source = TaskList("verifiers:gsm8k", train, held_out, seed=0)
         train, held_out = split(tasks, 0.1, key=lambda task: task.prompt)
 
     Args:
-        train: tasks to draw; fewer than those of a batch come again within it.
-        held_out: tasks to evaluate on.
+        train: tasks to draw; if there are fewer than a batch needs, they repeat within it.
+        held_out: evaluation tasks.
     """
 
     def __init__(self, name: str, train: Sequence[Task], held_out: Sequence[Task], *, seed: int) -> None:
         if not train:
-            raise TaskError(f"{name} has no tasks to train on", hint="hold out a smaller share of them")
+            raise TaskError(f"{name} has no tasks to train on", hint="hold out a smaller share")
         self._name = name
         self._train = train
         self._held_out = tuple(held_out)
         self._seed = seed
         self._drawn = 0
         self._order: tuple[int, list[int]] = (-1, [])
-        """An epoch, and its order."""
+        """Current epoch and its order of task indices."""
 
     @property
     def name(self) -> str:
-        """Identifies the source in logs and in the mixture."""
+        """Name of the source in logs and in the mixture."""
         return self._name
 
     @property
     def epoch(self) -> float:
-        """Passes over the tasks so far."""
+        """Number of passes over the tasks so far."""
         return self._drawn / len(self._train)
 
     def draw(self) -> Task:
@@ -57,30 +57,30 @@ class TaskList:
         return self._held_out[:tasks]
 
     def state(self) -> dict[str, object]:
-        """Position of the stream, and how many tasks there are."""
+        """Return the position in the stream and the number of tasks."""
         return {"drawn": self._drawn, "tasks": len(self._train)}
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Continue from a saved position.
 
         Raises:
-            TaskError: it is of another list.
+            TaskError: the position belongs to another list.
         """
         drawn = state.get("drawn")
         if not isinstance(drawn, int) or drawn < 0 or state.get("tasks") != len(self._train):
             raise TaskError(
-                f"the saved state of {self._name} is {dict(state)}, and it has {len(self._train)} tasks",
-                hint="resume with the environment of the first start, or start a new run",
+                f"the saved state of {self._name} is {dict(state)}, but it has {len(self._train)} tasks",
+                hint="resume with the original environment, or start a new run",
             )
         self._drawn = drawn
 
 
 def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tuple[list[Task], list[Task]]:
-    """Split tasks into those to train on and those held out, of which there is one or more if there are two tasks.
+    """Split tasks into training and held-out tasks; holds out at least one if there are two or more.
 
     Args:
-        share: of all tasks that is held out; which ones depends on their keys alone.
-        key: content of a task: tasks of the same content stay together, and only the first of them is held out.
+        share: share of tasks to hold out; which ones depends only on their keys. 0 holds out none.
+        key: returns a task's content. Tasks with equal content stay together; only the first of them is held out.
     """
     by_key: dict[str, list[Task]] = {}
     for task in tasks:
@@ -94,10 +94,10 @@ def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tu
 
 
 def seeded(name: str, *, tasks: int, held_out: int, prompt: str, seed: int) -> TaskList:
-    """Make a source of tasks that are nothing but a seed of their world, in `truth`: those held out come first.
+    """Make a source of tasks that consist of an environment seed in `truth`; the held-out tasks have the first seeds.
 
     Args:
-        prompt: system message of each task; "" for none.
+        prompt: system message of each task, if not empty.
     """
     messages: tuple[Message, ...] = ({"role": "system", "content": prompt},) if prompt else ()
     made = [

@@ -1,4 +1,4 @@
-"""Games of the package textarena, for one player."""
+"""Single-player games of the textarena package."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from forge_rl.types import Task
 
 @dataclass(frozen=True, kw_only=True)
 class TextArena:
-    """Makes games of textarena; brings its own tasks, each a seed of the game.
+    """Makes TextArena games; comes with its own tasks, each a seed of the game.
 
         python -m recipes.grpo --env textarena:GuessTheNumber-v0
 
-    The reward is the game's own, from -1 or 0 to 1.
+    The reward is the game's, from -1 or 0 to 1.
 
     Raises:
-        ConfigError: textarena is not installed, there is no such game, or it is not for one player.
+        ConfigError: textarena is not installed, the game does not exist, or it is not for one player.
     """
 
     game: str
-    """Id of the game, such as GuessTheNumber-v0."""
+    """Game id, such as GuessTheNumber-v0."""
     max_turns: int = 30
-    """Most completions of an episode."""
+    """Maximum completions per episode."""
 
     def __post_init__(self) -> None:
         self.start(0)
@@ -45,12 +45,12 @@ class TextArena:
     def start(self, seed: int) -> Any:
         """Make textarena's environment and reset it."""
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # it tries to download what some games need
+            with contextlib.redirect_stderr(io.StringIO()):  # it tries to download data of some games
                 textarena: Any = importlib.import_module("textarena")
         except ImportError as error:
             raise ConfigError(f"textarena cannot be imported: {error}", hint="pip install textarena") from None
         try:
-            # The raw game tells who said what; otherwise all of it comes again as one text in each turn.
+            # The raw game attributes each message to its sender; otherwise each turn repeats everything as one text.
             made = textarena.make(f"{self.game}-raw")
             with contextlib.redirect_stderr(io.StringIO()):
                 made.reset(num_players=1, seed=seed)
@@ -58,12 +58,12 @@ class TextArena:
             cause = next((line.strip(" *") for line in str(error).splitlines() if line.strip(" *")), repr(error))
             raise ConfigError(
                 f"textarena cannot make {self.game!r} for one player: {cause}",
-                hint="choose a game for one player, such as GuessTheNumber-v0; some need data of nltk",
+                hint="choose a single-player game, such as GuessTheNumber-v0; some games need NLTK data",
             ) from None
         return made
 
     def _task(self, number: int) -> Task:
-        # The game shows its own messages; these tell the tasks apart.
+        # The game shows its own messages; these only distinguish the tasks.
         shown = {"role": "user", "content": f"{self.game}, game {number}"}
         return Task(id=f"{self.game}/{number}", source=self.game, messages=(shown,), truth={"seed": number})
 
@@ -74,9 +74,7 @@ class TextArenaGame:
     def __init__(self, config: TextArena, task: Task) -> None:
         seed = task.truth.get("seed")
         if not isinstance(seed, int):
-            raise TaskError(
-                f"the task {task.id!r} has no seed of a game", hint="give no --tasks: textarena brings its own"
-            )
+            raise TaskError(f"the task {task.id!r} has no game seed", hint="omit --tasks: textarena has its own")
         self._config, self._game, self._turns = config, config.start(seed), 0
 
     async def reset(self) -> Observation:
@@ -89,20 +87,20 @@ class TextArenaGame:
             return Step(done=False, messages=({"role": "user", "content": self._said() or "Go on."},))
         rewards, _ = self._game.close() if done else ({0: 0.0}, {})
         if not isinstance(rewards, Mapping) or 0 not in rewards:
-            raise ForgeError(f"{self._config.game} gave no reward: {rewards!r}", hint="report it to textarena")
+            raise ForgeError(f"{self._config.game} returned no reward: {rewards!r}", hint="report it to textarena")
         return Step(done=True, reward=float(rewards[0]))
 
     def _said(self) -> str:
-        """Text of the game since the model's last turn."""
+        """Return the game's text since the model's last turn."""
         _, observed = self._game.get_observation()
         return "\n".join(str(text) for sender, text, *_ in observed if sender != 0)
 
 
 def textarena(game: str = "", *, max_turns: int = 30) -> TextArena:
-    """Make the environment of `--env textarena:GuessTheNumber-v0`.
+    """Make the environment for `--env textarena:GuessTheNumber-v0`.
 
     Raises:
-        ConfigError: no game is named, or it cannot be made.
+        ConfigError: no game is given, or it cannot be made.
     """
     if not game:
         raise ConfigError("--env textarena names no game", hint="write --env textarena:GuessTheNumber-v0")

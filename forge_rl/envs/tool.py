@@ -31,27 +31,27 @@ class Tool:
 
         await Tool(add).call('{"a": 1, "b": "2"}', timeout_s=10)  # "3"
 
-    It may be async; a plain one runs in a thread of its own. Hints may be whatever pydantic reads: numbers, text, bool,
-    lists, dicts, Optional, Literal, enums, dataclasses, TypedDicts, pydantic models. Docstrings may be of Google's,
-    NumPy's or Sphinx's style, or plain.
+    The function may be async; a plain one runs in its own thread. Type hints can be anything pydantic supports:
+    numbers, text, bool, lists, dicts, Optional, Literal, enums, dataclasses, TypedDicts, pydantic models. Docstrings
+    can be Google, NumPy or Sphinx style, or plain text.
 
     Raises:
-        ConfigError: a parameter has no type hint, or one that no JSON can be for; or it takes *args or **kwargs.
+        ConfigError: a parameter has no type hint, or one without a JSON form; or the function takes *args or **kwargs.
     """
 
     function: Callable[..., object]
     owner: object = None
-    """Object that a method is called on."""
+    """Object to call a method on."""
     is_method: bool = False
-    """True if its first parameter is that object."""
+    """True if the function's first parameter is `owner`."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise ConfigError(f"the tool {self.function!r:.80} is no function", hint="give tools as functions")
+            raise ConfigError(f"the tool {self.function!r:.80} is not a function", hint="pass tools as functions")
         self.schema  # noqa: B018  checks the hints
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Tool, (self.function, self.owner, self.is_method)  # what is made of hints is made again
+        return Tool, (self.function, self.owner, self.is_method)  # the adapter is rebuilt from the hints
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class Tool:
 
     @functools.cached_property
     def schema(self) -> Mapping[str, object]:
-        """Description as chat templates take it: {"type": "function", "function": {"name": ..., ...}}."""
+        """Schema in the format of chat templates: {"type": "function", "function": {"name": ..., ...}}."""
         import docstring_parser
 
         described = docstring_parser.parse(inspect.getdoc(_inner(self.function)) or "")
@@ -71,13 +71,12 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def call(self, arguments: str, *, timeout_s: float) -> str:
-        """Call it with arguments in JSON, and return its result, or what went wrong, as text for the model.
+        """Call the function with JSON arguments; return its result, or the error, as text for the model.
 
-        What it returns is shown as it is if it is text, else as JSON. A plain function that runs out of time is left to
-        end by itself.
+        A text result is returned as is, anything else as JSON. A plain function that times out is left running.
 
         Raises:
-            ForgeError: it raised that: for failures that are not the model's.
+            ForgeError: the function raised it, for failures that are not the model's fault.
         """
         import pydantic
         import pydantic_core
@@ -106,7 +105,7 @@ class Tool:
 
     @functools.cached_property
     def _adapter(self) -> Any:
-        """Checks and converts arguments; a pydantic TypeAdapter of a TypedDict, as any name of a parameter may be."""
+        """Pydantic TypeAdapter that validates and converts arguments; its TypedDict allows any parameter name."""
         import docstring_parser
         import pydantic
         import typing_extensions
@@ -116,7 +115,8 @@ class Tool:
             hints = typing.get_type_hints(inner, include_extras=True)
         except Exception as error:
             raise ConfigError(
-                f"a type hint of the tool {self.name} cannot be read: {error}", hint="name types that its module has"
+                f"a type hint of the tool {self.name} cannot be resolved: {error}",
+                hint="use types that its module defines or imports",
             ) from None
         texts = {each.arg_name: each.description for each in docstring_parser.parse(inspect.getdoc(inner) or "").params}
         fields: dict[str, object] = {}
@@ -124,13 +124,13 @@ class Tool:
         for each in parameters[1:] if self.is_method else parameters:
             if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
                 raise ConfigError(
-                    f"the tool {self.name} has the parameter {each}, which no model can be told of",
-                    hint="give it parameters that have names and types",
+                    f"the tool {self.name} has the parameter {each}, which has no JSON schema",
+                    hint="use named parameters with types",
                 )
             if each.name not in hints:
                 raise ConfigError(
                     f"the parameter {each.name} of the tool {self.name} has no type hint",
-                    hint=f"write its type, such as {each.name}: str",
+                    hint=f"add a type, such as {each.name}: str",
                 )
             told: dict[str, Any] = {"description": texts[each.name]} if texts.get(each.name) else {}
             if each.default is each.empty:
@@ -145,14 +145,14 @@ class Tool:
         except Exception as error:
             cause = str(error).splitlines()[0]
             raise ConfigError(
-                f"the type hints of the tool {self.name} have no JSON: {cause}",
-                hint="take types such as int, str, list[int], dict[str, float], Literal, an enum or a dataclass",
+                f"the type hints of the tool {self.name} have no JSON form: {cause}",
+                hint="use types such as int, str, list[int], dict[str, float], Literal, an enum or a dataclass",
             ) from None
         return adapter
 
 
 def _inner(function: Callable[..., object]) -> Any:
-    """The function of a partial, or of an object that can be called."""
+    """Return the function inside a partial or a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(function, "__name__") else type(function).__call__
@@ -167,7 +167,7 @@ def _is_json(value: object) -> bool:
 
 
 def _without_titles(schema: Any) -> Any:
-    """A JSON schema without the titles that pydantic makes of names: tokens that say nothing."""
+    """Return a JSON schema without the titles that pydantic derives from names, which only waste tokens."""
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]
     if not isinstance(schema, dict):
@@ -181,7 +181,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _explained(error: Any) -> str:
-    """Describe in a line what was wrong with arguments."""
+    """Describe in one line what was wrong with the arguments."""
     texts = []
     for each in error.errors(include_url=False)[:5]:
         where = ".".join(map(str, each["loc"]))
@@ -191,9 +191,9 @@ def _explained(error: Any) -> str:
 
 
 async def _in_thread(function: Callable[[], object]) -> object:
-    """Call a plain function in a thread of its own: one that never ends holds up no other call, nor the process."""
+    """Call a plain function in its own daemon thread, so that one that never returns blocks neither calls nor exit."""
     done: concurrent.futures.Future[object] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # who waits may give up; that ends no thread
+    done.set_running_or_notify_cancel()  # cancelling the wait does not stop the thread
 
     def run() -> None:
         try:

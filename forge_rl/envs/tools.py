@@ -1,4 +1,4 @@
-"""Tool use over many turns: the model calls functions until it answers in plain text."""
+"""Multi-turn tool use: the model calls functions until it answers in plain text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CALL_SIGNS = (
     "<|python_tag|>",
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
 )
-"""Texts by which a model's family begins a call: a completion with one and without a call was meant as one."""
+"""Markers that begin a tool call, by model family: a completion with one but no parsed call was an attempted call."""
 _NOT_TOOLS = frozenset({"reward", "close"})
 
 
 @dataclass(frozen=True)
 class ToolEnv:
-    """Makes environments in which the model may call tools; a completion without a call is its answer.
+    """Makes environments with tools; a completion without a tool call is the answer.
 
         def add(a: int, b: int) -> int:
             '''Add two numbers.'''
@@ -35,9 +35,9 @@ class ToolEnv:
 
         world = ToolEnv([add])  # --env mine.py:world
 
-    What is given may also be a class: each episode has an object of its own, made with the task if it takes one, whose
-    public methods are the tools. If it has a method `reward(answer: str) -> float`, plain or async, that scores the
-    episode in place of the verifier, with "" where the model never answered. A `close` is called in the end.
+    Instead of functions, pass a class: each episode gets an instance, made with the task if the constructor takes one,
+    whose public methods are the tools. An optional method `reward(answer: str) -> float`, plain or async, scores the
+    episode instead of the verifier; `answer` is "" if the model never answered. `close`, if any, is called at the end.
 
         class Shop:  # --env mine.py:Shop
             def __init__(self, task: Task) -> None:
@@ -51,28 +51,28 @@ class ToolEnv:
             def reward(self, answer: str) -> float:
                 return float(self.task.truth["item"] in self.cart)
 
-    Calls that cannot be read, tools that do not exist, wrong arguments and what a tool raises are shown to the model as
-    text; a ForgeError that a tool raises is an error of the environment.
+    The model sees unparsable calls, unknown tools, wrong arguments and a tool's exceptions as error text; a ForgeError
+    raised by a tool is an environment error.
 
     Raises:
-        ConfigError: there are no tools, two have the same name, or one cannot be described: see `Tool`.
+        ConfigError: there are no tools, two have the same name, or one has no schema: see `Tool`.
     """
 
     tools: Sequence[Callable[..., object]] | type
-    """Functions, or a class with methods."""
+    """Functions, or a class whose methods are the tools."""
     _: KW_ONLY
     max_turns: int = 8
-    """Most completions of an episode; one that calls tools in its last has no answer."""
+    """Maximum completions per episode; an episode whose last completion calls tools has no answer."""
     timeout_s: float = 30.0
-    """Longest time for one call."""
+    """Timeout of one tool call."""
     max_output_chars: int = 4000
-    """Most characters of an output that the model is shown; the middle of longer ones is left out."""
+    """Maximum characters of a tool output; the middle of a longer one is cut."""
     instruction: str = ""
-    """System message of tasks that have none."""
+    """System message for tasks that have none."""
     examples: Sequence[Message] = ()
-    """Messages shown before the task's question, such as calls with their outputs and answers."""
+    """Messages shown before the task's question, such as example calls with outputs and answers."""
     compact: Compact | None = None
-    """Makes a long conversation shorter, such as DropOldOutputs(); None leaves it to end where the context is full."""
+    """Shortens a long conversation, such as DropOldOutputs(); with None the episode ends when the context is full."""
 
     def __post_init__(self) -> None:
         check_flags(self, "ToolEnv's ", least={"max_turns": 1, "max_output_chars": 100}, above={"timeout_s": 0})
@@ -91,7 +91,7 @@ class ToolEnv:
 
 
 class ToolUse:
-    """One episode with tools: runs the calls of each completion in their order."""
+    """One episode with tools: runs each completion's calls in order."""
 
     def __init__(self, config: ToolEnv, task: Task, tools: dict[str, Tool], world: object) -> None:
         self._config = config
@@ -113,7 +113,7 @@ class ToolUse:
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
         self._turns += 1
         meant = bool(calls) or any(sign in completion for sign in _CALL_SIGNS)
-        if truncated or not meant:  # a cut completion may have lost calls, or a part of one
+        if truncated or not meant:  # a truncated completion may have lost calls, or part of one
             return await self._end(completion)
         if self._turns == self._config.max_turns:
             return await self._end("")
@@ -159,7 +159,7 @@ def _as_message(call: ToolCall) -> Message:
 
 
 def _methods(kind: type) -> list[Callable[..., object]]:
-    """The public methods of a class, in the order in which they are written; they take the object first."""
+    """Return the public methods of a class, unbound, in definition order."""
     found: dict[str, Callable[..., object]] = {}
     for base in reversed(kind.__mro__[:-1]):
         found |= {name: value for name, value in vars(base).items() if inspect.isfunction(value)}
@@ -168,7 +168,7 @@ def _methods(kind: type) -> list[Callable[..., object]]:
 
 def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     if not tools:
-        raise ConfigError("there are no tools", hint="give ToolEnv functions, or a class with public methods")
+        raise ConfigError("there are no tools", hint="pass ToolEnv functions, or a class with public methods")
     found: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in found:

@@ -1,4 +1,4 @@
-"""A user played by a second model, with whom the policy talks over many turns."""
+"""Multi-turn conversations of the policy with a user simulated by a second model."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ you have what you want, or it is clear that you won't get it, write {done}."""
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedUser:
-    """Makes conversations with a user whom a model at an OpenAI-compatible endpoint plays.
+    """Makes conversations with a user simulated by a model at an OpenAI-compatible endpoint.
 
         python -m recipes.grpo --env user:model=qwen3,base_url=http://localhost:8000/v1,api_key_env=
 
-    The model is shown the task's messages, and then the user's. The user's goal is the task's truth["goal"], or else
-    its question. The verifier scores the episode when the user has written DONE, or after `max_turns`. For a frozen
-    copy of the policy, start `python -m apps.gateway` on the model that the run begins with.
+    The policy sees the task's messages, then the user's. The user's goal is the task's truth["goal"], or else its
+    question. The verifier scores the episode once the user writes DONE, or after `max_turns`. For a frozen copy of the
+    policy as the user, start `python -m apps.gateway` on the run's initial model.
 
     Raises:
-        ConfigError: the key is not in the environment.
+        ConfigError: the key's environment variable is not set.
     """
 
     model: str
-    """Name of the model at the endpoint."""
+    """Model name at the endpoint."""
     base_url: str = ""
-    """Address of the endpoint, up to and with /v1; that of OpenAI by default."""
+    """URL of the endpoint, including /v1; OpenAI's by default."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key; empty where the endpoint wants none."""
+    """Environment variable with the API key; empty if the endpoint needs none."""
     instruction: str = _INSTRUCTION
-    """Prompt of the simulated user; {goal} and {done} are filled in."""
+    """System prompt of the simulated user; {goal} and {done} are filled in."""
     done: str = "DONE"
-    """Word by which the user ends the conversation."""
+    """Word with which the user ends the conversation."""
     max_turns: int = 6
-    """Most completions of an episode."""
+    """Maximum completions per episode."""
     max_tokens: int = 256
-    """Most tokens of a user's message."""
+    """Maximum tokens of a user message."""
     temperature: float = 1.0
-    """Temperature of the user."""
+    """Sampling temperature of the user."""
     retries: int = 3
-    """Times that a request is tried again."""
+    """Retries per request."""
     timeout_s: float = 60.0
-    """Longest time for one message of the user; past it, or when the endpoint fails, the environment has failed."""
+    """Timeout of one user message; a timeout or a failed endpoint is an environment error."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--env user: ", least={"max_turns": 1, "max_tokens": 1, "retries": 0}, above={"timeout_s": 0})
-        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be a key: never shown
+        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be the key itself: never print it
             raise ConfigError(
-                "--env user: api_key_env is no name of an environment variable",
-                hint="put the key into a variable, and name that: api_key_env=OPENAI_API_KEY",
+                "--env user: api_key_env is not the name of an environment variable",
+                hint="put the key into a variable and pass its name: api_key_env=OPENAI_API_KEY",
             )
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ConfigError(
                 f"--env user: the environment variable {self.api_key_env} is not set",
-                hint="set it to the endpoint's key, name another one, or write api_key_env= where it wants none",
+                hint="set it to the endpoint's key, name another variable, or write api_key_env= if no key is needed",
             )
 
     def __call__(self, task: Task) -> UserConversation:
@@ -79,7 +79,7 @@ class SimulatedUser:
 
     @cached_property
     def client(self) -> AsyncOpenAI:
-        """Client that all conversations of a process share."""
+        """Client shared by all conversations of a process."""
         from openai import AsyncOpenAI
 
         key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
@@ -103,7 +103,7 @@ class SimulatedUser:
         except (openai.OpenAIError, TimeoutError) as error:
             cause = str(error) or f"no reply within {self.timeout_s:g} s"
             raise ForgeError(
-                f"the simulated user {self.model} failed: {cause}", hint="look at the endpoint of --env user"
+                f"the simulated user {self.model} failed: {cause}", hint="check the endpoint of --env user"
             ) from None
         return completion.choices[0].message.content or ""
 
@@ -115,7 +115,7 @@ class UserConversation:
         self._config, self._task, self._turns = config, task, 0
         goal = str(task.truth.get("goal") or task.prompt)
         instruction = config.instruction.replace("{goal}", goal).replace("{done}", config.done)
-        # The user's own messages are the assistant's to the model that plays the user.
+        # To the model that plays the user, the user's messages have the role assistant.
         self._seen: list[Message] = [{"role": "system", "content": instruction}]
         self._seen += [
             {"role": "assistant" if each["role"] == "user" else "user", "content": each["content"]}

@@ -1,4 +1,4 @@
-"""Environments of the verifiers package, unchanged: they run under an interpreter of their own, as an agent."""
+"""Unmodified environments of the verifiers package, run as agents under an interpreter of their own."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from forge_rl.variables import handed_on
 PACKAGE = "verifiers>=0.4,<0.5"
 _SCRIPT = Path(__file__).parent / "peers" / "verifiers_worker.py"
 _LIST_S = 600.0
-"""Longest time to load an environment and list its tasks, which may mean a download."""
+"""Timeout for loading an environment and listing its tasks, which may download data."""
 _PING_S = 10.0
-"""Time between looks at a worker."""
+"""Seconds between pings of a worker."""
 _AGAIN_S = 1.0
-"""Time before a worker that did not start is started again."""
+"""Delay before restarting a worker that failed to start, in seconds."""
 
 
 class VerifiersEnv:
-    """An environment of verifiers 0.4: brings its tasks, plays their episodes as an agent, and scores them.
+    """A verifiers 0.4 environment: provides tasks, runs their episodes as an agent, and scores them.
 
         environment = VerifiersEnv("reverse_text", package="./environments/reverse_text")
         async with start(config, sources=Mixture(environment.sources(0)), environment=environment, ...) as run:
 
-    Its workers find the policy at the gateway, under the key of each episode. Where several of its agents play the
-    policy, the reward is the mean of theirs.
+    Its workers call the policy at the gateway with each episode's key. If several agents play the policy, the reward is
+    their mean.
 
     Args:
         name: the taskset, a module that the interpreter can import, such as `reverse_text` or `textarena`.
-        python: an interpreter that has verifiers and the environment; else one is made with uv, and kept.
-        package: what to install in that one beside verifiers: a name, a folder, or several with spaces between them.
-        workers: processes, among which episodes are spread.
-        harness: verifiers' name of the program that plays; by default that which the environment names for itself, or
-            else a plain chat loop with the environment's tools.
-        max_turns: most completions of an agent in an episode.
-        env: more of verifiers' configuration, such as {"max_concurrent_agents": 2}.
-        eval: options of the taskset by which its held-out tasks differ, such as {"split": "test"}.
-        held_out_share: share of the tasks that is held out where `eval` is not given.
-        most_tasks: number of tasks that are read from the taskset, which may be endless.
-        hang_s: time after which a worker that does not answer at all is replaced.
+        python: an interpreter with verifiers and the environment; by default one is made with uv and kept.
+        package: packages to install there in addition to verifiers: names or folders, separated by spaces.
+        workers: number of processes that share the episodes.
+        harness: the verifiers harness; by default the environment's own, or else a plain chat loop with the
+            environment's tools.
+        max_turns: maximum completions of an agent per episode.
+        env: additional verifiers configuration, such as {"max_concurrent_agents": 2}.
+        eval: taskset options that select the held-out tasks, such as {"split": "test"}.
+        held_out_share: share of tasks to hold out if `eval` is not set.
+        most_tasks: maximum number of tasks to read from the taskset, which may be endless.
+        hang_s: seconds without any answer after which a worker is replaced.
         options: options of the taskset.
     """
 
@@ -97,10 +97,10 @@ class VerifiersEnv:
         }
 
     def sources(self, seed: int) -> dict[str, TaskList]:
-        """Return the source of its tasks.
+        """Return the task source.
 
         Raises:
-            ConfigError: verifiers cannot load it; says why.
+            ConfigError: verifiers cannot load the taskset; gives the cause.
         """
         name = f"verifiers:{self.name}"
         tasks = self._list({}, "")
@@ -112,28 +112,28 @@ class VerifiersEnv:
 
     @staticmethod
     def reward(task: Task, episode: Episode) -> Score:
-        """Score an attempt that did not get to its own score, as its time was over."""
+        """Score an attempt that timed out before it had a score."""
         return Score(total=0.0)
 
     async def agent(self, task: Task, policy: Policy) -> Score:
-        """Play one episode.
+        """Run one episode.
 
         Raises:
             ReplicaError: the worker's process died.
-            ForgeError: the environment failed; says how.
+            ForgeError: the environment failed; gives the cause.
         """
         if not self._workers:
-            raise ForgeError(f"no worker of {self.name} runs", hint="use the environment within `serving`")
+            raise ForgeError(f"no worker of {self.name} is running", hint="use the environment within `serving`")
         worker = await asyncio.shield(self._workers[next(self._turns) % len(self._workers)])
         result: Any = await worker.call({"task": task.truth["data"], "base_url": policy.base_url, "key": policy.key})
         return Score(total=result["reward"], parts=result["parts"], answer=result["answer"])
 
     @contextlib.asynccontextmanager
     async def serving(self, logs: Path) -> AsyncIterator[None]:
-        """Run the workers, and replace those that die or hang, while the body runs.
+        """Run the workers while the body runs, replacing those that die or hang.
 
         Raises:
-            ForgeError: one does not start; says why.
+            ForgeError: a worker does not start; gives the cause.
         """
         self._workers = [self._start(place, logs) for place in range(self._count)]
         watching = [asyncio.ensure_future(self._watch(place, logs)) for place in range(self._count)]
@@ -155,7 +155,7 @@ class VerifiersEnv:
         return asyncio.ensure_future(Worker.start(f"verifiers:{self.name}", command, log=log))
 
     async def _watch(self, place: int, logs: Path) -> None:
-        """Look at a worker now and then; where it has died or hangs, start another one, which its episodes wait for."""
+        """Ping a worker periodically; if it died or hangs, start another one, which later episodes wait for."""
         while True:
             try:
                 worker = await asyncio.shield(self._workers[place])
@@ -176,7 +176,7 @@ class VerifiersEnv:
         if said:
             raise ConfigError(
                 f"verifiers cannot load {self.name!r} under {self._python}:\n{said}",
-                hint="mend its options; install what it lacks there, or name it with package=PACKAGE",
+                hint="fix its options, install missing packages there, or name them with package=PACKAGE",
             )
         return [
             Task(
@@ -190,14 +190,14 @@ class VerifiersEnv:
 
 
 def _answer_in(data: Mapping[str, Any]) -> dict[str, object]:
-    """Return the right answer of a row where it has one, as other sources give it."""
+    """Return the row's correct answer, if any, under the key that other sources use."""
     return {"answer": data["answer"]} if data.get("answer") not in (None, "") else {}
 
 
 @functools.cache
 def _run_list(python: str, config: str) -> tuple[list[Any], str]:
-    """List the tasks; returns rows, or what the script said in the end. A recipe may ask again."""
-    command = [python, "-E", str(_SCRIPT), "list", config]  # PYTHONPATH is for ours
+    """List the tasks; return the rows, and the script's last lines if it failed. Cached, as a recipe may ask again."""
+    command = [python, "-E", str(_SCRIPT), "list", config]  # -E: PYTHONPATH is for our interpreter
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIST_S, env=handed_on()

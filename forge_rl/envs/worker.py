@@ -1,4 +1,4 @@
-"""Workers: scripts under another interpreter that answer calls by JSON lines, with their processes ended whole."""
+"""Workers: scripts under another interpreter that answer calls in JSON lines, killed together with their children."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from forge_rl.supervised import supervised
 from forge_rl.variables import handed_on
 
 _LINE_BYTES = 64 << 20
-"""Longest line of a worker."""
+"""Maximum length of a worker's line."""
 _LAST_LINES = 12
-"""Lines of a worker's log that an error shows."""
+"""Number of log lines shown in an error."""
 
 
 class Worker:
-    """One process of a script, which answers many calls at a time; made by `start`.
+    """One process of a script that answers concurrent calls; made by `start`.
 
         worker = await Worker.start("verifiers", [python, script, config], log=folder / "verifiers-0.log")
         result = await worker.call({"run": task})
         worker.kill()
 
     The script reads `{"id": 1, **call}` lines from its stdin and writes `{"id": 1, "result": ...}` or `{"id": 1,
-    "error": "..."}` to its stdout; `{"cancel": 1}` ends a call. It ends by itself when its stdin does, as it does when
-    this process dies. It says `{"id": 0}` when it is ready.
+    "error": "..."}` to its stdout; `{"cancel": 1}` cancels a call. It writes `{"id": 0}` when it is ready, and exits
+    when its stdin closes, which also happens when this process dies.
 
     Args:
-        name: for errors.
+        name: name for errors.
         process: process of the script.
-        lines: its output.
-        calls: its input.
-        log: file that it and its descendants print to.
+        lines: its stdout.
+        calls: its stdin.
+        log: file for the stderr of the script and its descendants.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Worker:
         """Start a worker and wait until it is ready.
 
         Raises:
-            ForgeError: it ended, said what is wrong, or took too long.
+            ForgeError: the worker exited, reported an error, or took too long.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         process = _spawn(command, log)
@@ -86,15 +86,15 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """True until its process ends."""
+        """True until the process exits."""
         return not self._reading.done()
 
     async def call(self, call: dict[str, object]) -> object:
-        """Return the result of a call; one that is cancelled is cancelled there too.
+        """Return the result of a call; cancelling it cancels it in the worker too.
 
         Raises:
             ForgeError: the script answered with an error.
-            ReplicaError: its process ended.
+            ReplicaError: the process exited.
         """
         if not self.alive:
             raise self._died()
@@ -110,17 +110,17 @@ class Worker:
             self._calls.pop(number, None)
 
     async def ended(self, *, within_s: float) -> bool:
-        """Wait until its process ends, but no longer than so; returns whether it has."""
+        """Wait up to `within_s` seconds for the process to exit; return whether it has."""
         await asyncio.wait([self._reading], timeout=within_s)
         return not self.alive
 
     async def close(self) -> None:
-        """End its processes."""
+        """Kill the processes and wait for their end."""
         self.kill()
         await asyncio.wait([self._reading])
 
     def kill(self) -> None:
-        """Kill its process and all that it started, with calls in flight."""
+        """Kill the process and all its descendants; calls in flight fail."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()  # its supervisor kills what it watches
 
@@ -129,7 +129,7 @@ class Worker:
             self._pipe.write(json.dumps(line).encode() + b"\n")
 
     def _watch(self) -> None:
-        """Notice its end, also where Monarch is the first to ask for its status."""
+        """Notice the process's exit, even if Monarch reaps it first."""
         loop = asyncio.get_running_loop()
 
         def end() -> None:
@@ -153,11 +153,11 @@ class Worker:
                 if call is None or call.done():
                     continue
                 if "error" in answer:
-                    call.set_exception(ForgeError(answer["error"], hint=f"its log is {self.log}"))
+                    call.set_exception(ForgeError(answer["error"], hint=f"see {self.log}"))
                 else:
                     call.set_result(answer.get("result"))
         finally:
-            self.kill()  # it may have closed its output, or written what is no answer
+            self.kill()  # it may have closed its stdout, or written an invalid answer
             await self._ended.wait()
             self._pipe.close()
             for call in self._calls.values():
@@ -165,7 +165,7 @@ class Worker:
                     call.set_exception(self._died())
 
     def _died(self) -> ReplicaError:
-        status = self._process.returncode  # 0 also where Monarch was the first to ask
+        status = self._process.returncode  # also 0 if Monarch reaped it first
         how = f"exited with status {status}" if status else "ended"
         how = f"was killed by signal {-status}" if status and status < 0 else how
         said = self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if self.log.exists() else []
@@ -173,7 +173,7 @@ class Worker:
 
 
 def _spawn(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process; not by asyncio, which would warn of those that Monarch has reaped."""
+    """Start a process; not with asyncio, which would warn about processes that Monarch has reaped."""
     with log.open("ab") as file:
         return subprocess.Popen(
             supervised(command),
@@ -181,5 +181,5 @@ def _spawn(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             stdout=subprocess.PIPE,
             stderr=file,
             env=handed_on(),
-            start_new_session=True,  # Ctrl-C is for this process, which then ends it
+            start_new_session=True,  # Ctrl-C is for this process, which then kills it
         )

@@ -1,9 +1,9 @@
-"""Runs rollouts of an environment of the verifiers package, for `forge_rl.envs.verifiers`; imports nothing of ours.
+"""Runs rollouts of a verifiers environment for `forge_rl.envs.verifiers`; imports nothing from forge_rl.
 
 python verifiers_worker.py list|serve CONFIG_JSON
 
-Runs under an interpreter that has verifiers 0.4. `list` writes one JSON line for each task. `serve` reads calls as JSON
-lines, each with a base URL and a key at which the policy answers, and writes their rewards; see `forge_rl.envs.worker`.
+Runs under an interpreter with verifiers 0.4. `list` writes one JSON line per task. `serve` reads calls as JSON lines,
+each with a base URL and a key of the policy's endpoint, and writes their rewards; see `forge_rl.envs.worker`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChatConfig(vf.HarnessConfig):
 
 
 class Chat(vf.Harness[ChatConfig]):
-    """The chat loop of the null harness in this process; that harness starts Python anew for each turn of a user."""
+    """The null harness's chat loop, in this process; the null harness starts a new Python for each user turn."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -80,7 +80,7 @@ class Chat(vf.Harness[ChatConfig]):
                         said = await self._call(call, dispatch, servers)
                         messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
             except APIStatusError as error:
-                # A stop of the task ends the loop so, too; the rollout knows it.
+                # The task's stop condition also ends the loop this way; the rollout records it.
                 if trace.stop_condition is None and not is_context_overflow(error):
                     return ProgramResult(1, "", str(error))
         return ProgramResult(0, "", "")
@@ -107,7 +107,7 @@ def merged(under: dict, over: dict) -> dict:
 
 
 def environment_of(config: dict) -> vf.Env:
-    """Load the environment: each of its agents runs here, by the chat loop unless its author or the user says else."""
+    """Load the environment; its agents run here, with the chat loop unless its author or the user chose a harness."""
     module = types.ModuleType(CHAT)
     module.Chat, module.__all__ = Chat, ["Chat"]  # type: ignore[attr-defined]
     sys.modules[CHAT] = module
@@ -116,7 +116,7 @@ def environment_of(config: dict) -> vf.Env:
     harness = {"id": config["harness"] or CHAT}
     env = dict(config["env"])
     for name, harness_config in roles.agent_harnesses().items():
-        own = harness_config.id not in ("bash", "null")  # bash is verifiers' default, with the run of a machine
+        own = harness_config.id not in ("bash", "null")  # bash, verifiers' default, has full access to the machine
         seat = {"runtime": {"type": "subprocess"}, "max_turns": config["max_turns"]}
         if config["harness"] or not own:
             seat["harness"] = harness
@@ -137,7 +137,7 @@ def write_tasks(config: dict, out: TextIO) -> None:
     taskset = environment_of(config).taskset
     excluded = [name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude]
     if excluded:
-        raise SystemExit(f"its tasks cannot be sent: {excluded} are left out of their JSON")
+        raise SystemExit(f"its tasks cannot be sent: their JSON omits the fields {excluded}")
     for task in itertools.islice(taskset, config["most_tasks"]):
         row = {"id": str(task.data.idx), "key": task.key, "messages": messages_of(task.data)}
         print(json.dumps({**row, "data": task.data.model_dump(mode="json")}), file=out)
@@ -145,7 +145,7 @@ def write_tasks(config: dict, out: TextIO) -> None:
 
 
 class Server:
-    """Runs rollouts side by side."""
+    """Runs rollouts concurrently."""
 
     def __init__(self, config: dict, out: TextIO) -> None:
         self.env = environment_of(config)
@@ -158,9 +158,9 @@ class Server:
         interception.resolve_client = self.client_of
 
     def client_of(self, config: Any) -> Any:
-        """Make a client of one episode: all share one pool of connections, each has its own key."""
+        """Make the client of one episode: all share one connection pool, each has its own key."""
         if config.api_key_var not in self.keys:
-            return EvalClient(config)  # of a judge, or another model that the environment brings
+            return EvalClient(config)  # a judge, or another model of the environment
         if self.first is None:
             self.first = EvalClient(config)
         client = copy.copy(self.first)
@@ -182,7 +182,7 @@ class Server:
         return result_of(episode)
 
     async def model_at(self, call: dict) -> str:
-        """Ask the policy's server for the name of its model."""
+        """Ask the policy's server for its model name."""
         async with httpx.AsyncClient(timeout=60) as client:
             headers = {"Authorization": f"Bearer {call['key']}"}
             answer = await client.get(f"{call['base_url']}/models", headers=headers)
@@ -221,7 +221,7 @@ class Server:
             for line in sys.stdin:
                 loop.call_soon_threadsafe(self.take, line)
             loop.call_soon_threadsafe(ended.set)
-            time.sleep(_GRACE_S)  # whoever asked is gone: tools and programs are ended, or are left
+            time.sleep(_GRACE_S)  # the parent is gone: stop tools and programs in time, or leave them
             os._exit(1)
 
         async with self.env.serving():
@@ -235,11 +235,11 @@ class Server:
 
 
 def result_of(episode: Any) -> dict:
-    """Return the mean reward of the trained traces and their parts; raises what was recorded as an error."""
+    """Return the mean reward of the trained traces, and their parts; raise the recorded error if the episode failed."""
     errors = [error for trace in episode.traces if not trace.ok for error in trace.errors[-1:]]
     if not episode.ok:
         error = (episode.errors[-1:] or errors or [None])[-1]
-        raise RuntimeError(f"{error.type}: {error.message}" if error else "the episode did not end well")
+        raise RuntimeError(f"{error.type}: {error.message}" if error else "the episode failed")
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     parts: dict[str, float] = {}
     for trace in episode.traces:
@@ -254,7 +254,7 @@ def result_of(episode: Any) -> dict:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what an environment prints goes to the log
+    os.dup2(2, 1)  # send the environment's prints to the log
     sys.path.append(os.getcwd())
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     config = json.loads(sys.argv[2])
