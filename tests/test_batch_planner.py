@@ -112,7 +112,7 @@ def test_too_many_unusable_groups_of_a_source_in_a_row_are_an_error() -> None:
 
     for _ in range(12):
         replace()
-    with pytest.raises(TaskError, match=r"source a gave 13 groups in a row that could not be used; it broke") as caught:
+    with pytest.raises(TaskError, match=r"source a yielded 13 unusable groups in a row; it broke") as caught:
         replace()
     assert caught.value.hint == "mend it"
     assert len(list(plan.planner.groups())) == 3, "another is planned all the same"

@@ -202,7 +202,7 @@ def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once() ->
         for generator.version, reward in enumerate(rewards):  # noqa: B007  the score
             assert len((await executor.next_batch()).groups) == 3
         assert [warning.split(":")[0] for warning in warnings] == ["batch 0", "batch 3"]
-        assert "all rewards are equal, 0.5 in the first" in warnings[0]
+        assert "all rewards within each group are equal, 0.5 in the first" in warnings[0]
         assert executor.metrics().get("groups/replaced_uniform", 0) == 0
 
     asyncio.run(main())
@@ -216,7 +216,7 @@ def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
         for generator.version in range(2):
             await executor.next_batch()
         (warning,) = warnings
-        assert "12 of 12 episodes were cut, by --generator.max-new-tokens 4" in warning
+        assert "12 of 12 episodes were truncated, by --generator.max-new-tokens 4" in warning
 
     asyncio.run(main())
 
@@ -419,7 +419,7 @@ def test_an_error_that_comes_between_two_batches_ends_the_next_one(error: Except
             executor._raised = False  # nobody was told yet
         executor._raised = True
         await executor.next_batch()
-        assert told == [f"rollouts go on after an error: {error}"]
+        assert told == [f"rollouts continue after an error: {error}"]
         await executor.close()
 
     asyncio.run(main())
@@ -584,7 +584,7 @@ def test_scores_of_a_replaced_reward_are_told_of() -> None:
         await run_until_idle()
         executor.reward_replaced()
         (warning,) = warnings
-        assert re.match(r"\d+ episodes of batches to come were scored before the reward was replaced", warning)
+        assert re.match(r"\d+ episodes of coming batches keep the scores of the replaced reward", warning)
         await executor.close()
 
     asyncio.run(main())

@@ -219,9 +219,9 @@ def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch:
     assert [shares(gpus, decodes_while_training=True) for gpus in (0, 4)] == [False, False]
     assert [shares(gpus, "colocated") for gpus in (0, 1, 8)] == [True, True, True]
     assert [shares(gpus, "separate") for gpus in (0, 4)] == [False, False]
-    with pytest.raises(ConfigError, match="2 ranks and engines of 2 devices need 4 GPUs of their own, and there are 3"):
+    with pytest.raises(ConfigError, match="2 trainer ranks and 2 engine devices need 4 separate GPUs, but there are 3"):
         shares(3, "separate")
-    with pytest.raises(ConfigError, match="need 4 GPUs of their own, and there are 1") as caught:
+    with pytest.raises(ConfigError, match="need 4 separate GPUs, but there are 1") as caught:
         shares(1, decodes_while_training=True)
     assert caught.value.hint.startswith("choose --schedule.kind pipelined")
     with pytest.raises(

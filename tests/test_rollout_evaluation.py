@@ -70,7 +70,7 @@ def test_an_evaluation_repeats_only_what_may_end_otherwise_and_failures_are_no_s
         ]
         assert score_set("held_out", results, k=1)["avg@1"] == pytest.approx(8 / 3)
         with pytest.raises(
-            ForgeError, match="all 1 evaluations of the set held_out failed; held 2 ended with"
+            ForgeError, match="all 1 episodes of the evaluation set held_out failed; held 2 ended with"
         ) as caught:
             score_set("held_out", results[1:2], k=1)
         assert caught.value.hint == "mend the environment or the agent, which raised this"

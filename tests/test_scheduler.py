@@ -145,7 +145,7 @@ def test_engines_that_serve_too_old_a_version_start_nothing_and_this_is_said():
     scheduler.planner.set_versions(0, 2)
     scheduler.planner.await_batch()
     assert begin(scheduler) == []
-    assert "the engines serve version 0 and the latest is 2: load it" in scheduler.describe_missing()
+    assert "the engines serve version 0 but the latest is 2: load it" in scheduler.describe_missing()
     scheduler.planner.set_versions(1, 2)
     assert {episode.group.batch for episode in begin(scheduler)} == {0}
 

@@ -1,1 +1,1 @@
-"""Rollouts: the scheduler (pure logic), the executor of its decisions, and the runner of one episode."""
+"""Rollouts: the scheduler (pure logic), the executor of its decisions, and the episode runner."""

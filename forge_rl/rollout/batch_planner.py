@@ -1,9 +1,9 @@
-"""The composition of batches: which groups each one gets, and which are replaced. Pure logic.
+"""Plans batches: which groups each one gets, and which groups are replaced. Pure logic.
 
-Batches are counted, and so, apart from them, are the versions of the weights that are published. A group that starts
-while the engines serve version v may be part of a batch that is delivered up to version v + lag, so no token's lag
-exceeds the bound. Batches are planned ahead at the pace that was seen: the versions from one batch to the next. A batch
-waits for groups that would be too old for the next one; one that has become too old is replaced.
+Batches and published weight versions are counted separately. A group that starts while the engines serve version v may
+be in a batch delivered up to version v + lag, so no token's lag exceeds the bound. Batches are planned ahead at the
+observed pace, in versions per batch. A batch waits for groups that would be too old for the next one; a group that has
+become too old is replaced.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig
 
 _ANY = "*"
 _REMEMBERED = 16
-"""Number of the last batches from which the pace is taken."""
+"""Number of recent batches that determine the pace."""
 _MOST_FAILED = 4
-"""Batches' worth of groups that a source may give in a row of which every one failed."""
+"""Maximum consecutive failed groups of a source, in batches' worth of groups."""
 
 Reason = Literal["uniform", "failed", "too_long"]
-"""Reason why a group cannot be used: equal rewards, episodes that failed, a prompt longer than the context."""
+"""Why a group cannot be used: equal rewards, failed episodes, or a prompt too long for the context."""
 
 
 @dataclass(kw_only=True)
@@ -34,28 +34,28 @@ class _Batch:
 
     number: int
     sources: list[str]
-    """Source of each place."""
+    """Source of each place in the batch."""
     needed: Counter[str]
     groups: list[GroupState] = field(default_factory=list)
-    """Groups planned for it, in flight or complete."""
+    """Groups planned for this batch, in flight or complete."""
     completed: int = 0
-    """Number of these that are complete."""
+    """Number of complete groups."""
     filled: set[int] = field(default_factory=set)
-    """Places for which a group was planned."""
+    """Places with a planned group."""
     changed: bool = True
     """True if groups may be missing."""
 
 
 class BatchPlanner:
-    """Plans the groups of each batch, and says when one is complete.
+    """Plans the groups of each batch and decides when a batch is complete.
 
-    Methods raise TaskError where a source gives nothing but groups that cannot be used.
+    Methods raise TaskError if a source yields only unusable groups.
 
     Args:
         groups: P.
         episodes: G.
-        on_planned: called with each new group, whose episodes are to be started.
-        on_dropped: called with each group that is not used, whose episodes are to be ended.
+        on_planned: called with each new group; must start its episodes.
+        on_dropped: called with each unused group; must cancel its episodes.
         first: number of the first batch.
     """
 
@@ -71,11 +71,11 @@ class BatchPlanner:
         first: int = 0,
     ) -> None:
         self.next_batch = first
-        """Number of the batch that is delivered next."""
+        """Number of the next batch to deliver."""
         self.served = self.published = 0
-        """Version that the engines serve, and the latest that is published; see `set_versions`."""
+        """Version that the engines serve, and the latest published one; see `set_versions`."""
         self.replaced: Counter[str] = Counter()
-        """Number of groups that were not used, by reason: uniform, failed, too_long, aged."""
+        """Number of unused groups by reason: uniform, failed, too_long, aged."""
         self._config = config
         self._groups, self._episodes = groups, episodes
         self._tasks = tasks
@@ -83,20 +83,20 @@ class BatchPlanner:
         self._batches: dict[int, _Batch] = {}
         self._source_order: deque[str] = deque()
         self._unused: Counter[tuple[str, str]] = Counter()
-        """Groups in a row that could not be used, by source and reason."""
+        """Consecutive unusable groups, by source and reason."""
         self._delivered_at: int | None = None
-        """Latest version when the last batch was delivered; None before the first."""
+        """Latest published version when the last batch was delivered; None before the first."""
         self._due = 0
         """Version at which the next batch is expected to be delivered."""
         self._paces: deque[int] = deque(maxlen=_REMEMBERED)
         self._pace = 1
-        """Most versions from one batch to the next, of those remembered; 1 also where none was published."""
+        """Maximum versions between two batches among those remembered; at least 1."""
         self._planned = self._completed = 0
 
     def set_versions(self, served: int, published: int) -> None:
-        """Note the version that the engines serve now, and the latest that is published.
+        """Record the version that the engines serve and the latest published one.
 
-        Groups that are too old by now, in flight or complete, are dropped.
+        Drops groups, in flight or complete, that are now too old.
         """
         self.served = served
         if published == self.published:
@@ -108,10 +108,10 @@ class BatchPlanner:
         self._drop_aged()
 
     def reconfigure(self, config: ScheduleConfig) -> None:
-        """Plan by other bounds from now on. Groups that a lower bound on the lag makes too old are dropped.
+        """Plan with a new config from now on. Drops groups that a lower lag bound makes too old.
 
-        Those that could still be delivered now, but are planned for a batch that comes too late for them, go too: else
-        they would keep engines busy until they are too old.
+        Also drops groups that could be delivered now but are planned for a batch that comes too late for them: they
+        would only keep engines busy until they are too old.
         """
         self._config = config
         self._drop_aged()
@@ -120,11 +120,11 @@ class BatchPlanner:
             self._age(batch, [group for group in late if self._last_batch(group) < batch.number])
 
     def await_batch(self) -> None:
-        """Note that the next batch is waited for: it is delivered at the version that is the latest now."""
+        """Record that the next batch is awaited: it will be delivered at the current published version."""
         self._due = self.published
 
     def pop_batch(self) -> list[GroupState] | None:
-        """Return the next batch's groups in the order in which they were planned, once it is complete; None before."""
+        """Return the next batch's groups in planning order once it is complete, else None."""
         batch = self._batch(self.next_batch)
         chosen = self._choose(batch)
         if chosen is None:
@@ -149,21 +149,21 @@ class BatchPlanner:
         return sorted(chosen, key=lambda group: group.place)
 
     def progress(self) -> tuple[int, int]:
-        """Return how many groups of the next batch are complete, and how many it needs."""
+        """Return the number of complete groups in the next batch, and the number it needs."""
         batch = self._batches.get(self.next_batch)
         return min(batch.completed if batch else 0, self._groups), self._groups
 
     def oldest_version(self) -> int:
-        """Return the oldest version that may have produced tokens of a group that is not delivered."""
+        """Return the oldest version that may have produced tokens of an undelivered group."""
         return min((g.first_version for g in self.groups() if g.first_version is not None), default=self.served)
 
     def groups(self) -> Iterator[GroupState]:
-        """Iterate over all groups that are not delivered."""
+        """Iterate over all undelivered groups."""
         for batch in self._batches.values():
             yield from batch.groups
 
     def incomplete_groups(self) -> list[GroupState]:
-        """Return the groups that the next batch waits for."""
+        """Return the groups that the next batch is waiting for."""
         batch = self._batches.get(self.next_batch)
         return [group for group in batch.groups if group.completed is None] if batch else []
 
@@ -173,13 +173,13 @@ class BatchPlanner:
         return range(self.next_batch, 1 + (last if self._config.kind == "pipelined" else min(last, self.next_batch)))
 
     def fill(self, number: int, *, idle: bool) -> None:
-        """Plan the groups that a batch needs beyond those that are carried on to it.
+        """Plan the groups that a batch needs beyond those carried over to it.
 
-        The asynchronous schedule plans one group more if it is `idle`: no planned episode waits for its start.
+        The asynchronous schedule plans one more group if `idle`: no planned episode is waiting to start.
         """
         batch = self._batch(number)
         if not self._config.exact:
-            room = (self._last_batch() - self.next_batch + 1) * self._groups  # of batches that are in time
+            room = (self._last_batch() - self.next_batch + 1) * self._groups  # in batches that are in time
             if idle and len(batch.groups) < room:
                 self._source_order = self._source_order or deque(self._tasks.source_order(self._groups))
                 self._plan(self._source_order.popleft(), batch, (number, self._planned, 0))
@@ -195,13 +195,13 @@ class BatchPlanner:
                 self._plan(source, batch, (number, place, 0))
                 batch.filled.add(place)
                 lacking[source] -= 1
-        for source, count in lacking.items():  # in place of groups that were carried on and then dropped
+        for source, count in lacking.items():  # to replace groups that were carried over, then dropped
             for _ in range(max(0, count)):
                 self._plan_extra(source, batch)
         batch.changed = False
 
     def add_surplus(self) -> bool:
-        """Plan one group more than the next batch needs, if it may be carried on to a later one in time."""
+        """Plan one surplus group for the next batch if it can be carried over to a later batch in time."""
         batch = self._batch(self.next_batch)
         if self._config.over_sampling == 1 or self.served < self._due:
             return False
@@ -216,12 +216,12 @@ class BatchPlanner:
         return False
 
     def start(self, group: GroupState) -> None:
-        """Note that an episode of a group starts; the first one fixes how long the group can be used."""
+        """Record that an episode of a group starts; the first one determines how long the group is usable."""
         if group.first_version is None:
             group.first_version = self.served
 
     def complete(self, group: GroupState) -> None:
-        """Note that all episodes of a group have a result."""
+        """Record that all episodes of a group have a result."""
         group.completed = self._completed
         self._completed += 1
         self._batches[group.batch].completed += 1
@@ -234,18 +234,18 @@ class BatchPlanner:
     def replace(
         self, group: GroupState, reason: Reason, problem: str, hint: str, error: type[TaskError] = TaskError
     ) -> None:
-        """Plan another group of the same source in place of one that cannot be used.
+        """Replace an unusable group by another one of the same source.
 
         Args:
-            group: the one that is dropped.
-            reason: why, to count by.
+            group: the group to drop.
+            reason: category to count it in.
             problem: what was wrong with it, in words.
-            hint: what to do about it, where the source gives nothing else.
-            error: kind of error to raise then.
+            hint: what to do if the source yields nothing else.
+            error: class of the error raised in that case.
 
         Raises:
-            TaskError: the source gave too many of these in a row. The other group is planned all the same, and the
-                count begins again: who has mended the cause may go on.
+            TaskError: the source yielded too many unusable groups in a row. The replacement is planned anyway and the
+                count restarts, so the run can continue once the cause is fixed.
         """
         source = group.task.source
         batch = self._batches[group.batch]
@@ -258,7 +258,7 @@ class BatchPlanner:
         batches = self._config.most_replaced if reason == "uniform" else _MOST_FAILED
         if (found := self._unused[source, reason]) > batches * self._groups:
             self._unused[source, reason] = 0
-            raise error(f"source {source} gave {found} groups in a row that could not be used; {problem}", hint=hint)
+            raise error(f"source {source} yielded {found} unusable groups in a row; {problem}", hint=hint)
 
     def _batch(self, number: int) -> _Batch:
         for each in range(self.next_batch, number + 1):
@@ -269,20 +269,20 @@ class BatchPlanner:
         return self._batches[number]
 
     def _quota_of(self, group: GroupState) -> str:
-        """Return the quota that a group counts for: its source's, or the only one."""
+        """Return the quota that a group counts towards: its source's, or the common one."""
         return group.task.source if self._config.exact else _ANY
 
     def _newest(self, group: GroupState | None = None) -> int:
-        """Return the latest version at which a group, by default one that starts now, may be delivered."""
+        """Return the latest version at which a group (by default one starting now) may be delivered."""
         first = self.served if group is None or group.first_version is None else group.first_version
         return first + self._config.lag
 
     def _last_batch(self, group: GroupState | None = None) -> int:
-        """Return the number of the last batch that a group, by default one that starts now, may be part of."""
+        """Return the number of the last batch that a group (by default one starting now) may be in."""
         return self.next_batch + (self._newest(group) - self._due) // self._pace
 
     def _choose(self, batch: _Batch) -> set[GroupState] | None:
-        """Choose the groups that make the batch; None while it is not complete."""
+        """Choose the groups of the batch; None while it is incomplete."""
         if batch.completed < (len(batch.groups) if self._config.in_rounds else self._groups):
             return None
         if self._config.in_rounds and self._config.replace_uniform:
@@ -305,9 +305,9 @@ class BatchPlanner:
         return chosen
 
     def _others_fit(self, batch: _Batch, chosen: set[GroupState]) -> bool:
-        """Check that all groups left over by this choice can be part of later batches in time.
+        """Check that all groups left over by this choice fit into later batches in time.
 
-        If not, it is better to wait for older groups; where there are none to wait for, it cannot be helped.
+        If not, it is better to wait for older groups, unless there are none to wait for.
         """
         if (self._config.exact and self._config.over_sampling == 1) or batch.completed == len(batch.groups):
             return True
@@ -328,13 +328,13 @@ class BatchPlanner:
                 group,
                 "uniform",
                 f"all rewards of the last one were {group.results[0].reward:g}",
-                "its tasks may be too easy or too hard for this model, or its answers not recognised: look at "
-                "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.most-replaced, or leave out "
+                "its tasks may be too easy or too hard for this model, or its answers not recognised: see "
+                "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.most-replaced, or drop "
                 "--schedule.replace-uniform",
             )
 
     def _drop_aged(self) -> None:
-        """Drop the groups that may not be delivered any more."""
+        """Drop the groups that are too old to be delivered."""
         for batch in self._batches.values():
             started = [group for group in batch.groups if group.first_version is not None]
             self._age(batch, [group for group in started if self._newest(group) < self.published])
@@ -348,7 +348,7 @@ class BatchPlanner:
     def _drop(self, group: GroupState, reason: str) -> None:
         self.replaced[reason] += 1
         group.dropped = True
-        if reason == "aged":  # it may have been a surplus that later batches count on
+        if reason == "aged":  # later batches may count on it as surplus
             for batch in self._batches.values():
                 batch.changed = True
         self._on_dropped(group)

@@ -1,4 +1,4 @@
-"""The engines' capacity: how many requests each takes at a time, which has room, and how much of it is used."""
+"""Engine capacity: concurrent requests per engine, free slots, and utilisation."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class EngineCapacity:
-    """Tracks the capacity and the load of the engines that serve; `clock` (seconds) measures how busy they are."""
+    """Tracks the capacity and load of the serving engines; `clock` (seconds) measures utilisation."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.engines: dict[int, int] = {}
-        """Engines that serve, with the number of requests that each takes at a time."""
+        """Maximum concurrent requests of each serving engine."""
         self.slots = 0
-        """Requests that all engines together take at a time."""
+        """Maximum concurrent requests of all engines together."""
         self.paused = False
         self.evaluating = False
-        """True while an evaluation is awaited: its episodes then decode also where others are paused."""
+        """True while an evaluation is awaited: its episodes then decode even while others are paused."""
         self._clock = clock
         self._load: Counter[int] = Counter()
         self._used = 0
         self._free: list[tuple[int, int]] = []
-        """Heap of (requests beyond the budget, engine); some entries no longer hold."""
+        """Heap of (load minus budget, engine); may contain stale entries."""
         self._offers: set[tuple[int, int]] = set()
-        """Entries in the heap: each only once, however often it comes to hold."""
+        """Entries in the heap, to keep them unique."""
         self._busy = self._offered = self._unpaused_s = self._evaluated_s = 0.0
         self._counted = clock()
 
     def set_engines(self, budgets: Mapping[int, int]) -> None:
-        """Replace the engines that serve, and the number of requests that each takes at a time."""
+        """Replace the serving engines and their maximum concurrent requests."""
         self._count()
         self.engines = dict(budgets)
         self.slots = sum(budgets.values())
@@ -39,17 +39,17 @@ class EngineCapacity:
             self._offer(engine)
 
     def set_paused(self, paused: bool) -> None:
-        """Pause or resume; while paused, no time is counted, and no episode of a batch is given an engine."""
+        """Pause or resume; while paused, no time is counted and no episode of a batch gets an engine."""
         self._count()
         self.paused = paused
 
     def set_evaluating(self, evaluating: bool) -> None:
-        """Note that an evaluation is awaited from now on, or no more."""
+        """Record whether an evaluation is awaited from now on."""
         self._count()
         self.evaluating = evaluating
 
     def choose(self, preferred: Iterable[int | None]) -> int | None:
-        """Return the first preferred engine that has room, else the one with most; None if none has any."""
+        """Return the first preferred engine with a free slot, else the engine with the most; None if all are full."""
         for engine in preferred:
             if engine is not None and self._load[engine] < self.engines.get(engine, 0):
                 return engine
@@ -61,23 +61,23 @@ class EngineCapacity:
         return None
 
     def add_requests(self, engine: int, requests: int) -> None:
-        """Note that an engine decodes so many requests more, or less, from now on."""
+        """Add to the number of requests that an engine decodes; negative to subtract."""
         self._count()
         self._load[engine] += requests
         self._used += requests
         self._offer(engine)
 
     def running_s(self) -> float:
-        """Return the seconds so far that were no pause."""
+        """Return the seconds so far, without pauses."""
         return self._unpaused_s if self.paused else self._unpaused_s + self._clock() - self._counted
 
     def evaluation_s(self) -> float:
-        """Return the seconds so far in which evaluations could decode: those that were no pause, or awaited one."""
+        """Return the seconds so far in which evaluations could decode: not paused, or awaiting an evaluation."""
         stopped = self.paused and not self.evaluating
         return self._evaluated_s if stopped else self._evaluated_s + self._clock() - self._counted
 
     def pop_busy(self) -> tuple[float, float]:
-        """Return requests decoded times seconds, and budgets times seconds, since the last call, without pauses."""
+        """Return busy and available request-seconds since the last call, without pauses."""
         self._count()
         found = self._busy, self._offered
         self._busy = self._offered = 0.0

@@ -1,4 +1,4 @@
-"""Turns on the engines that the scheduler grants, and on others where an engine dies."""
+"""Decodes turns on the engines that the scheduler grants, and retries on others if an engine dies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Decoder(Protocol):
 
 
 class Dispatcher:
-    """Opens streams on the engines that the scheduler grants."""
+    """Decodes on the engines that the scheduler grants."""
 
     def __init__(self, scheduler: Scheduler, generator: Decoder, tokenizer: Tokenizer) -> None:
         self.scheduler = scheduler
@@ -46,18 +46,18 @@ class Dispatcher:
         self.update_engines()
 
     def update_engines(self) -> None:
-        """Tell the scheduler which engines serve; a listener of the generator, as they may be a thousand."""
+        """Pass the serving engines to the scheduler; on change only, as there may be a thousand."""
         self.scheduler.capacity.set_engines(self.generator.engines())
 
     def grant(self) -> None:
-        """Wake the episodes that have an engine now."""
+        """Wake the episodes that were just granted an engine."""
         for episode in self.scheduler.pop_grants():
-            granted = self._grants.pop(episode, None)  # none yet if it asks for its engine just now
+            granted = self._grants.pop(episode, None)  # none yet if `decode` has just requested it
             if granted is not None and not granted.done():
                 granted.set_result(None)
 
     async def decode(self, episode: InflightEpisode, completion: ResumableCompletion) -> None:
-        """Wait for the episode's engine and decode on it; an episode has one at a time."""
+        """Wait for an engine and decode on it; an episode has one engine at a time."""
         self.scheduler.request_decode(episode)
         self.grant()
         interrupted = False
@@ -75,13 +75,13 @@ class Dispatcher:
             self.grant()
 
     def client(self, episode: InflightEpisode, sampling: Sampling) -> PolicyClient:
-        """Return an episode's client of the policy."""
+        """Return an episode's policy client."""
         return PolicyClient(self, episode, sampling, self.scheduler.own_s(episode))
 
 
 @dataclass(frozen=True)
 class PolicyClient:
-    """An episode's client of the policy, for one completion at a time.
+    """An episode's policy client, for one completion at a time.
 
     turn = await client(prompt_ids)
     """
@@ -91,17 +91,17 @@ class PolicyClient:
     sampling: Sampling
     """Sampling settings of the episode's turns."""
     since_s: float
-    """The episode's own time when this was made."""
+    """The episode's own time when this client was made."""
 
     def used_s(self) -> float:
-        """Return the seconds that the episode has had so far: neither waiting for an engine nor paused."""
+        """Return the episode's seconds so far, without waiting for an engine or pauses."""
         return self.dispatcher.scheduler.own_s(self.episode) - self.since_s
 
     def __call__(self, prompt_ids: TokenIds) -> Coroutine[Any, Any, Turn]:
-        """Decode one whole completion, as far as the context has room; raises as ResumableCompletion.run.
+        """Decode one whole completion, limited by the room in the context; raises like ResumableCompletion.run.
 
         Raises:
-            ContextError: the context has no room for a token.
+            ContextError: the context has no room for a single token.
         """
         longest = self.dispatcher.generator.max_model_tokens
         room = longest - len(prompt_ids)
@@ -116,7 +116,7 @@ class PolicyClient:
     async def decode(
         self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, gather_s: float, lock: asyncio.Lock
     ) -> None:
-        """Decode one completion, alone under the lock; see ResumableCompletion.run."""
+        """Decode one completion while holding the lock; see ResumableCompletion.run."""
 
         async def decode(completion: ResumableCompletion) -> None:
             async with lock:

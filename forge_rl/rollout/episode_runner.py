@@ -1,4 +1,4 @@
-"""One attempt at a task: as many turns as its environment asks for, then the score."""
+"""Runs one attempt at a task: turns until its environment is done, then the score."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Tools = Sequence["Mapping[str, object]"]
 Parse = Callable[[Turn, Tools], Awaitable["Parsed"]]
-"""Finds content and tool calls of a turn, of those tools."""
+"""Parses a turn into content and calls of these tools."""
 
 
 @dataclass(frozen=True)
@@ -36,32 +36,32 @@ class EpisodeRunner:
     tokenizer: Tokenizer
     environment: Environment
     reward: Reward
-    """Scores the episodes that their environment does not. One that needs the whole group is asked later: until then
-    the episode's reward is NaN."""
+    """Scores episodes that their environment does not score. A reward that needs the whole group is called later; until
+    then the episode's reward is NaN."""
     parse: Parse | None = None
-    """Finds the tool calls of turns, where the model was shown tools."""
+    """Parses tool calls from turns if the task has tools."""
     clock: Callable[[], float] = time.monotonic
 
     async def __call__(self, task: Task, decode: Callable[[TokenIds], Awaitable[Turn]]) -> Episode:
-        """Run one episode. A service's failure is an outcome; errors of `decode` are raised, but for dead engines.
+        """Run one episode. Failures of services become outcomes; errors of `decode`, except dead engines, are raised.
 
         Raises:
-            PoisonError: engines died of the task, one after another.
-            ContextError: the task's prompt leaves no room for an answer. Later on that makes the episode truncated.
-            SpendingError: a judge has spent all that it may.
+            PoisonError: the task killed several engines, one after another.
+            ContextError: the task's prompt leaves no room for an answer. In later turns, the episode is truncated.
+            SpendingError: a judge's spending limit is reached.
         """
         began = self.clock()
         turns: list[Turn] = []
-        given: list[tuple[float | None, Mapping[str, float]]] = []  # of each step, its reward and the parts of it
+        given: list[tuple[float | None, Mapping[str, float]]] = []  # per step: reward and its parts
         episode: Episode | None = None
         session: EnvSession | LocalSession | None = None
-        # Outcome of an error in what is done now; None where it is a bug, and raised.
+        # Outcome if the current operation fails; None if an error would be a bug, to be raised.
         on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
         try:
             session, observation = await self.environment.open(task)
             tools = observation.tools or task.tools
             prompt_ids: TokenIds = self.tokenizer.render(observation.messages, tools=tools)
-            del observation  # what it shows is large, and there are thousands of episodes
+            del observation  # observations are large, and there are thousands of episodes
             full = False
             while True:
                 on_error, parsed = None, None
@@ -110,7 +110,7 @@ class EpisodeRunner:
         return episode.updated(seconds=self.clock() - began)
 
     def _next_prompt(self, turn: Turn, step: Step, tools: Tools, calls: Sequence[ToolCall]) -> TokenIds:
-        """Return what the model is shown next: all of before and the new messages, or a new history."""
+        """Return the next prompt: everything so far plus the new messages, or a new history."""
         if step.history is not None:
             return self.tokenizer.render(step.history, tools=tools)
         shown: list[Message] = [
@@ -120,9 +120,9 @@ class EpisodeRunner:
 
 
 def _own_score(given: Sequence[tuple[float | None, Mapping[str, float]]], turns: int) -> Score | None:
-    """Return the score that the environment gave: the sum of its steps' rewards; None if it gave none.
+    """Return the environment's score, the sum of its steps' rewards; None if it gave none.
 
-    Rewards before the last step are those of their turns, too.
+    If a step before the last has a reward, the score also has the reward of each turn.
     """
     if all(reward is None for reward, _ in given):
         return None
@@ -132,6 +132,6 @@ def _own_score(given: Sequence[tuple[float | None, Mapping[str, float]]], turns:
         for name, value in values.items():
             parts[name] = parts.get(name, 0.0) + value
     by_turn = rewards[:turns]
-    by_turn[-1] += sum(rewards[turns:])  # of a last step without a turn, as the context is full
+    by_turn[-1] += sum(rewards[turns:])  # of a last step without a turn, after the context was full
     several = any(reward is not None for reward, _ in given[:-1])
     return Score(total=sum(rewards), parts=parts, turns=by_turn if several else ())

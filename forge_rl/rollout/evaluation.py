@@ -1,4 +1,4 @@
-"""Evaluations: their settings, one that is under way, and what came of one."""
+"""Evaluations: settings, progress and scores."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from forge_rl.types import Episode, Outcome, Sampling, Task
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation on tasks that are never trained on: when, how often each task, and how answers are sampled."""
+    """Evaluation on tasks that are never trained on: frequency, tasks and sampling."""
 
     every: int = 5
-    """Steps between evaluations; there is one before the first step and one after the last; 0 evaluates never."""
+    """Steps between evaluations, with one before the first step and one after the last; 0 disables them."""
     tasks: int = 100
-    """Most tasks of each set: held-out ones, never drawn for training, and those of --eval-tasks."""
+    """Maximum tasks per set: held-out tasks, never drawn for training, and those of --eval-tasks."""
     episodes: int = 1
-    """k: episodes of each task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k where answers are extracted."""
+    """k: episodes per task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k if answers are extracted."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy. Seeds are the same in every evaluation."""
     max_new_tokens: int | None = None
-    """Most tokens of one completion; by default --generator.max-new-tokens."""
+    """Maximum tokens per completion; by default --generator.max-new-tokens."""
     success: float = 1.0
-    """Reward from which an episode succeeds, for pass@k."""
+    """Minimum reward of a successful episode, for pass@k."""
     blocking: bool = False
-    """Stop everything for an evaluation. By default its episodes ride along with the next batches where engines have
-    room, and go on under the next weights if they have not ended by then; the share of such tokens is logged as
-    other_versions. The evaluation before the first step, and all with a lag of 0, end before the weights change."""
+    """Pause all other rollouts and training during an evaluation. By default its episodes run alongside the next
+    batches when engines have room, and continue with the next weights if unfinished; the share of such tokens is logged
+    as other_versions. The evaluation before the first step, and all with a lag of 0, finish before the weights
+    change."""
     keep_best: bool = True
-    """Keep the checkpoint with the best score, of those that are of a step with an evaluation, and link
-    checkpoints/best to it, whatever --keep-checkpoints says."""
+    """Keep the checkpoint with the best score, among those of steps with an evaluation, and link checkpoints/best to
+    it, regardless of --keep-checkpoints."""
 
     def __post_init__(self) -> None:
         least = {"every": 0, "tasks": 0, "episodes": 1, "temperature": 0}
@@ -48,15 +49,15 @@ class EvalConfig:
 
 
 class Evaluation:
-    """The episodes of an evaluation: k of each task of each set, which share their prompt.
+    """The episodes of an evaluation: k per task of each set.
 
     Args:
-        sets: tasks by the set's name.
+        sets: tasks by set name.
         episodes: k.
-        sampling: settings of all of them; each has a seed of its own.
-        version: version of the weights that is evaluated.
-        one_version: True if all tokens must be of this version: the next batch then waits for it.
-        on_task: called with the set's name and the results of each task, once all its episodes have ended.
+        sampling: sampling settings; the seed differs per episode.
+        version: weights version to evaluate.
+        one_version: True if all tokens must be from this version: the next batch then waits for the evaluation.
+        on_task: called with the set's name and a task's results once all its episodes have ended.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class Evaluation:
         self.version = version
         self.one_version = one_version
         self.groups: dict[str, list[GroupState]] = {}
-        """Groups by set; one task may be in several."""
+        """Groups by set; a task may be in several sets."""
         self.left = self.total = 0
-        """Number of episodes that have not ended, and of all."""
+        """Number of unfinished episodes, and of all episodes."""
         for number, (name, tasks) in enumerate(sets.items()):
             groups = [
                 GroupState(task, RIDE_ALONG, (RIDE_ALONG, number, place), order=place)
@@ -90,11 +91,11 @@ class Evaluation:
 
     @property
     def complete(self) -> bool:
-        """True once all episodes have ended, well or not."""
+        """True once all episodes have ended, successfully or not."""
         return self.left == 0
 
     def record(self, episode: InflightEpisode, result: Episode) -> None:
-        """Note the end of an episode."""
+        """Record the result of an episode."""
         assert episode.result is None, "an episode of an evaluation ends once"
         episode.result = result
         self.left -= 1
@@ -103,18 +104,18 @@ class Evaluation:
             self._on_task([*self.groups][group.place[1]], _ended(group))
 
     def results(self, name: str) -> list[tuple[Episode, ...]]:
-        """Return the results of a set by task, in its order, those that failed included."""
+        """Return a set's results per task, in the set's order, including failed episodes."""
         return [_ended(group) for group in self.groups[name]]
 
     def other_versions(self, name: str) -> float:
-        """Return the share of a set's tokens that weights of another version than the evaluated one produced."""
+        """Return the share of a set's tokens produced by other versions than the evaluated one."""
         turns = [turn for episodes in self.results(name) for episode in episodes for turn in episode.turns]
         tokens = sum(len(turn.versions) for turn in turns)
         return sum(int((turn.versions != self.version).sum()) for turn in turns) / max(1, tokens)
 
 
 def _ended(group: GroupState) -> tuple[Episode, ...]:
-    """Return a task's episodes as they ended: where the group could not be scored together, they have failed."""
+    """Return a task's results; episodes whose group could not be scored together are judge errors."""
     problem = "its group could not be scored"
     return tuple(
         result.updated(reward=0.0, outcome=Outcome.JUDGE_ERROR, problem=problem)
@@ -125,20 +126,20 @@ def _ended(group: GroupState) -> tuple[Episode, ...]:
 
 
 def score_set(name: str, results: Sequence[Sequence[Episode]], *, k: int, success: float = 1.0) -> dict[str, float]:
-    """Score a set from its tasks' episodes: `avg@k`, `pass@j`, `maj@k`, and `SOURCE/...` where there are several.
+    """Score a set from its tasks' episodes: `avg@k`, `pass@j`, `maj@k`, and `SOURCE/...` if there are several sources.
 
-    Each has its standard error beside it, as `avg@k_stderr`. Episodes that failed through no fault of the policy are
-    left out.
+    Each comes with its standard error, such as `avg@k_stderr`. Episodes that failed through no fault of the policy are
+    ignored.
 
     Raises:
-        ForgeError: all failed.
+        ForgeError: all episodes failed.
     """
     scored = [[episode for episode in episodes if episode.outcome.scored] for episodes in results]
     if not any(scored):
         failed = [episode for episodes in results for episode in episodes]
         cause = f"; {describe_failure(failed[-1])}" if failed else ""
         hint = failed[-1].outcome.hint if failed else ""
-        raise ForgeError(f"all {len(failed)} evaluations of the set {name} failed{cause}", hint=hint)
+        raise ForgeError(f"all {len(failed)} episodes of the evaluation set {name} failed{cause}", hint=hint)
     sources = sorted({episode.task.source for episodes in scored for episode in episodes})
     values = _scores(scored, k, success)
     for source in sources if len(sources) > 1 else ():

@@ -1,6 +1,6 @@
-"""Rollouts: carries out what the scheduler decides, from tasks to scored groups.
+"""Rollout executor: carries out the scheduler's decisions, from tasks to scored groups.
 
-Each episode is an asyncio task: environments and rewards overlap decoding, and an episode is scored as it ends.
+Each episode is an asyncio task: environments and rewards overlap with decoding, and an episode is scored as it ends.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
 _LONGER = "raise --generator.max-model-tokens, or choose tasks with shorter prompts"
 _WAVE = 64
-"""Most episodes that start in one turn of the event loop, which others need too."""
+"""Maximum episodes started per event loop iteration, so that others get their turn."""
 
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
-"""Runs one episode of a task with the client of its policy, such as an EpisodeRunner."""
+"""Runs one episode of a task with its policy client, such as an EpisodeRunner."""
 
 
 class RolloutExecutor:
@@ -52,13 +52,13 @@ class RolloutExecutor:
     Args:
         groups: P.
         episodes: G.
-        devices: handed to the engines and back.
-        seed: of the sampling. The same seed gives the same batches where the schedule has no lag.
-        reward: scores episodes of a group together where they come without (their reward is NaN).
-        version: returns the latest version that is published.
-        warn: takes a line for the user.
-        on_episode: takes each episode that ends, but for evaluations that end well.
-        reward_wait_s: time to wait for another reward where all scores fail, before that is an error.
+        devices: hands devices to the engines and back.
+        seed: sampling seed. The same seed yields the same batches if the schedule has no lag.
+        reward: scores the episodes of a group together if they have no score yet (their reward is NaN).
+        version: returns the latest published version.
+        warn: called with a line for the user.
+        on_episode: called with each finished episode, except successful evaluation episodes.
+        reward_wait_s: seconds to wait for a replacement reward when all scores fail, before raising an error.
         clock: monotonic seconds.
     """
 
@@ -82,11 +82,11 @@ class RolloutExecutor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = schedule
-        """Settings of the schedule. Others that are set here, of the same kind, hold from the next batch on."""
+        """Settings of the schedule. Assign new ones of the same kind to apply them from the next batch on."""
         self.last: Batch | None = None
-        """The batch that was delivered last."""
+        """The last delivered batch."""
         self.evaluation: Evaluation | None = None
-        """The evaluation that was started last."""
+        """The last started evaluation."""
         self._tasks = ResumableTaskStream(mixture)
         self._generator = generator
         self._tokenizer = tokenizer
@@ -99,9 +99,9 @@ class RolloutExecutor:
         self._on_episode = on_episode
         self._reward_wait_s = reward_wait_s
         self._giving_up: asyncio.TimerHandle | None = None
-        """Ends the wait for another reward; nothing starts meanwhile."""
+        """Timer that ends the wait for a replacement reward; no episodes start meanwhile."""
         self._unscored: tuple[Episode, ...] = ()
-        """The last episodes whose score failed since the reward was replaced, with others of their group."""
+        """The last episode whose score failed since the reward was replaced, with the results of its group."""
         self._new_scheduler = functools.partial(
             Scheduler, groups=groups, episodes=episodes, tasks=self._tasks, clock=clock
         )
@@ -110,24 +110,24 @@ class RolloutExecutor:
         generator.listeners.append(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
-        """Error that the next batch ends with; nothing starts meanwhile."""
+        """Error that the next batch will raise; no episodes start meanwhile."""
         self._raised = False
-        """True once somebody was given that error."""
+        """True once that error was raised to a caller."""
         self._advice = Advice(warn, lambda: generator.sampling.max_tokens)
         self._more: asyncio.Handle | None = None
-        """Comes back for the episodes that were left for the next turn of the event loop."""
+        """Callback that starts the remaining episodes in the next event loop iteration."""
         self._changed = asyncio.Event()
         self._most_engines = 0
 
     async def next_batch(self) -> Batch:
-        """Return the next batch, complete: P groups in the mixture's proportions.
+        """Return the next complete batch: P groups in the mixture's proportions.
 
         Work in flight for later batches then pauses at a token boundary, unless the schedule decodes while training,
-        and resumes with the next call; so do evaluations, but for one of a single version, which the batch waits for.
-        After an error, the next call goes on from where this one stood.
+        and resumes with the next call; so do evaluations, except one of a single version, which the batch waits for.
+        After an error, the next call continues where this one stopped.
 
         Raises:
-            TaskError: a source gives nothing but groups that cannot be used.
+            TaskError: a source yields only unusable groups.
         """
         self._go_on()
         await self._devices.hand_to_engines()
@@ -142,11 +142,11 @@ class RolloutExecutor:
             version, number = self._scheduler.planner.published, self._scheduler.planner.next_batch
             if not self._held and (groups := self._scheduler.planner.pop_batch()) is not None:
                 break
-            self._advance()  # groups planned by pop_batch() have episodes to start
+            self._advance()  # start the episodes of groups planned by pop_batch()
             await self._changed.wait()
         made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
         for group in groups:
-            group.episodes.clear()  # in a circle, tokens would be held until garbage is collected
+            group.episodes.clear()  # the reference cycle would hold tokens until garbage collection
         pending = None if self.config.exact else [group.task for group in self._scheduler.planner.groups()]
         self._tasks.batch_delivered(made, pending=pending)
         if not self.config.decodes_while_training:
@@ -159,10 +159,10 @@ class RolloutExecutor:
         return self.last
 
     def start_evaluation(self, evaluation: Evaluation) -> None:
-        """Let an evaluation's episodes ride along with those of batches, from the next call of `next_batch` on.
+        """Run an evaluation's episodes alongside those of batches, from the next call of `next_batch` on.
 
-        They take what the batch that is awaited leaves free, and are in no batch. Those that fail through the
-        infrastructure are run again. There is one evaluation at a time.
+        They use the capacity that the awaited batch leaves free and belong to no batch. Infrastructure errors are
+        retried. Only one evaluation can run at a time.
         """
         assert self.evaluation is None or self.evaluation.complete, "an evaluation is under way"
         self.evaluation = evaluation
@@ -170,8 +170,7 @@ class RolloutExecutor:
             self._scheduler.add_evaluation(groups)
 
     async def finish_evaluation(self) -> None:
-        """Wait for the evaluation that is under way, if there is one. Its episodes go first, and none of a batch
-        starts."""
+        """Wait for the running evaluation, if any. Its episodes go first, and no episode of a batch starts."""
         if self.evaluation is None or self.evaluation.complete:
             return
         self._go_on()
@@ -189,9 +188,9 @@ class RolloutExecutor:
             self._scheduler.await_evaluation(False)
 
     async def episode(self, task: Task, sampling: Sampling) -> Episode:
-        """Run one episode that belongs to no batch, before all others; again where the infrastructure failed.
+        """Run one episode that belongs to no batch, before all others; retry infrastructure errors only.
 
-        Other failures come again where decoding is greedy.
+        Other failures would recur if decoding is greedy.
         """
         for tries in range(1 + self.config.retries):
             episode = self._scheduler.start_evaluation(task)
@@ -211,7 +210,7 @@ class RolloutExecutor:
         return result
 
     def reward_replaced(self) -> None:
-        """Resume if the run waited for this, and report how many scores of the replaced reward stay."""
+        """Resume if the run was waiting for a new reward, and warn about scores of the old one that stay."""
         self._unscored = ()
         if self._giving_up is not None:
             self._giving_up.cancel()
@@ -219,21 +218,21 @@ class RolloutExecutor:
             self._advance()
         scored = sum(len(group.results) for group in self._scheduler.planner.groups())
         if scored:
-            self._warn(f"{scored} episodes of batches to come were scored before the reward was replaced, and stay so")
+            self._warn(f"{scored} episodes of coming batches keep the scores of the replaced reward")
 
     def samples(self) -> list[tuple[Episode, ...]]:
-        """Return a group of the last batch, and the last one that could not be scored, to try a reward on."""
+        """Return a group of the last batch, and the last group that could not be scored, to try a reward on."""
         found = [self.last.groups[0].episodes] if self.last is not None else []
         return [*found, self._unscored] if self._unscored else found
 
     async def close(self) -> None:
-        """End all episodes in flight."""
+        """Cancel all episodes in flight."""
         self._generator.listeners.remove(self._on_engines_changed)
         await self._cancel_all()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the time since the last call: the share of the engines' capacity that was used, attempts by
-        outcome, and groups that were not used, by reason; and the number of episodes in flight now."""
+        """Return metrics since the last call: engine utilisation, attempts by outcome, and unused groups by reason; and
+        the current number of episodes in flight."""
         scheduler, replaced = self._scheduler, self._scheduler.planner.replaced
         busy, offered = scheduler.capacity.pop_busy()
         values = {f"outcomes/{outcome}": float(scheduler.outcomes[outcome]) for outcome in Outcome}
@@ -246,7 +245,7 @@ class RolloutExecutor:
         return values
 
     def status(self) -> RolloutStatus:
-        """Return the progress of the next batch, and the number of episodes in flight."""
+        """Return the progress of the next batch and the number of episodes by state."""
         scheduler, planner = self._scheduler, self._scheduler.planner
         done, groups = planner.progress()
         serving = len(scheduler.capacity.engines)
@@ -268,7 +267,7 @@ class RolloutExecutor:
         )
 
     def waiting_for(self) -> str:
-        """Describe in words what is waited for: the next batch, or an evaluation."""
+        """Describe in words what the run is waiting for: the next batch, or an evaluation."""
         done, groups = self._scheduler.planner.progress()
         held = done == groups and self._held
         if self._giving_up is not None:
@@ -278,7 +277,7 @@ class RolloutExecutor:
         return self._scheduler.describe_missing()
 
     def state(self) -> dict[str, object]:
-        """Return the state of the mixture and the batches as JSON; tasks that are not delivered are drawn again."""
+        """Return the state of the mixture and the batches as JSON; undelivered tasks will be drawn again."""
         planner = self._scheduler.planner
         return {
             "mixture": self._tasks.state(),
@@ -287,14 +286,14 @@ class RolloutExecutor:
         }
 
     async def restore(self, state: dict[str, object]) -> None:
-        """Continue from a saved state; episodes in flight are ended, those of an evaluation too.
+        """Continue from a saved state; cancels episodes in flight, including those of an evaluation.
 
         Raises:
-            TaskError: the state is not one of `state`.
+            TaskError: the state was not made by `state`.
         """
         mixture, used, batches = state.get("mixture"), state.get("used"), state.get("batches")
         if not isinstance(mixture, dict) or not isinstance(used, list) or not isinstance(batches, int):
-            raise TaskError(f"the saved state of the rollouts holds {sorted(state)}", hint="start a new run")
+            raise TaskError(f"the saved rollout state has unexpected contents: {sorted(state)}", hint="start a new run")
         await self._cancel_all()
         self._failure = self.evaluation = None
         self._raised = False
@@ -322,11 +321,11 @@ class RolloutExecutor:
         return self.evaluation is not None and self.evaluation.one_version and not self.evaluation.complete
 
     def _go_on(self) -> None:
-        """Resume after an error that was raised; raise one that came since the last batch."""
+        """Raise an error that has occurred since the last batch; resume after one that was already raised."""
         if not self._raised:
             self._raise_failure()
         if self._failure is not None:
-            self._warn(f"rollouts go on after an error: {str(self._failure).splitlines()[0]}")
+            self._warn(f"rollouts continue after an error: {str(self._failure).splitlines()[0]}")
         self._failure, self._raised = None, False
 
     def _raise_failure(self) -> None:
@@ -345,7 +344,7 @@ class RolloutExecutor:
         planner.set_versions(planner.served if served is None else served, self._version())
 
     def _advance(self) -> None:
-        """Carry out the scheduler's decisions of now."""
+        """Carry out the scheduler's current decisions."""
         scheduler, loop = self._scheduler, asyncio.get_running_loop()
         self._set_versions()
         try:
@@ -369,12 +368,12 @@ class RolloutExecutor:
         self._advance()
 
     def _fail(self, error: BaseException) -> None:
-        """End the wait for the next batch with an error."""
+        """Make the next batch fail with an error."""
         self._failure = self._failure or error
         self._changed.set()
 
     async def _run(self, episode: InflightEpisode) -> None:
-        """Run an episode of a batch to its end; an error that is not an outcome fails the next batch."""
+        """Run an episode of a batch; an error that is not an outcome fails the next batch."""
         task, scheduler = episode.group.task, self._scheduler
         seed = zlib.crc32("/".join(map(str, (self._seed, *episode.place))).encode())
         client = self._dispatcher.client(episode, replace(self._generator.sampling, seed=seed))
@@ -399,7 +398,7 @@ class RolloutExecutor:
             if result.outcome is Outcome.JUDGE_ERROR:
                 self._unscored = (*episode.group.results, result)
             self._conclude(scheduler.record_result, episode, result)
-            if not math.isnan(result.reward):  # else told of when it is scored
+            if not math.isnan(result.reward):  # else reported once it is scored
                 self._tell(self._on_episode, result)
             if result.problem:
                 self._tell(self._warn, f"{task.source} {task.id}: {result.outcome}: {result.problem}")
@@ -407,9 +406,9 @@ class RolloutExecutor:
         self._changed.set()
 
     async def _evaluate(self, episode: InflightEpisode) -> None:
-        """Run an episode of the evaluation; an error that is not an outcome fails what is awaited, as in `_run`."""
+        """Run an episode of the evaluation; an error that is not an outcome fails the awaited result, as in `_run`."""
         evaluation, task = self.evaluation, episode.group.task
-        assert evaluation is not None, "its episodes end with it"
+        assert evaluation is not None, "episodes of an evaluation end with it"
         seed = zlib.crc32(f"evaluation/{self._seed}/{task.source}/{task.id}/{episode.index}".encode())
         client = self._dispatcher.client(episode, replace(evaluation.sampling, seed=seed))
         try:
@@ -436,12 +435,12 @@ class RolloutExecutor:
         self._changed.set()
 
     def _forget(self, episode: InflightEpisode, task: asyncio.Task[None]) -> None:
-        """Forget an episode's task that has ended, unless another one runs the episode by now."""
+        """Forget a finished asyncio task of an episode, unless another one runs the episode by now."""
         if self._running.get(episode) is task:
             del self._running[episode]
 
     def _conclude(self, step: Callable[..., object], *given: object) -> None:
-        """Note the end of an episode; what that raises, as a source gives nothing usable, fails the next batch."""
+        """Record the end of an episode; an error, such as a source without usable groups, fails the next batch."""
         try:
             step(*given)
         except UnscoredError as error:
@@ -450,7 +449,7 @@ class RolloutExecutor:
             self._fail(error)
 
     def _wait_for_reward(self, error: UnscoredError) -> None:
-        """Start nothing until the reward is replaced; after a while without, fail."""
+        """Start nothing until the reward is replaced; fail after `reward_wait_s`."""
         if not self._reward_wait_s:
             self._fail(error)
         elif self._giving_up is None:
@@ -467,14 +466,14 @@ class RolloutExecutor:
         self._fail(error)
 
     def _tell(self, listener: Callable[[Any], None], news: object) -> None:
-        """Tell of an episode that is noted already: what the listener raises fails the next batch, no more."""
+        """Call a listener about an episode already recorded; if the listener raises, only the next batch fails."""
         try:
             listener(news)
         except Exception as error:
             self._fail(error)
 
     async def _score_group(self, episode: InflightEpisode, result: Episode) -> Episode:
-        """Score the episodes of a group that are scored together, once the last one has ended with this result."""
+        """Score a group's episodes together, if needed, once its last episode has ended with this result."""
         mates = [each for each in episode.group.episodes if each is not episode]
         if any(each.result is None for each in mates):
             return result
@@ -500,18 +499,18 @@ class RolloutExecutor:
         return scored[-1] if own else result
 
     async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
-        """Run an episode; a CancelledError of its own code is a failure of that, and no end of the run."""
+        """Run an episode; a CancelledError from its own code is an environment error and does not end the run."""
         try:
             return await self._run_episode(task, client)
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is None or current.cancelling():
                 raise
-            problem = "its code let a CancelledError out, which was not meant for it"
+            problem = "its code raised a CancelledError although it was not cancelled"
             return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
 
 
 def _unusable(task: Task, error: ContextError | PoisonError) -> Episode:
-    """Make the episode of a task whose prompt leaves no room for an answer, or at which engines die."""
+    """Make the failed episode of a task whose prompt leaves no room for an answer, or which kills engines."""
     problem = f"{error.message}; {error.hint}"
     return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)

@@ -1,4 +1,4 @@
-"""Placement of trainer and engines, and the handover of devices that they share."""
+"""Placement of trainer and engines, and the handover of shared devices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from forge_rl.services.trainer import Trainer
 
 Placement = Literal["auto", "colocated", "separate"]
-"""Choice of whether trainer and engines share devices."""
+"""Whether trainer and engines share devices."""
 
 
 class Engines(Protocol):
-    """The part of the Generator that a handover uses; see there."""
+    """The part of the Generator's interface that a handover uses."""
 
     async def pause(self) -> None: ...
 
@@ -32,16 +32,16 @@ class Engines(Protocol):
 
 
 class DeviceHandover:
-    """Hands the devices to the engines for rollouts, and to the trainer in between; measures each transition.
+    """Hands the devices to the engines for rollouts and to the trainer in between; measures each transition.
 
         devices = DeviceHandover(generator, trainer)
         await devices.hand_to_engines()
         async with devices.lend():
-            ...  # engines decode, whoever has the devices
+            ...  # engines decode, even between rollouts
 
     Args:
-        engines: pause while they do not have the devices; where they share them, they sleep, so that these are free.
-        trainer: shares the engines' devices; None where it has its own.
+        engines: paused while they do not have the devices; if devices are shared, put to sleep to free them.
+        trainer: shares the engines' devices; None if it has its own.
         clock: monotonic seconds.
     """
 
@@ -52,13 +52,13 @@ class DeviceHandover:
         self._trainer = trainer
         self._clock = clock
         self._holder: str | None = "both"
-        """"engines", "trainer", or "both" after the start; None during a transition, and after one that failed."""
+        """"engines", "trainer", or "both" initially; None during a transition and after a failed one."""
         self._rolling_out = False
         self._loans = 0
         self._starting = 0
-        """Engines that start on their devices."""
+        """Number of engines starting on their devices."""
         self._changed = asyncio.Condition()
-        """Held during a transition, and told of its end."""
+        """Held during a transition; notified at its end."""
         self._seconds: dict[str, float] = defaultdict(float)
 
     async def hand_to_engines(self) -> None:
@@ -67,7 +67,7 @@ class DeviceHandover:
         await self._hand_over()
 
     async def hand_to_trainer(self, *, idle: bool = False) -> None:
-        """Pause rollouts at a token boundary, with all that is in flight.
+        """Pause rollouts and everything in flight at a token boundary.
 
         Args:
             idle: True if nothing is in flight. Engines with devices of their own then need not pause.
@@ -89,10 +89,10 @@ class DeviceHandover:
 
     @contextlib.asynccontextmanager
     async def start_engine(self) -> AsyncIterator[None]:
-        """Keep the devices for the engines while the body starts one of them, once they are theirs.
+        """Wait until the engines have the devices, and keep them while the body starts an engine.
 
-        vLLM refuses to start where too little is free, and takes what the trainer allocates or frees meanwhile for
-        its own.
+        vLLM refuses to start if too little memory is free, and mistakes memory that the trainer allocates or frees
+        meanwhile for its own.
         """
         if self._trainer is None:
             yield
@@ -108,7 +108,7 @@ class DeviceHandover:
                 self._changed.notify_all()
 
     async def free_devices(self) -> None:
-        """Free the devices for a trainer that starts again, with all its state on them."""
+        """Free the devices for a restarting trainer, which begins with all its state on them."""
         self._rolling_out = False
         if self._trainer is not None:
             async with self._changed:
@@ -123,7 +123,7 @@ class DeviceHandover:
         return found
 
     async def _hand_over(self) -> None:
-        """Bring the devices to whoever needs them now."""
+        """Hand the devices to whoever needs them now."""
 
         def target() -> str:
             return "engines" if self._rolling_out or self._loans else "trainer"
@@ -163,19 +163,19 @@ def shares_devices(
     """Decide whether the trainer's ranks and the engines share devices.
 
     Args:
-        engines: devices of all engines together.
-        decodes_while_training: the schedule's.
+        engines: number of devices of all engines.
+        decodes_while_training: True if the schedule decodes while training.
         there: number of GPUs; this machine's by default.
 
     Raises:
-        ConfigError: there are too few GPUs for each to have its own, and they must not share them.
+        ConfigError: there are too few GPUs for separate devices, and they must not be shared.
     """
     needed = ranks + engines
     there = gpus() if there is None else there
     if 0 < there < needed and (placement == "separate" or (placement == "auto" and decodes_while_training)):
         share = "--schedule.kind pipelined" if decodes_while_training else "--placement colocated"
         raise ConfigError(
-            f"{ranks} ranks and engines of {engines} devices need {needed} GPUs of their own, and there are {there}",
+            f"{ranks} trainer ranks and {engines} engine devices need {needed} separate GPUs, but there are {there}",
             hint=f"choose {share}, or fewer --trainer.ranks or --generator.replicas, or a lower "
             "--generator.tensor-parallel or --generator.data-parallel",
         )

@@ -1,6 +1,6 @@
-"""The scheduler: which episode starts next, and which one decodes where. It only decides.
+"""Scheduler: decides which episode starts next, and which one decodes on which engine.
 
-Pure logic on a clock that is passed in: rollouts drive it for real, tests and the simulator on virtual time.
+Pure logic with an injected clock: real rollouts drive it, and tests and the simulator in virtual time.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from forge_rl.rollout.state import EVALUATION, RIDE_ALONG, GroupState, InflightE
 from forge_rl.types import Episode, Outcome, Task
 
 _MEMORY = 0.95
-"""Weight of the past in a source's expected length."""
+"""Weight of the past in the moving average of a source's episode length."""
 _NO_EPISODES: dict[State, int] = dict.fromkeys(get_args(State), 0)
-"""Number of episodes by state; a Counter takes longer to look up what it does not have."""
+"""Initial number of episodes by state; looking up missing keys in a Counter is slower."""
 
 
 class Scheduler:
-    """Decides which episodes start and decode, for the batches of its planner and for evaluations.
+    """Decides which episodes start and decode, for the planner's batches and for evaluations.
 
-    Episodes of an evaluation ride along: they take what the awaited batch leaves free, before work ahead on later
-    batches, and pause with it. While the evaluation itself is awaited, they go first, and nothing of a batch starts.
+    Episodes of an evaluation ride along: they use the capacity that the awaited batch leaves free, take precedence over
+    later batches, and pause with them. While the evaluation itself is awaited, they go first, and no episode of a batch
+    starts.
 
         for episode in scheduler.pop_starts():
             ...  # open its environment, then scheduler.request_decode(episode)
@@ -37,7 +38,7 @@ class Scheduler:
         scheduler.record_result(episode, result)
         groups = scheduler.planner.pop_batch()  # None until the batch is complete
 
-    Arguments are those of EngineCapacity and BatchPlanner.
+    See EngineCapacity and BatchPlanner for the arguments.
     """
 
     def __init__(
@@ -61,36 +62,36 @@ class Scheduler:
         )
         self.capacity = EngineCapacity(clock)
         self.outcomes: Counter[str] = Counter()
-        """Outcomes of all attempts, also of those that were not used."""
+        """Outcomes of all attempts, including unused ones."""
         self.states: Counter[State] = Counter(_NO_EPISODES)
-        """Number of batches' episodes in each state."""
+        """Number of batch episodes by state."""
         self.evaluation_states: Counter[State] = Counter(_NO_EPISODES)
-        """Number of evaluations' episodes in each state."""
+        """Number of evaluation episodes by state."""
         self._config = config
         self._clock = clock
         self._expected_tokens: dict[str, float] = {}
-        """Length of an episode, by source, as far as known."""
+        """Expected episode length by source, once known."""
         self._new: list[tuple[int, float, int, int, InflightEpisode]] = []
         """Heap of episodes to start."""
         self._waiting: list[tuple[float, int, InflightEpisode]] = []
-        """Heap of episodes that want an engine."""
+        """Heap of episodes waiting for an engine."""
         self._to_evaluate: deque[InflightEpisode] = deque()
-        """Episodes of evaluations to start."""
+        """Evaluation episodes to start."""
         self._riding: list[tuple[float, int, InflightEpisode]] = []
-        """Heap of episodes of evaluations that want an engine."""
+        """Heap of evaluation episodes waiting for an engine."""
         self._cancelled: list[InflightEpisode] = []
         self._tickets = 0
 
     # Events.
 
     def reconfigure(self, config: ScheduleConfig) -> None:
-        """Decide by other bounds from now on; what they rule out is dropped, and replaced."""
+        """Apply a new config from now on; groups that it rules out are dropped and replaced."""
         if config != self._config:
             self._config = config
             self.planner.reconfigure(config)
 
     def start_evaluation(self, task: Task) -> InflightEpisode:
-        """Start an episode that belongs to no batch, and goes before all others."""
+        """Start an episode that belongs to no batch and goes before all others."""
         self.evaluation_states["in_env"] += 1
         return InflightEpisode(GroupState(task, EVALUATION, (EVALUATION, 0, 0), order=0), 0, state="in_env")
 
@@ -99,13 +100,13 @@ class Scheduler:
         self._set_state(episode, "done")
 
     def add_evaluation(self, groups: Iterable[GroupState]) -> None:
-        """Let an evaluation's episodes ride along, in this order; the groups' batch is RIDE_ALONG."""
+        """Add an evaluation's episodes, in this order; the groups' batch is RIDE_ALONG."""
         for group in groups:
             self.evaluation_states["new"] += len(group.episodes)
             self._to_evaluate += group.episodes
 
     def await_evaluation(self, awaited: bool) -> None:
-        """Note that evaluations are awaited, or no more."""
+        """Record whether evaluations are awaited."""
         self.capacity.set_evaluating(awaited)
         for _, ticket, episode in self._riding if awaited else ():
             heapq.heappush(self._waiting, (EVALUATION, ticket, episode))
@@ -113,12 +114,12 @@ class Scheduler:
             self._riding = []
 
     def request_decode(self, episode: InflightEpisode) -> None:
-        """Queue an episode that has a turn to decode."""
+        """Queue an episode with a turn to decode."""
         if episode.group.dropped:
             return
         assert episode.state == "in_env", f"an episode that is {episode.state} requests an engine"
         self._set_state(episode, "waiting")
-        if not episode.ticket:  # a later turn keeps its place before those that started later
+        if not episode.ticket:  # later turns keep their place before episodes that started later
             self._tickets += 1
             episode.ticket = self._tickets
         rank: float = episode.group.batch
@@ -132,14 +133,14 @@ class Scheduler:
         heapq.heappush(heap, (rank, episode.ticket, episode))
 
     def finish_turn(self, episode: InflightEpisode, *, interrupted: bool = False) -> None:
-        """Free the engine of an episode whose turn is decoded, or was interrupted and will be requested again."""
+        """Release the engine of an episode whose turn is decoded, or was interrupted and will be requested again."""
         if episode.group.dropped:
             return
         episode.interrupted = interrupted
         self._set_state(episode, "in_env")
 
     def restart(self, episode: InflightEpisode) -> None:
-        """Start an episode of a batch or an evaluation again, from its beginning."""
+        """Restart an episode of a batch or an evaluation from the beginning."""
         if episode.group.dropped:
             return
         self._set_state(episode, "new")
@@ -150,9 +151,9 @@ class Scheduler:
             self._queue(episode)
 
     def skip(self, episode: InflightEpisode, reason: Reason, problem: str, hint: str) -> None:
-        """Replace the group of an episode whose task cannot be used, such as one too long for the context.
+        """Replace the group of an episode whose task is unusable, for example too long for the context.
 
-        Raises TaskError as BatchPlanner does.
+        Raises TaskError like BatchPlanner.
         """
         if not episode.group.dropped:
             self._set_state(episode, "new")
@@ -161,9 +162,9 @@ class Scheduler:
     def record_result(self, episode: InflightEpisode, result: Episode) -> None:
         """End an episode of a batch. One that failed through no fault of the policy restarts, or its group is replaced.
 
-        One that could not be scored does not restart: its score was tried again.
+        An episode that could not be scored does not restart, as its score was already retried.
 
-        Raises TaskError as BatchPlanner does.
+        Raises TaskError like BatchPlanner.
         """
         group = episode.group
         self.outcomes[result.outcome] += 1
@@ -188,9 +189,9 @@ class Scheduler:
             self.planner.complete(group)
 
     def own_s(self, episode: InflightEpisode) -> float:
-        """Return seconds that grow while an episode neither waits for an engine nor is paused.
+        """Return a time in seconds that advances while an episode is neither waiting for an engine nor paused.
 
-        What goes on while others are paused has its time counted then, too.
+        Episodes that continue while others are paused keep advancing.
         """
         now = self._clock_of(episode)()
         waits_s = now - episode.waiting_since if episode.state == "waiting" else 0.0
@@ -199,14 +200,14 @@ class Scheduler:
     # Decisions.
 
     def pop_starts(self, *, most: int = sys.maxsize) -> list[InflightEpisode]:
-        """Return at most so many episodes to start now, so that engines find work waiting; they are then "in_env".
+        """Return up to `most` episodes to start now, so that engines find work waiting; their state becomes "in_env".
 
-        Raises TaskError where a source gives no task; what was found before that is returned first.
+        Raises TaskError if a source yields no task, after returning the episodes found before that.
         """
         found: list[InflightEpisode] = []
         slots = self.capacity.slots
-        wanted = slots + 1 + slots // 8  # a little more than engines take: an environment needs time to open
-        # What is paused would hold back an evaluation that is awaited.
+        wanted = slots + 1 + slots // 8  # slightly more than the slots: opening an environment takes time
+        # Paused episodes must not hold back an awaited evaluation.
         counted = (self.evaluation_states,) if self.capacity.evaluating else (self.states, self.evaluation_states)
         while (
             slots
@@ -229,8 +230,7 @@ class Scheduler:
         return found
 
     def pop_grants(self) -> list[InflightEpisode]:
-        """Return the episodes that decode from now on, each on its `engine`; while paused, none but those that come
-        first."""
+        """Return the episodes that decode from now on, each on its `engine`; while paused, only those that go first."""
         found: list[InflightEpisode] = []
         while heap := self._first_waiting():
             rank, _, episode = heap[0]
@@ -239,7 +239,7 @@ class Scheduler:
             if episode.state != "waiting":
                 heapq.heappop(heap)
                 continue
-            # An engine that may have its prompt in the cache, if there is room.
+            # Prefer an engine that may have the prompt in its KV cache.
             engine = self.capacity.choose((episode.engine, episode.group.home))
             if engine is None:
                 break
@@ -253,7 +253,7 @@ class Scheduler:
         return found
 
     def pop_cancelled(self) -> list[InflightEpisode]:
-        """Return the episodes in flight whose group was replaced: whatever they do is to be ended."""
+        """Return the episodes in flight whose group was replaced; the caller must cancel them."""
         found, self._cancelled = self._cancelled, []
         return found
 
@@ -261,11 +261,11 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        """Number of episodes that have started and not ended."""
+        """Number of episodes that have started but not ended."""
         return _in_flight(self.states) + _in_flight(self.evaluation_states)
 
     def describe_missing(self) -> str:
-        """Describe in words what the next batch waits for."""
+        """Describe in words what the next batch is waiting for."""
         states = Counter(each.state for group in self.planner.incomplete_groups() for each in group.episodes)
         del states["done"]
         words = {"new": "not started", "in_env": "with tools or judges", "waiting": "wait for an engine"}
@@ -274,15 +274,15 @@ class Scheduler:
         missing = f"batch {planner.next_batch} lacks {sum(states.values())} episodes" + (f": {shown}" if shown else "")
         if planner.published - planner.served > self._config.lag:
             missing += (
-                f"; none can start, as the engines serve version {planner.served} and the latest is "
+                f"; none can start, as the engines serve version {planner.served} but the latest is "
                 f"{planner.published}: load it"
             )
         return missing
 
     def _next_episode(self) -> InflightEpisode | None:
-        """Return the next episode to start: of the batch that is awaited, of evaluations, of the earliest other batch.
+        """Return the next episode to start: from the awaited batch, then evaluations, then the earliest other batch.
 
-        While an evaluation is awaited, only those of evaluations start.
+        While an evaluation is awaited, only evaluation episodes start.
         """
         if self.capacity.evaluating:
             return self._pop_evaluation()
@@ -303,7 +303,7 @@ class Scheduler:
         return self._to_evaluate.popleft() if self._to_evaluate else None
 
     def _first_waiting(self) -> list[tuple[float, int, InflightEpisode]]:
-        """Return the heap whose first episode comes first."""
+        """Return the heap with the next episode."""
         awaited = bool(self._waiting) and self._waiting[0][0] <= self.planner.next_batch
         return self._waiting if awaited or not self._riding else self._riding
 
@@ -342,7 +342,7 @@ class Scheduler:
         elif before == "waiting":
             episode.waited_s += self._clock_of(episode)() - episode.waiting_since
         if before != state and "decoding" in (before, state):
-            assert episode.engine is not None, "an episode that decodes has an engine"
+            assert episode.engine is not None, "a decoding episode has an engine"
             self.capacity.add_requests(episode.engine, 1 if state == "decoding" else -1)
         states = self.states if episode.group.batch >= 0 else self.evaluation_states
         states[before] -= 1
