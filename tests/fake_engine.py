@@ -207,7 +207,7 @@ class Unpickable:
 
 GARBAGE: dict[str, tuple[Any, str]] = {
     "no chunk": ({"token_ids": [1]}, "a chunk is of type dict"),
-    "unpickable": (Unpickable(), "its answer cannot be unpickled"),
+    "unpickable": (Unpickable(), "the result cannot be unpickled"),
     "negative id": ({"token_ids": (-1,)}, "token -1 is not one of 49152"),
     "large id": ({"token_ids": (49152,)}, "token 49152 is not one of 49152"),
     "positive": ({"logprobs": (0.01,)}, r"a logprob is 0\.01"),

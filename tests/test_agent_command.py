@@ -96,7 +96,7 @@ def test_it_is_told_the_task_and_where_the_policy_is_and_no_secret(monkeypatch: 
         ("ask(); import os; os._exit(7)", {}, "ended with status 7: it printed no error"),
         ("ask(); import os; os.kill(os.getpid(), 9)", {}, "was ended by SIGKILL"),
         ("ask(); bytearray(1 << 32)", {"memory_gib": 3.0}, "MemoryError"),
-        ("ask()\nwhile True: pass", {"cpu_s": 3.0}, "its limit of processor time"),
+        ("ask()\nwhile True: pass", {"cpu_s": 3.0}, "its CPU time limit"),
         (
             "ask(); open('/dev/null'); f = [open('/dev/null') for _ in range(99)]",
             {"open_files": 64},

@@ -224,7 +224,7 @@ def test_what_cannot_be_pickled_ends_its_own_call_only(shared: Shared):
                 assert (caught.value.service, caught.value.call) == (shared.service.name, "answer")
             for function, text in (
                 (threading.Lock, "TypeError: cannot pickle"),
-                (Stillborn, "its answer cannot be unpickled: ZeroDivisionError"),
+                (Stillborn, "the result cannot be unpickled: ZeroDivisionError"),
             ):
                 with pytest.raises(ServiceError, match=text) as caught:
                     await replica.ask("run", function, deadline_s=LONG_S)

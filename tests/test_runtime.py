@@ -389,7 +389,7 @@ def test_hosts_are_named_one_by_one(tmp_path: Path):
     assert Cluster(tmp_path, hosts={"a": Hosts(1)}).hosts == (THIS_HOST, "a")
     with pytest.raises(ConfigError, match="'a' names 2 hosts"):
         Cluster(tmp_path, hosts={"a": Hosts(2)})
-    with pytest.raises(ConfigError, match="'local' is the host of the controller"):
+    with pytest.raises(ConfigError, match="'local' is the name of the controller's host"):
         Cluster(tmp_path, hosts={THIS_HOST: Hosts(1)})
 
 

@@ -1,4 +1,4 @@
-"""Processes: hosts to named meshes, services of replicas, routing, and what happens when something fails."""
+"""Process runtime: named meshes on hosts, services of replicas, routing, and fault handling."""
 
 from forge_rl.runtime.monarch_log import secure_monarch_log
 

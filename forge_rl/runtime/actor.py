@@ -1,4 +1,4 @@
-"""Base of every service's actor."""
+"""Base class of service actors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge_rl.runtime.processes import process_space
 
 
 class ServiceActor(Actor):
-    """Base of every service's actor: endpoints are for `Replica.call`, plain methods for `ask` and `route`.
+    """Base class of service actors: endpoints are for `Replica.call`, plain methods for `ask` and `route`.
 
         class Adder(ServiceActor):
             async def add(self, a: int, b: int) -> int:
@@ -26,7 +26,7 @@ class ServiceActor(Actor):
 
         total = await service.route("add", 1, 2, deadline_s=5)
 
-    All endpoints are concurrent: Monarch cannot mix them with plain ones.
+    All endpoints are concurrent, as Monarch cannot mix concurrent and plain ones.
     """
 
     @concurrent_endpoint
@@ -39,9 +39,9 @@ class ServiceActor(Actor):
 
     @concurrent_endpoint
     async def note_in_hand(self, path: Path) -> None:
-        """Note from now on in this file which calls are in hand; print all stacks to the log at SIGUSR2."""
+        """Record the calls being executed in this file from now on; print all stacks to the log on SIGUSR2."""
         self._link_end.in_hand = InHand(path)
-        faulthandler.register(signal.SIGUSR2)  # also while something holds the interpreter
+        faulthandler.register(signal.SIGUSR2)  # works even while something holds the GIL
 
     @concurrent_endpoint
     async def link_post(self, messages: bytes) -> None:
@@ -53,18 +53,18 @@ class ServiceActor(Actor):
 
     @concurrent_endpoint
     async def receive_parcel(self, data: bytes, first: bool) -> None:
-        """Take a slice of a large value; see Replica.send."""
+        """Receive a slice of a large value; see Replica.send."""
         if first:
             self._parcel.clear()
         self._parcel.append(data)
 
     def take_parcel(self) -> Any:
-        """Return the value that Replica.send brought last."""
+        """Return the last value sent by Replica.send."""
         data = b"".join(self._parcel)
         self._parcel.clear()
         return pickle.loads(data)
 
-    @functools.cached_property  # subclasses have constructors of their own
+    @functools.cached_property  # subclasses have their own constructors
     def _parcel(self) -> list[bytes]:
         return []
 

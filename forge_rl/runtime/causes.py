@@ -1,4 +1,4 @@
-"""Causes of a replica's death, in one line: from Monarch's texts, and from what its processes printed."""
+"""One-line causes of a replica's death, from Monarch's messages and the output of its processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from forge_rl.runtime.processes import describe_exit
 
 _LOG_TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt): \S.*)")
-"""Last line of a stack trace, maybe behind a logger's prefix."""
+"""Last line of a traceback, possibly after a logger's prefix."""
 _POINTER = re.compile(r"root cause|EngineDead|Engine core init")
-"""Text of vLLM's exceptions that name no cause."""
+"""vLLM exceptions that only point to another one."""
 
 
 def last_error(log: Path) -> str:
-    """Find the last exception that a log tells of, without those that only point to another one; "" if none."""
+    """Return the last exception in a log, ignoring those that only point to another one; "" if none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
@@ -29,7 +29,7 @@ def last_error(log: Path) -> str:
 
 
 def cause_of(text: str, exit_meanings: Mapping[int, str] | None = None) -> str:
-    """Return one line of cause from Monarch's text about a failure."""
+    """Extract a one-line cause from Monarch's message about a failure."""
     if found := re.search(r"Killed\(sig=(\d+)\)", text):
         return describe_exit(-int(found[1]))
     if found := re.search(r"exited with non-zero code (\d+)", text):

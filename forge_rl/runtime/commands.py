@@ -1,4 +1,4 @@
-"""Commands of a user's own: run with limits, and ended with all that they have started."""
+"""User commands: run with resource limits, and killed with all their descendants."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from forge_rl.supervised import supervised
 from forge_rl.variables import handed_on
 
 _KEPT_BYTES = 1 << 20
-"""End of what a command prints that is kept."""
+"""Bytes to keep from the end of a command's output."""
 _MOST_S = 60.0
-"""Longest time until a supervisor that was told to end has ended."""
+"""Timeout for a supervisor to exit after a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLimits:
-    """Bounds what a command, and each process that it starts, may use: `CommandLimits(memory_gib=2)`."""
+    """Resource limits of a command and each process that it starts: `CommandLimits(memory_gib=2)`."""
 
     memory_gib: float = 8.0
-    """Address space of a process. Python maps more than it uses."""
+    """Address space per process, in GiB. Python maps more than it uses."""
     cpu_s: float = 3600.0
-    """Seconds of a processor's time for a process."""
+    """CPU seconds per process."""
     file_gib: float = 1.0
-    """Longest file that may be written."""
+    """Maximum size of a written file, in GiB."""
     open_files: int = 1024
-    """Files and connections that a process may have open."""
+    """Maximum open files and connections per process."""
     at_a_time: int = 32
-    """Commands that run side by side; others wait."""
+    """Maximum concurrent commands; others wait."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -40,7 +40,7 @@ class CommandLimits:
                 raise ConfigError(f"the command's {flag} is {value}", hint=f"set {flag} to a value above 0")
 
     def as_rlimits(self) -> dict[str, int]:
-        """Return the bounds by their names in Python's module resource."""
+        """Return the limits by their names in Python's `resource` module."""
         return {
             "RLIMIT_AS": int(self.memory_gib * (1 << 30)),
             "RLIMIT_CPU": max(1, round(self.cpu_s)),
@@ -52,24 +52,24 @@ class CommandLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """Tells how a command ended."""
+    """Result of a command."""
 
     status: int
-    """Exit status; the negative of a signal that ended it."""
+    """Exit status, or the negative number of the signal that killed it."""
     output: str
-    """End of what it wrote to stdout."""
+    """End of its stdout."""
     errors: str
-    """End of what it wrote to stderr."""
+    """End of its stderr."""
 
     @property
     def problem(self) -> str:
-        """Cause of the failure, in a line; "" if there was none."""
+        """One-line cause of failure; "" on success."""
         if self.status == 0:
             return ""
         last = next((line for line in reversed(self.errors.splitlines()) if line.strip()), "it printed no error")
         if self.status < 0:
             name = signal.Signals(-self.status).name
-            why = " (its limit of processor time)" if name == "SIGXCPU" else ""
+            why = " (its CPU time limit)" if name == "SIGXCPU" else ""
             return f"was ended by {name}{why}: {last}"
         return f"ended with status {self.status}: {last}"
 
@@ -82,14 +82,14 @@ async def run_command(
     given: bytes,
     observe: Callable[[bytes], None] = lambda part: None,
 ) -> Finished:
-    """Run a command to its end; cancelling ends it, and so does the end of this process.
+    """Run a command until it exits; cancellation or the end of this process kills it.
 
     Args:
         command: program and arguments.
-        limits: bounds on its resources; None for no bounds.
-        variables: added to its environment, which else has what `forge_rl.variables` hands on.
+        limits: resource limits; None for no limits.
+        variables: environment variables in addition to those of `forge_rl.variables.handed_on`.
         given: its stdin.
-        observe: called with each part of its stderr as it comes.
+        observe: called with each part of its stderr as it arrives.
     """
     process = await asyncio.create_subprocess_exec(
         *supervised(command, limits.as_rlimits() if limits else None),
@@ -114,7 +114,7 @@ async def run_command(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Have the supervisor end what it watches; without effect if it has ended."""
+    """Have the supervisor kill everything it watches; no effect if it has exited."""
     for end in (process.terminate, process.kill):
         with contextlib.suppress(ProcessLookupError):
             end()
@@ -125,7 +125,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _feed(pipe: asyncio.StreamWriter, given: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # it need not read
+    with contextlib.suppress(ConnectionError):  # it may not read its stdin
         pipe.write(given)
         await pipe.drain()
     pipe.close()

@@ -1,4 +1,4 @@
-"""Calls in flight and faults, so that every error names service, replica, call and phase."""
+"""Tracks calls in flight and faults, so that every error names service, replica, call and phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_rl.runtime.tasks import interrupted_by
 
 
 class Call(NamedTuple):
-    """Remote call in flight."""
+    """A remote call in flight."""
 
     service: str
     replica: int | None
@@ -26,24 +26,24 @@ class Call(NamedTuple):
 
 @dataclass(kw_only=True)
 class Fault:
-    """Failure of a replica or a service, for the log and the summary."""
+    """A failure of a replica or a service, for the log and the summary."""
 
     service: str
     replica: int | None
     """None if the whole service failed."""
     cause: str
     phase: str = ""
-    """Name of the phase that the controller was in."""
+    """The controller's phase at the time."""
     at_s: float = 0.0
     """Time of the failure, on the monotonic clock."""
     fatal: bool = True
-    """True if the run cannot go on."""
+    """True if the run cannot continue."""
     recovered_s: float | None = None
-    """Seconds until the replica served again; None while it does not."""
+    """Seconds until the replica served again; None until then."""
 
 
 class Faults:
-    """Collects calls in flight and the faults of processes; one for each controller.
+    """Collects calls in flight and process faults; one per controller.
 
         faults = Faults(phase=lambda: clock.current)
         faults.install()
@@ -52,7 +52,7 @@ class Faults:
 
     Args:
         clock: monotonic seconds.
-        phase: gives the name of the phase that the controller is in.
+        phase: returns the name of the controller's current phase.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, phase: Callable[[], str] = lambda: "") -> None:
@@ -65,33 +65,33 @@ class Faults:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed: asyncio.Event = asyncio.Event()
         self.seen: list[Fault] = []
-        """All faults, the oldest first."""
+        """All faults, oldest first."""
         self.listeners: list[Callable[[Fault], None]] = []
-        """Called with each fault when it is recorded, and when it has been recovered from."""
+        """Called with each fault when it is recorded, and again on recovery."""
         self.on_span: Callable[[str, str, float, float, bool], None] | None = None
-        """Called after each piece of a replica's work with its lane, such as "generator/0", its name, begin and end on
-        the monotonic clock, and whether others of its kind may overlap with it."""
+        """Called after each span of a replica's work with its lane, such as "generator/0", its name, begin and end on
+        the monotonic clock, and whether other spans of its kind may overlap it."""
         self.closing = False
-        """Set while services stop on purpose: a process that ends is then no fault."""
+        """True while services stop on purpose: a process that exits is then not a fault."""
 
     def install(self) -> None:
-        """Take over from Monarch's default, which interrupts the controller and may let it exit 0."""
+        """Replace Monarch's default fault hook, which interrupts the controller and may let it exit 0."""
         import monarch.actor
 
         self._loop = asyncio.get_running_loop()
         monarch.actor.unhandled_fault_hook = self._on_mesh_failure
 
     def on_failure(self, actor_name: str, action: Callable[[str], None]) -> None:
-        """Run an action in the loop, with Monarch's text, when Monarch says that an actor of this name failed."""
+        """Run an action in the event loop, with Monarch's message, when Monarch reports that this actor failed."""
         self._actions[actor_name] = action
 
     def off_failure(self, actor_name: str) -> None:
-        """Ignore from now on what Monarch says about an actor of this name."""
+        """Ignore Monarch's reports about this actor from now on."""
         self._actions.pop(actor_name, None)
 
     @contextlib.contextmanager
     def calling(self, service: str, replica: int | None, method: str) -> Iterator[None]:
-        """Note a call as in flight."""
+        """Track a call as in flight while the body runs."""
         key = self.begin(service, replica, method)
         try:
             yield
@@ -99,32 +99,32 @@ class Faults:
             self.end(key)
 
     def begin(self, service: str, replica: int | None, method: str) -> int:
-        """Note a call as in flight until `end` is given what this returns."""
+        """Track a call as in flight; returns the key for `end`."""
         key, self._next = self._next, self._next + 1
         self._calls[key] = (service, replica, method, self._clock())
         return key
 
     def end(self, key: int) -> None:
-        """Forget a call that is over."""
+        """Stop tracking a call."""
         del self._calls[key]
 
     def waiting_for(self) -> tuple[Call, int] | None:
-        """Return the oldest call in flight and the number of those in flight; None if there is none."""
+        """Return the oldest call in flight and the number of calls in flight; None if there is none."""
         if not self._calls:
             return None
         return Call(*next(iter(self._calls.values()))), len(self._calls)
 
     @contextlib.contextmanager
     def deadline(self, phase: str, seconds: float) -> Iterator[None]:
-        """Bound a phase of the current task.
+        """Set a deadline for a phase of the current task.
 
         Raises:
-            DeadlineError: the phase took longer; names the service, replica and call that it waited for.
+            DeadlineError: the phase took longer; names the service, replica and call that it was waiting for.
         """
 
         async def expire() -> None:
             await asyncio.sleep(seconds)
-            raise self._late(phase, seconds)  # made now: the interruption ends the calls that it names
+            raise self._late(phase, seconds)  # built now, as the interruption ends the calls that it names
 
         with interrupted_by(expire):
             yield
@@ -148,7 +148,7 @@ class Faults:
 
     @property
     def fatal(self) -> Fault | None:
-        """The first fault that the run cannot go on after."""
+        """The first fatal fault, if any."""
         return next((fault for fault in self.seen if fault.fatal), None)
 
     async def wait(self) -> ServiceError:
@@ -161,7 +161,7 @@ class Faults:
         return error
 
     def record(self, service: str, replica: int | None, cause: str, *, fatal: bool = True) -> None:
-        """Note a fault, unless services stop on purpose."""
+        """Record a fault, unless services are stopping on purpose."""
         if self.closing:
             return
         fault = Fault(
@@ -173,7 +173,7 @@ class Faults:
         self._tell(fault)
 
     def recovered(self, service: str, replica: int) -> None:
-        """Note that a replica is at full strength again after its faults so far."""
+        """Record that a replica has recovered from its faults so far."""
         for fault in self.seen:
             if (fault.service, fault.replica, fault.recovered_s) == (service, replica, None):
                 fault.recovered_s = self._clock() - fault.at_s
@@ -184,12 +184,12 @@ class Faults:
             self.tell(listener, fault)
 
     def tell(self, listener: Callable[..., object], *news: object) -> None:
-        """Call a listener; print and record what it raises, so that the caller continues."""
+        """Call a listener; print and record its exceptions, so that the caller can continue."""
         try:
             listener(*news)
         except Exception as error:
             traceback.print_exception(error)
-            cause = f"what happened could not be told: {type(error).__name__}: {error}".splitlines()[0]
+            cause = f"a listener failed: {type(error).__name__}: {error}".splitlines()[0]
             if not any(fault.cause == cause for fault in self.seen):
                 self.seen.append(
                     Fault(
@@ -203,7 +203,7 @@ class Faults:
                 )
 
     def _on_mesh_failure(self, failure: object) -> None:
-        """Take Monarch's report of a failure, in a thread of Monarch's."""
+        """Handle Monarch's failure report, in one of Monarch's threads."""
         text = str(failure)
         found = re.search(r"mesh_name=([\w-]+)", text)
         action = self._actions.get(found[1].rsplit("-", 1)[0]) if found else None

@@ -1,4 +1,4 @@
-"""The calls that a process is executing, recorded in a file that outlives it, so that a death has a culprit."""
+"""Records the calls that a process is executing in a file that outlives it, so that a death can be blamed on a call."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 _SLOTS = struct.Struct("qq")
-"""Number of the call that runs in the event loop, and of the one in the worker thread, each plus 1; 0 for none."""
+"""Numbers of the calls running in the event loop and in the worker thread, each plus 1; 0 for none."""
 
 number_of_call: ContextVar[int] = ContextVar("number_of_call", default=-1)
-"""Number of the call that the current task answers."""
+"""Number of the call that the current task serves."""
 
 
 class InHand:
-    """Notes of one process: the call whose code its event loop runs now, and the one in its worker thread.
+    """Records the calls currently running in a process's event loop and in its worker thread.
 
         in_hand = InHand(path)
         answer = await in_hand.noting(7, method())
         with in_hand.in_thread(8):
             function()
 
-    A note costs half a microsecond: it is written to mapped memory, which the kernel keeps when the process dies.
+    A record costs half a microsecond: it goes to mapped memory, which the kernel keeps when the process dies.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,12 +37,12 @@ class InHand:
             os.close(fd)
 
     async def noting(self, number: int, work: Awaitable[Any]) -> Any:
-        """Await a call's work; its number is noted while the loop runs its code, and not while it waits."""
+        """Await a call's work, recording its number while the loop runs its code but not while it waits."""
         return await _Noted(self._memory, number, work)
 
     @contextlib.contextmanager
     def in_thread(self, number: int) -> Iterator[None]:
-        """Note a call's number while the body runs, in a thread that takes one call at a time."""
+        """Record a call's number while the body runs, in a thread that runs one call at a time."""
         struct.pack_into("q", self._memory, 8, number + 1)
         try:
             yield
@@ -51,7 +51,7 @@ class InHand:
 
 
 class _Noted:
-    """Awaits something as `yield from` does, and notes each step."""
+    """Awaits something like `yield from`, recording each step."""
 
     def __init__(self, memory: mmap.mmap, number: int, work: Awaitable[Any]) -> None:
         self._memory, self._number, self._work = memory, number, work
@@ -69,17 +69,17 @@ class _Noted:
                 struct.pack_into("q", self._memory, 0, 0)
             try:
                 value, error = (yield waits_for), None
-            except BaseException as raised:  # also a cancellation, which is for the work
+            except BaseException as raised:  # including a cancellation, which is meant for the work
                 value, error = None, raised
 
 
 def create(path: Path) -> None:
-    """Make the file for a process that starts."""
+    """Create the file for a process that starts."""
     path.write_bytes(bytes(_SLOTS.size))
 
 
 def read(path: Path) -> frozenset[int]:
-    """Return the numbers of the calls that a process had in hand when it ended; none where they are not known."""
+    """Return the numbers of the calls that a process was executing when it ended; empty if unknown."""
     with contextlib.suppress(OSError, struct.error):
         return frozenset(noted - 1 for noted in _SLOTS.unpack(path.read_bytes()) if noted > 0)
     return frozenset()

@@ -1,4 +1,4 @@
-"""Who else could reach a run's sockets: flags that say what is allowed, and checks of what is."""
+"""Isolation of a run's sockets from other users: flags for the allowed exposure, and checks of the actual one."""
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ class Isolation:
     """Who else may reach the services."""
 
     private_network: bool = False
-    """Run in a network of its own, where no other user of this machine reaches the services. Nothing in it reaches
-    other machines either, so models must be on disk; the gateway's port is opened outside."""
+    """Run in a private network namespace, where other users of this machine cannot reach the services. Processes inside
+    cannot reach other machines either, so models must be on disk; the gateway's port is opened outside."""
     strict_isolation: bool = False
-    """Refuse to start where other users of this machine could reach the services, which means without
-    --private-network."""
+    """Refuse to start if other users of this machine could reach the services, that is, without --private-network."""
     public_ports: bool = False
-    """Let Monarch listen where other machines reach it. It runs what it is sent, from whoever sends it: only for a
-    network that nobody else is in."""
+    """Let Monarch listen on addresses that other machines can reach. It runs whatever anyone sends it, so use this only
+    on a network with nobody else on it."""
     pass_env: tuple[str, ...] = ()
-    """Names of more environment variables that the processes of a run get: trainers, engines, agents, and what worlds
-    start. Without it they get those only which Python, torch, vLLM, CUDA and caches read. Rewards and environments
-    themselves find all of them in os.environ."""
+    """Additional environment variables for the processes of a run: trainers, engines, agents, and processes started by
+    environments. By default they get only the variables of Python, torch, vLLM, CUDA and caches. Rewards and
+    environments themselves see all variables in os.environ."""
 
 
 def check_isolation(isolation: Isolation) -> str:
-    """Check the network that a run is in, and note what its processes get; returns a line to warn of, or "".
+    """Check the network of a run, and register the variables that its processes get; return a warning, or "".
 
     Raises:
-        ConfigError: it is open, and must not be; or a variable is not set.
+        ConfigError: other users can reach the network although they must not; or a variable is not set.
     """
     hand_on_too(isolation.pass_env)
     if is_private():
         return ""
     if isolation.private_network:
         raise ConfigError(
-            "this process is not in a network of its own",
-            hint="begin it so: python -m forge_rl.runtime.private_network ipython",
+            "this process is not in a private network",
+            hint="start it with: python -m forge_rl.runtime.private_network ipython",
         )
-    open_to = "every user of this machine can reach Monarch's sockets, and run code through them as this one"
+    open_to = "every user of this machine can reach Monarch's sockets, and run code as you through them"
     if isolation.strict_isolation:
-        raise ConfigError(f"with --strict-isolation nothing starts: {open_to}", hint="add --private-network")
+        raise ConfigError(f"--strict-isolation refuses to start: {open_to}", hint="add --private-network")
     if people := other_people():
-        return f"{', '.join(people)} has processes here, and {open_to}: use --private-network (see SECURITY.md)"
+        return (
+            f"other users ({', '.join(people)}) run processes here; {open_to}: use --private-network (see SECURITY.md)"
+        )
     return ""
 
 
 def other_people(definitions: Path = Path("/etc/login.defs")) -> list[str]:
-    """Return the names of people who have processes on this machine, without this user and the system's own users."""
+    """Return the names of other users with processes on this machine, without system users."""
     bounds = {"UID_MIN": 1000, "UID_MAX": 60000}
     if definitions.is_file():
         found = re.findall(r"^(UID_M\w\w)\s+(\d+)", definitions.read_text(errors="replace"), re.MULTILINE)
@@ -69,7 +70,7 @@ def other_people(definitions: Path = Path("/etc/login.defs")) -> list[str]:
 
 
 def public_ports(process: psutil.Process) -> list[str]:
-    """Return the addresses and ports, not of the loopback interface, at which a process listens for TCP."""
+    """Return the non-loopback addresses and ports on which a process listens for TCP connections."""
     found = [each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     return [f"{address.ip}:{address.port}" for address in found if not _LOOPBACK.match(address.ip)]
 

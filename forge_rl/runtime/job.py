@@ -1,4 +1,4 @@
-"""Hosts of a run, as a Monarch job gives them; here a job of processes of this machine."""
+"""Monarch hosts simulated by processes of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]]:
-    """Start hosts that are processes of this machine, so that what runs on several hosts can be tried on one.
+    """Start hosts as processes of this machine, to try multi-host runs on one host.
 
         async with local_hosts(["a", "b"]) as hosts:
             cluster = Cluster(logs, hosts=hosts)
@@ -27,10 +27,10 @@ async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]
     They end with the body, or with this process, however it ends.
 
     Args:
-        names: of the hosts; may be empty.
+        names: host names; may be empty.
 
     Yields:
-        Monarch's mesh of each host, by name.
+        Each host's Monarch mesh, by name.
     """
     if not names:
         yield {}
@@ -38,14 +38,14 @@ async def local_hosts(names: Sequence[str]) -> AsyncIterator[dict[str, HostMesh]
     set_defaults()
     from monarch.job import ProcessJob
 
-    scratch = tempfile.mkdtemp(prefix="hosts-")  # they leave folders behind; short, for names of sockets
-    # It adds to this process's variables and cannot leave any out.
+    scratch = tempfile.mkdtemp(prefix="hosts-")  # hosts leave folders behind; short, for socket names
+    # ProcessJob adds to this process's variables and cannot remove any, so secrets are set to "".
     job = ProcessJob(dict.fromkeys(names, 1), env={**dict.fromkeys(kept_back(), ""), "TMPDIR": scratch})
     guard = None
     try:
         with quiet_stderr():
             job.apply()
-            # Monarch gives its hosts sessions of their own and lets them live on. Their children end with them.
+            # Monarch's hosts have their own sessions and would outlive this process. Their children end with them.
             guard = clean_up_after([str(job._tmpdir), scratch], [host.pid for host in job._host_to_pid.values()])
             state = job.state(cached_path=None)
         yield {name: getattr(state, name) for name in names}

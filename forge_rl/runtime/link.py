@@ -1,8 +1,8 @@
-"""Link to a replica: many calls and streams at a time in few messages, as each message costs a millisecond.
+"""Link to a replica: batches concurrent calls and streams into few messages, as each message costs a millisecond.
 
-The controller posts the calls that gathered while the last post was under way, and a long poll brings back the replies
-that are ready; not too many at a time, so that both ends have work. Each call and each reply is pickled on its own, so
-that a bad value breaks one call only.
+The controller posts the calls that accumulated during the last post, and a long poll returns the replies that are
+ready, in bounded batches so that both ends stay busy. Each call and each reply is pickled separately, so that a bad
+value breaks only one call.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceErro
 from forge_rl.runtime.in_hand import InHand, number_of_call
 
 POLL_S = 5.0
-"""Seconds that a poll stays open when there is nothing to tell."""
+"""Seconds that a poll stays open when there are no replies."""
 _MOST = 512
-"""Most calls or replies in a message. With thousands in flight the two ends would otherwise wait for each other in
-turn, and an event loop would do nothing else for seconds."""
+"""Maximum calls or replies per message. With thousands in flight, the two ends would otherwise alternate waiting for
+each other, and an event loop would be blocked for seconds."""
 _MOST_BYTES = 4 << 20
-"""Bytes past which a message takes no other call or reply: an event loop reads so many in a few milliseconds."""
+"""A message beyond this size takes no further calls or replies: an event loop reads it in a few milliseconds."""
 _MOST_WAITING_BYTES = 16 << 20
-"""Bytes of replies past which the replica's methods wait until the controller has collected some."""
+"""Beyond this many bytes of uncollected replies, the replica's methods wait until the controller collects some."""
 
 Message: TypeAlias = tuple[int, str, bytes, bool]
-"""Message to a replica: number of the call, method, its pickled arguments, whether it streams. "" as method cancels."""
+"""Message to a replica: call number, method, pickled arguments, whether it streams. Method "" cancels the call."""
 
 Reply: TypeAlias = tuple[int, int, bytes]
-"""Reply of a replica: number of the call, one of the kinds below, and the pickled value or error."""
+"""Reply of a replica: call number, one of the kinds below, and the pickled value or error."""
 
 T = TypeVar("T", Message, Reply)
 
 _NOT_USERS = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")} | {Path(__file__).parents[1]}
-"""Folders whose code is not the user's."""
+"""Folders with code that is not the user's."""
 _LOOK_S = 0.05
-"""Least seconds between two looks at the deadlines of all calls."""
+"""Minimum seconds between two scans of all deadlines."""
 _NONE = pickle.dumps(None)
 _VALUE, _ITEM, _ERROR = range(3)
-_DIED, _STOPPED, _LATE, _KILLED, _SPARED = range(3, 8)  # said by the controller itself, with the cause as text
+_DIED, _STOPPED, _LATE, _KILLED, _SPARED = range(3, 8)  # set by the controller itself, with the cause as text
 
 
 class Link:
-    """Controller's end of a link. It starts with the first call.
+    """The controller's end of a link. Starts with the first call.
 
     Args:
         actor: Monarch's handle of one process with a ServiceActor.
-        error: makes the error of a kind for a method from a message.
-        lost: told why, when the link breaks by itself. `close` is then called by whoever owns the link.
-        begin: told the method when a call begins.
-        end: given what `begin` returned when that call has ended, and whether the replica answered it.
+        error: makes an error from its class, the method and a message.
+        lost: called with the error when the link breaks by itself; the owner must then call `close`.
+        begin: called with the method when a call begins; returns a key.
+        end: called with that key when the call has ended, and whether the replica answered.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Link:
         self._broken: tuple[int, bytes] | None = None
         self._task: asyncio.Task[None] | None = None
         self.silent_polls = 0
-        """Number of the watchdog's looks since the replica last answered a poll."""
+        """Number of watchdog checks since the replica last answered a poll."""
 
     @property
     def open(self) -> bool:
-        """True while the replica owes replies to polls."""
+        """True while the replica must answer polls."""
         return self._task is not None and self._broken is None
 
     async def ask(
@@ -101,7 +101,7 @@ class Link:
         on_item: Callable[[Any], object] | None = None,
     ) -> Any:
         """Await a method of the actor; see Replica.ask."""
-        key = self._begin(method)  # a `with` would cost as much as all else here
+        key = self._begin(method)  # a `with` would cost as much as everything else here
         kind = _STOPPED
         try:
             call = _Call(next(self._numbers), method, deadline_s, on_item)
@@ -109,16 +109,16 @@ class Link:
             try:
                 kind, payload = await call
             finally:
-                if self._calls.pop(call.number, None) is not None:  # it is given up: the replica is to give it up too
+                if self._calls.pop(call.number, None) is not None:  # cancelled here: cancel it in the replica too
                     self._put((call.number, "", b"", False))
         finally:
             self._end(key, kind <= _ERROR)
         return self._value(method, kind, payload)
 
     def fail(self, cause: str, *, died: bool, in_hand: Collection[int] = ()) -> None:
-        """End all calls in flight, and all later ones: with ReplicaError if the replica died, else ServiceError.
+        """Fail all calls in flight and later ones, with ReplicaError if the replica died, else ServiceError.
 
-        `in_hand` are the numbers of the calls whose code it ran when it died; theirs is the blame.
+        `in_hand` has the numbers of the calls that it was executing when it died; they are blamed.
         """
         if self._broken is not None:
             return
@@ -132,7 +132,7 @@ class Link:
             self._task.cancel()
 
     async def close(self) -> None:
-        """End the link's tasks."""
+        """Stop the link's tasks."""
         self.fail("the service has been stopped", died=False)
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -160,7 +160,7 @@ class Link:
             try:
                 return pickle.loads(payload)
             except Exception as error:
-                message = f"its answer cannot be unpickled: {_describe(error)}"
+                message = f"the result cannot be unpickled: {_describe(error)}"
                 raise self._error(ServiceError, method, message) from error
         if kind == _ERROR:
             text, pickled = pickle.loads(payload)
@@ -193,17 +193,17 @@ class Link:
             self.silent_polls = 0
             for number, kind, payload in replies:
                 call = self._calls.get(number) if kind == _ITEM else self._calls.pop(number, None)
-                if call is None or call.done():  # it was given up meanwhile
+                if call is None or call.done():  # cancelled meanwhile
                     continue
                 if kind != _ITEM:
                     call.put((kind, payload))
                     continue
                 self.deadlines.start(call)
-                assert call.on_item is not None, "a plain method gives no items"
+                assert call.on_item is not None, "a plain method yields no items"
                 try:
                     if call.on_item(self._value(call.method, kind, payload)) is True:
                         call.put((_VALUE, _NONE))
-                except Exception as error:  # the caller's, who gets it, unless it has broken this link
+                except Exception as error:  # the caller's error, unless it broke this link
                     if not call.done():
                         call.set_exception(error)
 
@@ -221,7 +221,7 @@ class _Call(asyncio.Future[tuple[int, bytes]]):
         self.method = method
         self.deadline_s = deadline_s
         self.due = math.inf
-        """Time on the loop's clock when it is late."""
+        """Deadline on the loop's clock."""
         self.on_item = on_item
 
     def put(self, reply: tuple[int, bytes]) -> None:
@@ -233,10 +233,10 @@ class _Call(asyncio.Future[tuple[int, bytes]]):
 
 
 class Deadlines:
-    """Tells calls that they are late. One timer serves all, and looks at each: thousands are in flight, few are late.
+    """Times out late calls. One timer scans all of them, as thousands are in flight and few are late.
 
     Args:
-        calls: those in flight.
+        calls: calls in flight.
     """
 
     def __init__(self, calls: Mapping[int, _Call]) -> None:
@@ -245,7 +245,7 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, call: _Call) -> None:
-        """Give a call its deadline's seconds from now; a stream none while streams are held."""
+        """Start a call's deadline now; a stream gets none while streams are held."""
         loop = asyncio.get_running_loop()
         call.due = math.inf if self._held and call.on_item is not None else loop.time() + call.deadline_s
         if call.due == math.inf:
@@ -263,7 +263,7 @@ class Deadlines:
                     self.start(call)
 
     def cancel(self) -> None:
-        """Tell nobody any more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -280,7 +280,7 @@ class Deadlines:
 
 
 class LinkEnd:
-    """Replica's end of a link: runs the methods of an actor that the controller calls."""
+    """The replica's end of a link: runs the actor's methods for the controller."""
 
     def __init__(self, actor: object) -> None:
         self._actor = actor
@@ -290,10 +290,10 @@ class LinkEnd:
         self._ready = asyncio.Event()
         self._room = asyncio.Event()
         self.in_hand: InHand | None = None
-        """Takes notes of what runs, where they are wanted."""
+        """Records the running calls, if enabled."""
 
     def post(self, messages: bytes) -> None:
-        """Start methods that are called and cancel those that are given up."""
+        """Start new calls and stop cancelled ones."""
         for number, method, payload, streams in pickle.loads(messages):
             if method:
                 task = asyncio.get_running_loop().create_task(self._answer(number, method, payload, streams))
@@ -303,12 +303,12 @@ class LinkEnd:
                 self._tasks[number].cancel()
 
     async def collect(self, wait_s: float) -> bytes:
-        """Return pickled replies, as soon as there is one; an empty list after `wait_s` seconds."""
+        """Return pickled replies as soon as there is one, or an empty list after `wait_s` seconds."""
         if not self._replies:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._ready.wait()
-            await asyncio.sleep(0)  # others of the same post end in the same turn of the loop
+            await asyncio.sleep(0)  # other calls of the same post finish in the same loop iteration
         replies = _pop_message(self._replies)
         self._waiting_bytes -= sum(len(payload) for _, _, payload in replies)
         self._room.set()
@@ -317,7 +317,7 @@ class LinkEnd:
         return pickle.dumps(replies)
 
     async def _put(self, number: int, kind: int, payload: bytes) -> None:
-        """Queue a reply; waits first while too many bytes wait already."""
+        """Queue a reply, once few enough bytes are waiting."""
         while self._waiting_bytes > _MOST_WAITING_BYTES:
             self._room.clear()
             await self._room.wait()
@@ -340,12 +340,12 @@ class LinkEnd:
         except BaseException as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # the controller gave it up
+                raise  # cancelled by the controller
             await self._put(number, _ERROR, _pack(error))
 
 
 def _pop_message(queue: deque[T]) -> list[T]:
-    """Take the calls or replies of one message."""
+    """Pop the calls or replies of one message."""
     taken: list[T] = []
     size = 0
     while queue and len(taken) < _MOST and size < _MOST_BYTES:
@@ -355,22 +355,22 @@ def _pop_message(queue: deque[T]) -> list[T]:
 
 
 def _dumps(value: object) -> bytes:
-    """Pickle a value: with plain pickle if it will do, as cloudpickle takes ten times as long."""
+    """Pickle a value, with plain pickle if possible, as cloudpickle takes ten times as long."""
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
         data = b"__main__"
-    # __main__ is another module in the other process: what is defined there must be sent by value.
+    # __main__ is a different module in the other process, so its definitions must be sent by value.
     if b"__main__" in data:
         data = cloudpickle.dumps(value)
     return data
 
 
 def _pack(error: BaseException) -> bytes:
-    """Pickle an error's text, and a ForgeError itself; any other is printed to the log in full."""
+    """Pickle an error's text, and a ForgeError itself; print any other error to the log in full."""
     pickled = b""
     if isinstance(error, ForgeError):
-        with contextlib.suppress(Exception):  # the text must do
+        with contextlib.suppress(Exception):  # fall back to the text
             pickled = _dumps(error)
     else:
         traceback.print_exception(error)
@@ -378,14 +378,14 @@ def _pack(error: BaseException) -> bytes:
 
 
 def _unpack(pickled: bytes) -> ForgeError | None:
-    with contextlib.suppress(Exception):  # the text must do
+    with contextlib.suppress(Exception):  # fall back to the text
         error = pickle.loads(pickled) if pickled else None
         return error if isinstance(error, ForgeError) else None
     return None
 
 
 def users_line(frames: Iterable[tuple[types.FrameType, int]]) -> str:
-    """Name the innermost line of the user's own code, of frames from the outermost on; " (score.py:12)", or ""."""
+    """Locate the innermost line of the user's code, as " (score.py:12)" or ""; `frames` starts at the outermost."""
     found = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
     own = [(path, line) for path, line in found if path.suffix == ".py" and not _NOT_USERS & {*path.parents}]
     return f" ({own[-1][0]}:{own[-1][1]})" if own else ""

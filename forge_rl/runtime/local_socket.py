@@ -1,7 +1,6 @@
-"""A Unix socket in a folder, which only processes of this user reach; also from another network namespace.
+"""Unix sockets in a folder, reachable only by processes of this user, also from another network namespace.
 
-The path of a Unix socket has at most 108 bytes, and folders may be deeper: it is named relative to the folder's
-descriptor.
+A Unix socket's path has at most 108 bytes, which deep folders exceed, so paths are relative to the folder's descriptor.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def listening(folder: Path, name: str) -> Iterator[socket.socket]:
-    """Listen while the body runs, in a folder that only this user may enter; one that nobody listens at is replaced.
+    """Listen while the body runs, in a folder that only this user may enter; replaces an existing socket.
 
     Raises:
-        OSError: the file system has no sockets, or the folder cannot be written.
+        OSError: the file system does not support sockets, or the folder is not writable.
     """
     with _opened(folder) as fd, socket.socket(socket.AF_UNIX) as listener:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=fd)
-        os.fchmod(listener.fileno(), 0o600)  # the mode that it is made with
+        os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the socket file
         listener.bind(_path(fd, name))
         try:
             listener.listen(16)
@@ -38,7 +37,7 @@ def connect(folder: Path, name: str, *, timeout_s: float) -> socket.socket:
     """Connect to a socket in a folder.
 
     Raises:
-        OSError: nobody listens there, or another user does.
+        OSError: nobody is listening, or another user is.
     """
     client = socket.socket(socket.AF_UNIX)
     try:
@@ -46,7 +45,7 @@ def connect(folder: Path, name: str, *, timeout_s: float) -> socket.socket:
         with _opened(folder) as fd:
             client.connect(_path(fd, name))
         if not peer_is_own(client):
-            raise PermissionError(f"another user listens at {folder / name}")
+            raise PermissionError(f"another user is listening at {folder / name}")
     except BaseException:
         client.close()
         raise
@@ -54,7 +53,7 @@ def connect(folder: Path, name: str, *, timeout_s: float) -> socket.socket:
 
 
 def peer_is_own(connection: socket.socket) -> bool:
-    """Return True if the process at the other end was this user's when it connected, or began to listen."""
+    """Return True if the process at the other end belonged to this user when it connected or began to listen."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(uid == os.geteuid())
 

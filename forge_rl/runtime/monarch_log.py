@@ -1,4 +1,4 @@
-"""Monarch's log, which Monarch opens when it is imported: only in a folder that nobody else can read or write."""
+"""Secures Monarch's log, which Monarch opens on import, in a folder that nobody else can read or write."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from forge_rl.errors import ConfigError
 
 
 def secure_monarch_log(parent: Path = Path("/tmp")) -> None:
-    """Make the folder of Monarch's log this user's own, with mode 0700, or refuse to go on; and log warnings only.
+    """Give this user the folder of Monarch's log with mode 0700, or fail; and restrict the log to warnings.
 
-    The folder is `/tmp/USER`, whatever TMPDIR is. Who makes it first could have Monarch append to any file of this user
-    through a link, and read what it logs; so this comes before `import monarch`. Set MONARCH_FILE_LOG=info for more in
-    it, some 20 MB an hour.
+    The folder is `/tmp/USER`, regardless of TMPDIR. Another user who created it first could read the log, and through a
+    link make Monarch append to any file of this user; so call this before `import monarch`. Set MONARCH_FILE_LOG=info
+    for a fuller log, about 20 MB per hour.
 
     Raises:
-        ConfigError: the folder belongs to somebody else, or is no folder.
+        ConfigError: the folder belongs to another user, or is not a folder.
     """
     os.environ.setdefault("MONARCH_FILE_LOG", "warn")
-    names = {os.environ.get("USER", "")}  # Monarch asks for both
+    names = {os.environ.get("USER", "")}  # Monarch uses either
     with contextlib.suppress(KeyError):  # a container's user may have no name
         names.add(pwd.getpwuid(os.geteuid()).pw_name)
     for name in names:
@@ -34,11 +34,11 @@ def secure_monarch_log(parent: Path = Path("/tmp")) -> None:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise ConfigError(
-                f"Monarch keeps its log in {folder}, which is not this user's folder",
-                hint="remove it, or ask its owner",
+                f"Monarch keeps its log in {folder}, which is not a folder of this user",
+                hint="remove it, or ask its owner to",
             )
         folder.chmod(0o700)
         for file in folder.glob("monarch_log*"):
-            # What was put there while others could write to the folder.
+            # May have been put there while others could write to the folder.
             if not stat.S_ISREG((kept := file.lstat()).st_mode) or kept.st_uid != os.geteuid() or kept.st_nlink > 1:
                 file.unlink()

@@ -1,4 +1,4 @@
-"""An event loop's clock that stands still while its process does not run, so that no deadline passes meanwhile."""
+"""Event loop clock that stands still while the process is stopped, so that no deadline expires meanwhile."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import contextlib
 from collections.abc import Iterator
 
 _TICK_S = 1.0
-"""Seconds after which the loop looks at its clock at the latest."""
+"""Maximum seconds between two reads of the loop's clock."""
 _PAUSE_S = 5.0
-"""Seconds without a look that count as a pause: the process was stopped, by Ctrl-Z or a debugger, or held up."""
+"""A longer gap between reads counts as a pause: the process was stopped, by Ctrl-Z or a debugger, or blocked."""
 
 
 @contextlib.contextmanager
 def clock_without_pauses() -> Iterator[None]:
-    """Have the running loop's clock leave out pauses of its process, from now on; they are noticed within the body.
+    """Exclude pauses of this process from the running loop's clock from now on; detects pauses within the body.
 
-    What is awaited with a deadline goes on in other processes, and answers lie there when this one runs again: without
-    this, everything in flight would be late.
+    Other processes continue during a pause, and their answers are ready when this one resumes; without this, every call
+    in flight would have timed out.
     """
     loop = asyncio.get_running_loop()
     clock = loop.time
@@ -35,7 +35,7 @@ def clock_without_pauses() -> Iterator[None]:
         if ticking:
             loop.call_later(_TICK_S, tick)
 
-    loop.time = time  # type: ignore[method-assign]  # it stays: what is scheduled counts by it
+    loop.time = time  # type: ignore[method-assign]  # stays after the body, as scheduled callbacks rely on it
     tick()
     try:
         yield

@@ -185,7 +185,7 @@ def test_no_variable_and_no_open_socket_make_a_network_private(monkeypatch: pyte
             monkeypatch.setenv("FORGE_RL_PRIVATE_NETWORK", forged)
             assert not private_network.is_private()
             for isolation in (Isolation(strict_isolation=True), Isolation(strict_isolation=True, private_network=True)):
-                with pytest.raises(ConfigError, match=r"nothing starts|not in a network of its own"):
+                with pytest.raises(ConfigError, match=r"refuses to start|not in a private network"):
                     check_isolation(isolation)
 
 
@@ -209,13 +209,13 @@ def test_where_networks_are_forbidden_it_says_so_in_a_line():
 
 
 def test_a_run_that_must_be_isolated_and_is_not_does_not_start():
-    with pytest.raises(ConfigError, match="with --strict-isolation nothing starts") as caught:
+    with pytest.raises(ConfigError, match="--strict-isolation refuses to start") as caught:
         check_isolation(Isolation(strict_isolation=True))
     assert "--private-network" in caught.value.hint
 
 
 def test_a_session_that_is_not_in_a_network_of_its_own_is_told_how_to_begin():
-    with pytest.raises(ConfigError, match="not in a network of its own") as caught:
+    with pytest.raises(ConfigError, match="not in a private network") as caught:
         check_isolation(Isolation(private_network=True))
     assert "python -m forge_rl.runtime.private_network" in caught.value.hint
 
@@ -246,7 +246,7 @@ def test_ports_that_other_machines_reach_are_told_from_those_of_the_loopback_int
 
 
 def test_processes_are_not_started_while_other_machines_reach_monarch(tmp_path: Path):
-    with socket.create_server(("0.0.0.0", 0)), pytest.raises(ConfigError, match="where other machines reach it"):
+    with socket.create_server(("0.0.0.0", 0)), pytest.raises(ConfigError, match="where other machines can reach it"):
         Cluster(tmp_path).spawn("mesh")
 
 

@@ -40,13 +40,13 @@ def test_a_folder_that_others_could_read_or_write_is_closed(tmp_path: Path):
 def test_a_link_in_the_place_of_the_folder_is_refused(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / NAME).symlink_to(tmp_path / "mine")
-    with pytest.raises(ConfigError, match="not this user's folder"):
+    with pytest.raises(ConfigError, match="not a folder of this user"):
         secure_monarch_log(tmp_path)
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path):
     (tmp_path / NAME).touch()
-    with pytest.raises(ConfigError, match="not this user's folder"):
+    with pytest.raises(ConfigError, match="not a folder of this user"):
         secure_monarch_log(tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path):
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path):
     (tmp_path / NAME).mkdir()
     os.chown(tmp_path / NAME, NOBODY, NOBODY)
-    with pytest.raises(ConfigError, match="not this user's folder"):
+    with pytest.raises(ConfigError, match="not a folder of this user"):
         secure_monarch_log(tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_a_log_of_this_users_own_stays(tmp_path: Path):
 
 # By the name in the environment, as this user's own folder is in use.
 PROGRAM = "import forge_rl\nforge_rl.RunConfig"
-REFUSED = "Monarch keeps its log in /tmp/{user}, which is not this user's folder"
+REFUSED = "Monarch keeps its log in /tmp/{user}, which is not a folder of this user"
 
 
 @pytest.fixture
