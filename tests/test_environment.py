@@ -274,7 +274,7 @@ def test_a_task_that_kills_its_environments_is_refused_and_others_go_on(where: s
                     await session.step("exit 6")
                 assert caught.value.blamed
             for _ in range(2):
-                with pytest.raises(PoisonError, match="the environment of s deadly ended 3 replicas"):
+                with pytest.raises(PoisonError, match="the environment of s deadly killed 3 replicas"):
                     await service.open(deadly)
             assert len(faults.seen) == 3
             assert faults.fatal is None

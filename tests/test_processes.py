@@ -116,7 +116,7 @@ def test_a_child_that_runs_has_no_exit_status():
         (None, "its process ended"),
         (0, "its process exited with status 0"),
         (3, "its process exited with status 3"),
-        (-9, "its process was killed by SIGKILL (by hand, or by the kernel for want of memory)"),
+        (-9, "its process was killed by SIGKILL (manually, or by the kernel when out of memory)"),
         (-11, "its process was ended by SIGSEGV"),
         (71, "its engine died"),
     ],

@@ -221,7 +221,7 @@ def test_an_answer_that_kills_its_scorer_costs_itself_and_no_other(tmp_path: Pat
             for number in range(3):
                 task = replace(task_of(), id=f"p{number}")
                 episode = Episode(task=task, turns=(), reward=0.0, output="poison")
-                with pytest.raises(PoisonError, match=f"scoring .* p{number} ended 3 replicas.*status 6"):
+                with pytest.raises(PoisonError, match=f"scoring .* p{number} killed 3 replicas.*status 6"):
                     await score_again(service, [episode])
                 assert await score(service, task_of(), "fine") == 4.0
             assert await asyncio.gather(*others) == [4.0] * 20

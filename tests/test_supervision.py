@@ -316,9 +316,9 @@ def test_a_replica_that_does_not_start_again_is_killed_and_tried_again(tmp_path:
             causes = [fault.cause for fault in faults.seen]
             assert "SIGKILL" in causes[0]
             assert causes[1:] == [
-                "it did not start again: ValueError: before",
-                "it did not start again: ConfigError: after",
-                "it did not start again: CancelledError: ",
+                "it did not restart: ValueError: before",
+                "it did not restart: ConfigError: after",
+                "it did not restart: CancelledError: ",
             ]
             assert all(fault.recovered_s is not None for fault in faults.seen)
             assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
@@ -344,7 +344,7 @@ def test_a_replica_that_served_for_long_starts_afresh(tmp_path: Path):
 def test_what_kills_each_replica_that_it_meets_does_not_kill_them_all(tmp_path: Path):
     async def main() -> None:
         async with supervised(tmp_path) as (service, faults, _):
-            with pytest.raises(PoisonError, match=r"a call ended 3 replicas .* its process exited with status 9"):
+            with pytest.raises(PoisonError, match=r"a call killed 3 replicas .* its process exited with status 9"):
                 await service.route("run", Killer(), deadline_s=LONG_S)
             assert len(faults.seen) == 3
             await until(service, lambda: all_serve(service))
@@ -364,9 +364,9 @@ def test_deaths_are_put_down_to_the_call_in_hand_and_end_neither_the_replica_nor
             async def kill(replica: Replica) -> object:
                 return await replica.ask("run", Killer(), deadline_s=LONG_S)
 
-            with pytest.raises(PoisonError, match=r"task 7 ended 3 replicas .* its process exited with status 9"):
+            with pytest.raises(PoisonError, match=r"task 7 killed 3 replicas .* its process exited with status 9"):
                 await service.try_on(kill, about="task 7", refuses=True)
-            with pytest.raises(PoisonError, match=r"task 7 ended 3 replicas"):
+            with pytest.raises(PoisonError, match=r"task 7 killed 3 replicas"):
                 await service.try_on(kill, about="task 7", refuses=True)
             assert len(faults.seen) == 3, "the task is not tried again"
             await until(service, lambda: all_serve(service))

@@ -1,13 +1,13 @@
-"""A network of a program's own: no other user of the machine reaches its sockets (Linux).
+"""Private network namespace for a program, so that no other user of the machine can reach its sockets (Linux).
 
 python -m forge_rl.runtime.private_network ipython
 
-Monarch listens on abstract Unix sockets, gloo and vLLM on ports of the loopback interface, and none of them asks who
-connects. All of these belong to a network namespace. In one of its own a program has a loopback interface and nothing
-else: what it starts is reached by itself alone, and it reaches no other machine. Ports that others are meant to reach
-are opened by a process that stays outside and hands them in; see `listen_outside`.
+Monarch listens on abstract Unix sockets, gloo and vLLM on loopback ports, all without authentication, and all of them
+belong to a network namespace. In its own namespace a program has only a loopback interface: nobody else can reach what
+it starts, and it cannot reach other machines. Ports meant for others are opened by a process that stays outside and
+passes the sockets in; see `listen_outside`.
 
-This file is also run alone, by an interpreter that imports nothing else of this library.
+This file also runs as a script that imports nothing else from this library.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from pathlib import Path
 from typing import NoReturn
 
 _VARIABLE = "FORGE_RL_PRIVATE_NETWORK"
-"""Environment variable with the descriptor of the channel to the process outside, and the process whose it is."""
+"""Environment variable with the descriptor of the channel to the process outside, and the PID that owns it."""
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _NS_GET_USERNS = 0xB701
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 
 def is_private() -> bool:
-    """Return True if no other user of the machine is in this process's network, by what the kernel says of it.
+    """Return True if, according to the kernel, no other user of the machine is in this process's network.
 
-    Without privileges a network is this user's alone if it belongs to a user namespace that has no other user. For root
-    it is if it was left for one that `enter` or `ip netns` made, and no process of another user is in it.
+    Without privileges, a network is private if it belongs to a user namespace that maps only this user. For root, it is
+    private if it was created by `enter` or `ip netns` and no process of another user is in it.
     """
     return _is_of_one_user() or _is_apart()
 
 
 def has_way_out() -> bool:
-    """Return True if this process came here by `enter`, and so may use `listen_outside`."""
+    """Return True if `enter` started this process, so that it may use `listen_outside`."""
     return _channel() is not None
 
 
 def enter(command: Sequence[str]) -> NoReturn:
-    """Replace this process by a command in a network of its own; it keeps its number, files and folder."""
+    """Replace this process by a command in a private network; PID, open files and working directory stay."""
     ours, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
         [sys.executable, "-I", __file__, "--outside", str(outside.fileno())],
@@ -56,26 +56,26 @@ def enter(command: Sequence[str]) -> NoReturn:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # it ends with the channel, not by Ctrl-C
+        start_new_session=True,  # it ends with the channel, not with Ctrl-C
         env={name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ},
     )
     outside.close()
     sys.stdout.flush()
     sys.stderr.flush()
     ours.set_inheritable(True)
-    # Only a process of one thread may make a user namespace, so a fresh interpreter does it.
+    # Only a single-threaded process may create a user namespace, so a fresh interpreter does it.
     os.execv(sys.executable, [sys.executable, "-I", __file__, "--inside", str(ours.fileno()), *command])
 
 
 def listen_outside(host: str, port: int) -> socket.socket:
-    """Return a socket that listens in the machine's own network, on a port, or with 0 on a free one.
+    """Return a socket that listens in the machine's network on a port; 0 picks a free one.
 
     Raises:
-        OSError: the port is in use, or there is no such address.
+        OSError: the port is in use, or the address does not exist.
     """
     fd = _channel()
     if fd is None:
-        raise OSError(errno.EBADF, "this process has no way out of its network")
+        raise OSError(errno.EBADF, "this process has no channel out of its network")
     with socket.socket(fileno=os.dup(fd)) as channel:
         channel.send(json.dumps([host, port]).encode())
         reply, fds, _, _ = socket.recv_fds(channel, 4096, 1)
@@ -92,7 +92,7 @@ def _is_of_one_user() -> bool:
     network = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
         owner = fcntl.ioctl(network, _NS_GET_USERNS)
-    except OSError:  # the namespace of somebody with more rights
+    except OSError:  # the namespace belongs to a more privileged user
         return False
     finally:
         os.close(network)
@@ -106,7 +106,7 @@ def _is_apart() -> bool:
     here = os.stat("/proc/self/ns/net")
     left = False
     for process in _who_may_be_outside():
-        with contextlib.suppress(OSError):  # this user may not ask
+        with contextlib.suppress(OSError):  # no permission
             left |= not os.path.samestat(here, (process / "ns" / "net").stat())
     if not left:
         return False
@@ -114,7 +114,7 @@ def _is_apart() -> bool:
         try:
             if process.stat().st_uid != os.geteuid() and os.path.samestat(here, (process / "ns" / "net").stat()):
                 return False
-        except (FileNotFoundError, ProcessLookupError):  # it ended
+        except (FileNotFoundError, ProcessLookupError):  # it exited
             continue
         except OSError:
             return False
@@ -122,9 +122,9 @@ def _is_apart() -> bool:
 
 
 def _who_may_be_outside() -> Iterator[Path]:
-    """Find the process that `enter` started, and those that this one descends from, which `ip netns` leaves outside."""
+    """Find the process that `enter` started outside, and this process's ancestors, which `ip netns` leaves outside."""
     pid = os.getpid()
-    with contextlib.suppress(OSError):  # not every kernel has lists of children
+    with contextlib.suppress(OSError):  # not every kernel lists children
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             if b"--outside" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
                 yield Path(f"/proc/{child}")
@@ -133,7 +133,7 @@ def _who_may_be_outside() -> Iterator[Path]:
 
 
 def _channel() -> int | None:
-    """Return the descriptor of the channel to the process outside, if this process has one."""
+    """Return the descriptor of this process's channel to the process outside, if any."""
     fd, _, pid = os.environ.get(_VARIABLE, "").partition(" ")
     if not fd.isdecimal() or pid != str(os.getpid()):
         return None
@@ -145,24 +145,24 @@ def _channel() -> int | None:
 
 
 def _inside(channel: int, command: Sequence[str]) -> NoReturn:
-    """Make the network, and become the command in it."""
+    """Create the network and exec the command in it."""
     try:
         _unshare()
-        with socket.socket() as any_socket:  # the loopback interface begins switched off
+        with socket.socket() as any_socket:  # the loopback interface is initially down
             request = struct.pack("16sH14x", b"lo", 0)
             flags = struct.unpack_from("16xH", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))[0]
             fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | _IFF_UP))
     except OSError as error:
         sys.exit(
-            f"error: this machine does not let its users make networks of their own: {error.strerror}\n"
-            "hint: leave out --private-network, and keep other users off the machine or run in a container of your own"
+            f"error: this machine does not let its users create private networks: {error.strerror}\n"
+            "hint: drop --private-network, and keep other users off the machine or run in your own container"
         )
     os.environ[_VARIABLE] = f"{channel} {os.getpid()}"
     os.execvp(command[0], list(command))
 
 
 def _unshare() -> None:
-    """Leave the network, as who may, or in a user namespace in which this user keeps its number."""
+    """Create the network namespace: directly if privileged, else in a user namespace that keeps this user's UID."""
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
     if libc.unshare(_CLONE_NEWNET) == 0:
         return
@@ -174,7 +174,7 @@ def _unshare() -> None:
 
 
 def _outside(channel: socket.socket) -> None:
-    """Open ports for the process inside until it ends."""
+    """Open ports for the process inside until it exits."""
     while request := channel.recv(4096):
         host, port = json.loads(request)
         try:
@@ -185,7 +185,7 @@ def _outside(channel: socket.socket) -> None:
             channel.send(json.dumps([error.errno, str(error.strerror or error)]).encode())
 
 
-if (_inherited := _channel()) is not None:  # children, such as those that run worlds, open no ports outside
+if (_inherited := _channel()) is not None:  # children, such as environments, must not open ports outside
     os.set_inheritable(_inherited, False)
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes of this machine: trees that are watched and killed whole, and how a process ended."""
+"""Processes of this machine: watching and killing process trees, and exit statuses."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 _CLEAN_UP_S = 10.0
-"""Seconds that a process which cleans up after killed ones may take."""
+"""Seconds allowed for a process that cleans up after killed ones."""
 _NEW_OBJECTS = (100_000, 5, 10)
-"""Thresholds of garbage collection: new objects, and collections of one generation to one of the next."""
+"""Garbage collection thresholds: new objects, and collections of each generation per collection of the next."""
 _SWITCH_S = 0.0005
-"""Time after which a thread that computes in Python gives another its turn."""
+"""Thread switch interval in seconds."""
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60
 
 
 class ProcessTree:
-    """Processes of this user and all that they start: watched for their end, looked at, and killed whole.
+    """Processes of this user with all their descendants: watched for exit, inspected, and killed together.
 
-    tree = ProcessTree("MY_SERVICE", "worker-0")  # they were started with MY_SERVICE=worker-0
+    tree = ProcessTree("MY_SERVICE", "worker-0")  # its processes were started with MY_SERVICE=worker-0
     tree.watch(pid, lambda status: print(describe_exit(status)))
     tree.kill(wait_s=5.0)
     """
@@ -44,37 +44,37 @@ class ProcessTree:
         self._variable = variable
         self._value = value
         self.roots: dict[int, psutil.Process] = {}
-        """Processes that were given to `watch`, by number."""
+        """Watched processes by PID."""
         self.members: dict[int, psutil.Process] = {}
-        """The roots and their descendants at the last look, by number."""
+        """The roots and their descendants at the last inspection, by PID."""
         self._pidfds: dict[int, int] = {}
 
     def watch(self, pid: int, on_end: Callable[[int | None], None]) -> None:
-        """Add a root; as soon as it ends, `on_end` is called in this event loop with its exit status.
+        """Add a root; as soon as it exits, `on_end` is called in this event loop with its exit status.
 
         Raises:
-            psutil.NoSuchProcess, ProcessLookupError: it has ended already.
+            psutil.NoSuchProcess, ProcessLookupError: it has already exited.
         """
         self.roots[pid] = self.members[pid] = psutil.Process(pid)
         fd = self._pidfds[pid] = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(fd, self._on_end, pid, on_end)
 
     def unwatch(self) -> None:
-        """Call nobody any more."""
+        """Stop watching; no `on_end` is called any more."""
         for pid in list(self._pidfds):
             self._unwatch(pid)
 
     def has_stopped(self, *, most: int) -> bool:
-        """Look at the roots and their descendants, at most so many, the nearest first; whether one is stopped.
+        """Inspect the roots and up to `most` processes in total, nearest first; return True if any is stopped.
 
-        One that a debugger is attached to does not count.
+        Processes with a debugger attached do not count.
         """
         found: dict[int, psutil.Process] = {}
         stopped = False
         queue = deque(self.roots)
         while queue and len(found) < most:
             pid = queue.popleft()
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended
+            with contextlib.suppress(psutil.NoSuchProcess):  # it exited
                 process = self.members.get(pid) or psutil.Process(pid)
                 stopped |= process.status() == psutil.STATUS_STOPPED and not is_traced(pid)
                 found[pid] = process
@@ -83,31 +83,30 @@ class ProcessTree:
         return stopped
 
     def kill_roots(self) -> None:
-        """Send SIGKILL to the roots; their `on_end` is still called."""
+        """Send SIGKILL to the roots; `on_end` is still called."""
         self.signal_roots(signal.SIGKILL)
 
     def signal_roots(self, number: signal.Signals) -> None:
-        """Send a signal to the roots that live."""
+        """Send a signal to the living roots."""
         for process in self.roots.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
     def kill(self, *, wait_s: float) -> list[int]:
-        """Kill all: members, and whoever has the environment variable; then wait for their end.
+        """Kill the members and every process with the environment variable, then wait for them to exit.
 
-        Python's own tracker of semaphores and the like gets a moment to clean up, as it ends by itself after the
-        processes that it serves.
+        Python's resource tracker gets a moment to clean up, as it exits by itself after the processes that it serves.
 
         Returns:
-            Numbers of those that have not ended within `wait_s` seconds.
+            PIDs that have not exited within `wait_s` seconds.
         """
         seen: set[psutil.Process] = set()
         cleaners: set[psutil.Process] = set()
-        # Again until there are no more: one may just have forked.
+        # Repeat until there are no new ones, as a process may just have forked.
         while fresh := {process for process in (*self.members.values(), *self._marked()) if _runs(process)} - seen:
             seen |= fresh
             for process in fresh:
-                with contextlib.suppress(psutil.Error):  # it ended
+                with contextlib.suppress(psutil.Error):  # it exited
                     if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
                         cleaners.add(process)
                     else:
@@ -120,7 +119,7 @@ class ProcessTree:
 
     def _marked(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # it ended, or is somebody else's
+            with contextlib.suppress(psutil.Error):  # it exited, or belongs to another user
                 if process.environ().get(self._variable) == self._value:
                     yield process
 
@@ -136,8 +135,8 @@ class ProcessTree:
 
 
 def is_traced(pid: int) -> bool:
-    """Tell whether a debugger is attached to a process."""
-    with contextlib.suppress(OSError):  # it ended
+    """Return True if a debugger is attached to a process."""
+    with contextlib.suppress(OSError):  # it exited
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("TracerPid:"):
                 return int(line.split()[1]) != 0
@@ -145,8 +144,8 @@ def is_traced(pid: int) -> bool:
 
 
 def _children_of(pid: int) -> Iterator[int]:
-    """Numbers of the processes that a process started; psutil would read the whole machine's table for them."""
-    with contextlib.suppress(OSError):  # it ended
+    """Yield the PIDs of a process's children; psutil would read the whole machine's process table."""
+    with contextlib.suppress(OSError):  # it exited
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 yield from map(int, file.read().split())
@@ -159,7 +158,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _wait(processes: Iterable[psutil.Process], wait_s: float) -> list[int]:
-    """Wait for ends without reaping, which is Monarch's; psutil would reap. Returns the numbers of those that live."""
+    """Wait for exits without reaping, which is Monarch's job; psutil would reap. Return the PIDs still alive."""
     poll = select.poll()
     pids: dict[int, int] = {}
     with contextlib.ExitStack() as stack:
@@ -167,7 +166,7 @@ def _wait(processes: Iterable[psutil.Process], wait_s: float) -> list[int]:
             with contextlib.suppress(ProcessLookupError):
                 fd = os.pidfd_open(process.pid)
                 stack.callback(os.close, fd)
-                if _runs(process):  # else the number may be another's by now
+                if _runs(process):  # else the PID may have been reused
                     pids[fd] = process.pid
                     poll.register(fd, select.POLLIN)
         until = time.monotonic() + wait_s
@@ -179,18 +178,18 @@ def _wait(processes: Iterable[psutil.Process], wait_s: float) -> list[int]:
 
 
 def process_space() -> str:
-    """Name the machine's boot and its namespace of processes, within which a number means one process."""
+    """Identify the machine's boot and PID namespace, within which a PID is unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def when_process_ends(pid: int, action: Callable[[], object]) -> None:
-    """Run an action in a thread as soon as a process of this user ends; at once if it has ended already."""
+    """Run an action in a thread as soon as a process of this user exits; at once if it already has."""
 
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
-            poll = select.poll()  # select.select refuses descriptors from 1024 up
+            poll = select.poll()  # select.select rejects descriptors of 1024 and above
             poll.register(fd, select.POLLIN)
             poll.poll()
             os.close(fd)
@@ -200,10 +199,10 @@ def when_process_ends(pid: int, action: Callable[[], object]) -> None:
 
 
 def exit_status(pid: int, pidfd: int) -> int | None:
-    """Read how a process ended without reaping it; a negative status is a signal, None is not known.
+    """Return a process's exit status without reaping it: negative for a signal, None if unknown.
 
-    A parent is told until it reaps it; /proc tells others meanwhile, but root alone of a process that closes its memory
-    to others; afterwards Linux 6.15 and later still tell it by the pidfd.
+    A parent can ask until it reaps the process; others can read /proc until then, or only root if the process is not
+    dumpable; after that, Linux 6.15 and later still report it through the pidfd.
     """
     with contextlib.suppress(OSError):
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -223,7 +222,7 @@ def exit_status(pid: int, pidfd: int) -> int | None:
 
 
 def clean_up_after(folders: Sequence[str], pids: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start a process that notices the end of this one, by its pipe, and then kills processes and removes folders."""
+    """Start a process that waits on a pipe for this one to exit, then kills processes and removes folders."""
     kill = f"kill -9 {' '.join(map(str, pids))}; " if pids else ""
     return subprocess.Popen(
         ["/bin/sh", "-c", f"trap '' TERM HUP INT; read end; {kill}rm -rf {shlex.join(folders)}"],
@@ -236,11 +235,11 @@ def clean_up_after(folders: Sequence[str], pids: Sequence[int] = ()) -> subproce
 
 
 def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None) -> str:
-    """Say how a process ended, by its `exit_status` and what a service's own processes mean by theirs."""
+    """Describe an `exit_status` in words; `meanings` has a service's own statuses."""
     if status is None:
         return "its process ended"
     if status == -9:
-        return "its process was killed by SIGKILL (by hand, or by the kernel for want of memory)"
+        return "its process was killed by SIGKILL (manually, or by the kernel when out of memory)"
     if status < 0:
         return f"its process was ended by {signal.Signals(-status).name}"
     return (meanings or {}).get(status, f"its process exited with status {status}")
@@ -248,12 +247,12 @@ def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None)
 
 @contextlib.contextmanager
 def responsive_loop() -> Iterator[None]:
-    """Keep garbage collection and other threads from holding up the event loop for long, while the body runs.
+    """Keep garbage collection and other threads from blocking the event loop for long while the body runs.
 
-    Garbage in cycles is collected once in 100,000 new objects, instead of 700: those of thousands of episodes live
-    longer, and Python would look at all of them again and again, which takes as long as all else. What was imported is
-    not looked at. And where another thread computes in Python, the loop, which loses its turn with every file that it
-    reads, gets it back ten times as soon as by default.
+    Cyclic garbage is collected once per 100,000 new objects instead of 700: the objects of thousands of episodes live
+    longer than that, and scanning them repeatedly would take as long as everything else. Imported objects are not
+    scanned. The thread switch interval is a tenth of the default: the loop releases the GIL with every file read, and
+    gets it back sooner from threads that compute in Python.
     """
     before, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""One replica of a service: where it stands, and its calls, with deadlines and named errors."""
+"""One replica of a service: its state, and its calls with deadlines and named errors."""
 
 from __future__ import annotations
 
@@ -25,77 +25,77 @@ if TYPE_CHECKING:
 
 
 _STOPPED_POLLS = 3
-"""Number of looks in a row, over a second, that must see a process stopped."""
+"""Consecutive checks, over a second, that must find a process stopped."""
 _SILENT_POLLS = 60
-"""Number of looks, over 30 s, during which a link may leave its poll unanswered. Looks are counted, not seconds: when
-this process itself was stopped, nobody is late."""
+"""Checks, over 30 s, for which a link may leave its poll unanswered. Counts checks, not seconds, so that nobody is late
+when this process itself was stopped."""
 _LOOKS_A_SECOND = 2
 _SLICE_BYTES = 4 << 20
-"""Bytes of a message by which a large value travels."""
+"""Message size for slices of a large value."""
 _MOST_PROCESSES = 64
-"""Number of a replica's processes that are looked at."""
+"""Maximum number of a replica's processes to check."""
 
 
 class State(enum.Enum):
-    """Lifecycle of a replica; only a serving one is routed to."""
+    """Lifecycle of a replica; only serving ones receive calls."""
 
     STARTING = "starting"
     SERVING = "serving"
     QUARANTINED = "quarantined"
-    """Dead, and to be replaced."""
+    """Dead, to be replaced."""
     ABANDONED = "abandoned"
-    """Dead, and not to be replaced, or only after a rest that nobody waits for."""
+    """Dead; not to be replaced, or only after a pause that nobody waits for."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Replica:
-    """Processes with one actor each that are routed to, restarted and replaced as one.
+    """Processes with one actor each, which are routed to, restarted and replaced as one.
 
         pid = await replica.call("process_id", deadline_s=10)
         score = await replica.ask("score", task, text, deadline_s=60)
 
-    The one that takes its place after its death is another Replica of the same index.
+    After its death it is replaced by another Replica with the same index.
     """
 
     service: str
-    """Name of the service, in errors."""
+    """Name of the service, for errors."""
     index: int
     incarnation: int
-    """Number of replicas of this index before it."""
+    """Number of previous replicas with this index."""
     ranks: int
-    """Number of its processes."""
+    """Number of processes."""
     mesh: ProcMesh
     mesh_name: str
     actor_name: str
-    """Name by which Monarch tells of its failure."""
-    actor: Any  # Monarch's actor mesh has no useful type; typed handles stand before it
+    """Name under which Monarch reports its failure."""
+    actor: Any  # Monarch's actor mesh has no useful type; typed handles wrap it
     host: str
     log: Path
-    """File that its processes print to."""
+    """Log file of its processes."""
     tree: ProcessTree
-    """Its processes, where they are on this machine."""
+    """Its processes, if they are on this machine."""
     faults: Faults
     clock: Callable[[], float]
     """Monotonic seconds."""
     on_lost: Callable[[Replica, str], None]
-    """Called with the replica and Monarch's text when a call meets its death."""
+    """Called with the replica and Monarch's message when a call finds it dead."""
     busy_s: float = 0.0
-    """Seconds of work that are not drained yet; those of its predecessor to begin with."""
+    """Busy seconds not drained yet, including its predecessor's."""
     state: State = State.STARTING
     serving_since: float = 0.0
     in_flight: int = 0
     held: int = 0
-    """Other load than calls, such as environments between two steps; routing counts each as one call."""
+    """Load other than calls, such as environments between two steps; routing counts each as one call."""
     answered: bool = False
-    """True once it has answered a piece of work, other than control."""
+    """True once it has answered a call through `ask`."""
     blamed: bool = False
-    """True if it died while it ran the code of a call, which has the blame."""
+    """True if it died while running the code of a call, which is blamed for it."""
     may_block_s: float = 0.0
-    """Time for which what it runs may block its event loop, where that is longer than others may."""
+    """Seconds for which its work may block the event loop, if longer than the default."""
     stopped_polls: int = 0
-    """Number of the watchdog's last looks in a row that saw one of its processes stopped."""
+    """Number of consecutive watchdog checks that found one of its processes stopped."""
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done, with the cause, as soon as one of its processes has ended or hangs."""
+    """Done, with the cause, as soon as one of its processes exits or hangs."""
 
     def __post_init__(self) -> None:
         self.busy_since = self._span_began = 0.0
@@ -110,35 +110,35 @@ class Replica:
 
     @property
     def alive(self) -> bool:
-        """True while all its processes run, as far as is known."""
+        """True while all its processes run, as far as known."""
         return not self.death.done()
 
     @property
     def notes(self) -> Path:
-        """File in which its process notes the calls in hand, where the service wants to know."""
+        """File in which its process records the calls that it is executing, if the service requires that."""
         return self.log.with_suffix(".calls")
 
     @property
     def serving(self) -> bool:
-        """True while it is routed to."""
+        """True while it receives calls."""
         return self.state is State.SERVING
 
     @property
     def load(self) -> int:
-        """Number of calls in flight and of what else it holds, for routing."""
+        """Number of calls in flight plus `held`, for routing."""
         return self.in_flight + self.held
 
     def fail(self, cause: str) -> None:
-        """Count it as dead: calls in flight and later ones raise ReplicaError."""
+        """Mark the replica as dead: calls in flight and later ones raise ReplicaError."""
         self.death.set_result(cause)
         calls = in_hand.read(self.notes)
         self.blamed = bool(calls)
         self.link.fail(cause, died=True, in_hand=calls)
 
     async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None, name: str = "") -> Any:
-        """Call an endpoint of one process: its only one, or the given rank. For control; `ask` is cheaper.
+        """Call an endpoint of one process: the only one, or the given rank. For control; `ask` is cheaper.
 
-        Errors and traces call it `name`, by default that of the method.
+        Errors and traces show it as `name`, by default the method's name.
 
         Raises:
             ForgeError: the actor raised it.
@@ -160,11 +160,11 @@ class Replica:
             finally:
                 answer.cancel()
                 self._end(key)
-                if not rank:  # of calls to all ranks side by side, the first is traced
+                if not rank:  # of concurrent calls to all ranks, only the first is traced
                     self._trace(name, began, self.clock(), True)
             if answer in done and not answer.cancelled():
                 return answer.result()
-            if answer in done:  # Monarch gives a call up, where its mesh stops: a bare CancelledError would say nothing
+            if answer in done:  # Monarch cancels calls when the mesh stops; a bare CancelledError would be useless
                 self.on_lost(self, "its mesh has stopped")
                 raise self._error(ReplicaError, name, self.death.result())
             if self.death in done:
@@ -176,7 +176,7 @@ class Replica:
             self.on_lost(self, str(error))
             raise self._error(ReplicaError, name, self.death.result()) from error
         except Exception as error:
-            raised = getattr(error, "exception", error)  # Monarch wraps what an endpoint raises
+            raised = getattr(error, "exception", error)  # Monarch wraps an endpoint's exceptions
             if isinstance(raised, ForgeError):
                 raise raised from error
             raise self._error(ServiceError, name, f"{type(raised).__name__}: {raised}") from error
@@ -184,12 +184,12 @@ class Replica:
     async def call_ranks(
         self, method: str, args_of_rank: Callable[[int], Sequence[object]], *, deadline_s: float
     ) -> list[Any]:
-        """Call every rank side by side; the results are in the order of ranks.
+        """Call all ranks concurrently; returns the results in rank order.
 
         The first failure ends the wait, as the other ranks may then hang in a collective forever.
 
         Raises:
-            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
+            ForgeError, DeadlineError, ReplicaError, ServiceError: see `call`.
         """
         async with task_group() as group:
             calls = [
@@ -199,14 +199,13 @@ class Replica:
         return [call.result() for call in calls]
 
     async def send(self, value: object, *, for_call: str, deadline_s: float, rank: int | None = None) -> None:
-        """Bring a large value to one process, for the call that follows: `ServiceActor.take_parcel` returns it there.
+        """Send a large value to one process before a call, `for_call`, which reads it with `ServiceActor.take_parcel`.
 
-        Errors name that call.
-
-        It is pickled in a thread and travels in slices, so that this event loop is not held up.
+        Pickles it in a thread and sends slices, so that this event loop is not blocked.
 
         Raises:
-            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`, whose deadline is for each slice.
+            ForgeError, DeadlineError, ReplicaError, ServiceError: see `call`; they name `for_call`, and the deadline
+                applies to each slice.
         """
         parts = _Parts()
         await asyncio.to_thread(pickle.Pickler(parts, pickle.HIGHEST_PROTOCOL).dump, value)
@@ -217,44 +216,44 @@ class Replica:
     def ask(
         self, method: str, *args: object, deadline_s: float, on_item: Callable[[Any], object] | None = None
     ) -> Coroutine[Any, Any, Any]:
-        """Await a method of the actor over the link; of rank 0, if there are several.
+        """Await a method of the actor over the link; with several ranks, of rank 0.
 
-        If this is cancelled, so is the method.
+        Cancelling this cancels the method.
 
         Args:
-            on_item: makes this a stream: the method is an async generator, and this is called with each of its items.
-                It ends the stream by returning True. What it raises is raised here. The deadline is then for each
-                item, counted from the one before it.
+            on_item: makes this a stream: the method is an async generator, and `on_item` is called with each item.
+                Returning True ends the stream; exceptions are raised here. The deadline then applies to each item,
+                counted from the previous one.
 
         Raises:
-            ForgeError, DeadlineError, ReplicaError, ServiceError: as `call`.
+            ForgeError, DeadlineError, ReplicaError, ServiceError: see `call`.
         """
         return self.link.ask(method, args, deadline_s, on_item)
 
     def look_for_hang(self, *, descendants: bool) -> str:
-        """Look at its processes, and those that they started; return how it hangs, or "" if it does not."""
+        """Check its processes, and with `descendants` their children, for a hang; return a description, or ""."""
         most = _MOST_PROCESSES if descendants else len(self.tree.roots)
         self.stopped_polls = self.stopped_polls + 1 if self.tree.has_stopped(most=most) else 0
         if self.stopped_polls >= _STOPPED_POLLS:
             return "hung: its process was stopped"
-        if not any(map(is_traced, self.tree.roots)):  # nothing answers that a debugger has stopped
+        if not any(map(is_traced, self.tree.roots)):  # a process stopped by a debugger cannot answer
             self.link.silent_polls += self.link.open
         left = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls
         if 0 <= left < 1 and self.notes.exists():
-            self.tree.signal_roots(signal.SIGUSR2)  # to print its stacks before it is killed
+            self.tree.signal_roots(signal.SIGUSR2)  # print its stacks before it is killed
         if left < 0:
-            return "hung: its event loop does not answer (what blocks it for long must run in a thread)"
+            return "hung: its event loop does not answer (run blocking code in a thread)"
         return ""
 
     def drain_busy_s(self) -> float:
-        """Seconds in which a call was in flight since this was last called."""
+        """Return the seconds since the last call of this during which a call was in flight."""
         now = self.clock()
         seconds = self.busy_s + (now - self.busy_since if self.in_flight else 0.0)
         self.busy_s, self.busy_since = 0.0, now
         return seconds
 
     def _begin(self, method: str) -> int:
-        """Count a call as in flight until `_end` is given the key."""
+        """Count a call as in flight until `_end` is called with the returned key."""
         if self.in_flight == 0:
             self.busy_since = self._span_began = self.clock()
         self.in_flight += 1
@@ -281,7 +280,7 @@ class Replica:
 
 
 class _Parts:
-    """File that keeps what is written in parts: one large buffer would be copied again and again as it grows."""
+    """File-like list of parts: one large buffer would be copied repeatedly as it grows."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -291,7 +290,7 @@ class _Parts:
         return len(self._parts[-1])
 
     def slices(self) -> Iterator[bytes]:
-        """Yield what was written, about _SLICE_BYTES at a time."""
+        """Yield the written data, about _SLICE_BYTES at a time."""
         held, size = list[bytes](), 0
         for part in self._parts:
             held.append(part)
@@ -303,5 +302,5 @@ class _Parts:
 
 
 async def _call_one(actor: Any, method: str, args: Sequence[object]) -> Any:
-    """Await Monarch's future in a coroutine, as asyncio wants it."""
+    """Wrap Monarch's future in a coroutine, as asyncio requires."""
     return await getattr(actor, method).call_one(*args)

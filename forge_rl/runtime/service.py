@@ -1,4 +1,4 @@
-"""A named set of replicas: spawned, watched, routed to, brought back and stopped."""
+"""Service: a named set of replicas, with spawning, watching, routing and restarts."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from forge_rl.runtime.tasks import task_group
 __all__ = ["Replica", "Service", "ServiceActor"]
 
 _KILL_S = 5.0
-"""Seconds that processes may take to end once they are killed."""
+"""Seconds for killed processes to exit."""
 _MOST_KILLED = 3
-"""Number of replicas that a call, or the task that it is about, may end; then it is not tried any more."""
+"""Number of replicas that a call, or its task, may kill before it is no longer retried."""
 _POLL_S = 0.5
-"""Seconds between two looks for replicas that hang, which no end of a process tells of."""
+"""Seconds between checks for hung replicas, which do not exit."""
 _MARK = "FORGE_RL_REPLICA"
-"""Name of a variable in the environment of a replica's processes, and so of all that they start."""
+"""Environment variable that marks a replica's processes and all their descendants."""
 
 T = TypeVar("T")
 
 
 def least_loaded(replicas: Iterable[Replica]) -> Replica | None:
-    """Return the serving replica with the least load, the lowest index among equals; None if none serves."""
+    """Return the serving replica with the least load, lowest index first; None if none is serving."""
     serving = (replica for replica in replicas if replica.serving)
     return min(serving, key=lambda replica: (replica.load, replica.index), default=None)
 
 
 class Service:
-    """Spawns replicas, routes calls to them, and brings them back if they die.
+    """Spawns replicas, routes calls to them, and restarts them if they die.
 
         service = Service("reward", cluster, faults)
         await service.watch(service.spawn(RewardActor, env={"OMP_NUM_THREADS": "1"}), deadline_s=60)
@@ -53,16 +53,16 @@ class Service:
         await service.stop()
 
     Args:
-        name: of the service, in errors and logs.
-        cluster: where its processes run.
-        faults: where its calls and failures are noted.
+        name: name of the service, for errors and logs.
+        cluster: cluster in which its processes run.
+        faults: records its calls and failures.
         clock: monotonic seconds.
-        descendants: a replica hangs also when a process that it started is stopped. Not where such processes run what
-            a model wrote, which may stop itself.
-        blames: each process records the call that it is executing, so that a death counts against that call, and
-            neither against concurrent ones nor against the replica.
-        uniform: it ends when a cause of death repeats before any replica has answered, as all its work is alike.
-        exit_meanings: sentences for the exit statuses that its processes end with on purpose.
+        descendants: a replica also counts as hung if a process that it started is stopped. Disable it if such processes
+            run code written by a model, which may stop itself.
+        blames: each process records the call that it is executing, so that a death counts against that call, not
+            against concurrent ones or the replica.
+        uniform: all work is alike, so give up if a cause of death repeats before any replica has answered.
+        exit_meanings: descriptions of exit statuses that its processes use on purpose.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Service:
     ) -> None:
         self.name = name
         self.replicas: list[Replica] = []
-        """Last incarnation of each replica, by index."""
+        """Latest incarnation of each replica, by index."""
         self.listeners: list[Callable[[], None]] = []
         """Called after every change of the set of serving replicas."""
         self.recoverable = False
-        """True if the owner replaces a dead replica itself: a death is then not fatal, also without `supervise`."""
+        """True if the owner replaces dead replicas itself: a death is then not fatal even without `supervise`."""
         self._cluster = cluster
         self._faults = faults
         self._clock = clock
@@ -96,16 +96,16 @@ class Service:
         self._restart = Restart()
         self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._deaths: dict[int, int] = defaultdict(int)
-        """Number of deaths in a row, by index."""
+        """Consecutive deaths by index."""
         self._killed: Counter[str] = Counter()
-        """Number of replicas that ended at work on something, by its name, since such work was last answered."""
+        """Number of replicas killed by a task, by its name, since the task last succeeded."""
         self._answered = False
         self._causes: set[str] = set()
         """Causes of death so far."""
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        """Set for a moment after every change of a state, to wake who waits for one that serves."""
+        """Set briefly after every state change, to wake waiters for a serving replica."""
         self._stopping = False
 
     def spawn(
@@ -123,23 +123,23 @@ class Service:
 
         Args:
             actor: a ServiceActor class, importable in the children.
-            args: of its constructor, which should only keep them: Monarch calls it lazily.
-            imports: modules that they import first; see Cluster.spawn.
-            secrets: leave API keys and the like in their environment; see Cluster.spawn.
-            index: its index, maybe that of a dead replica, which it replaces; the next one by default.
+            args: constructor arguments; the constructor should only store them, as Monarch calls it lazily.
+            imports: modules that the processes import first; see Cluster.spawn.
+            secrets: pass on API keys and other secrets; see Cluster.spawn.
+            index: index of a dead replica to replace; the next free one by default.
 
         Raises:
-            ConfigError: there is no such host.
+            ConfigError: the host does not exist.
         """
         number = len(self.replicas) if index is None else index
         dead = self.replicas[number] if number < len(self.replicas) else None
-        assert dead is None or not dead.alive, f"replica {index} of {self.name} lives"
+        assert dead is None or not dead.alive, f"replica {index} of {self.name} is alive"
         incarnation = 0 if dead is None else dead.incarnation + 1
         mesh_name = f"{self.name}-{number}" + f".{incarnation}" * bool(incarnation)
         mark = f"{self._id}/{mesh_name}"
         marked = {**(env or {}), _MARK: mark}
         mesh = self._cluster.spawn(mesh_name, ranks=ranks, env=marked, imports=imports, host=host, secrets=secrets)
-        # Monarch tells of a failure late, by this name: it must be no other's by then.
+        # Monarch may report a failure late, under this name, so it must be unique.
         actor_name = f"{self.name}_{number}_{incarnation}_{self._id}"
         replica = Replica(
             service=self.name,
@@ -163,12 +163,12 @@ class Service:
         return replica
 
     async def watch(self, replica: Replica, *, deadline_s: float) -> None:
-        """Wait until a replica's processes run, and from then on notice at once when one ends, and soon when one hangs.
+        """Wait until a replica's processes run; from then on exits are noticed at once, and hangs soon.
 
-        It then serves, if it is the first of its index; one that replaces another serves once its respawn is over.
+        The first replica of an index then serves; a replacement serves once its respawn has finished.
         """
-        # On another machine the same number is a stranger's process. A death there is told by Monarch's supervision,
-        # after seconds, as it is told to the calls that are in flight.
+        # PIDs of other machines mean nothing here. Monarch's supervision reports deaths there to calls in flight, after
+        # seconds.
         near = replica.host == THIS_HOST or process_space() == await replica.call(
             "process_space", deadline_s=deadline_s, rank=0
         )
@@ -185,14 +185,14 @@ class Service:
             in_hand.create(replica.notes)
             await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
         if self._watching is None:
-            self._watching = self._in_background(self._watch_for_hangs(), None, "nobody notices any more when it hangs")
+            self._watching = self._in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
         if replica.incarnation == 0 or self._respawn is None:
             self._start_serving(replica)
 
     async def start(self, count: int, start_one: Callable[[int], Coroutine[Any, Any, None]], restart: Restart) -> None:
-        """Start `count` replicas side by side, and from then on bring back those that die; see `supervise`.
+        """Start `count` replicas concurrently, then supervise them; `start_one` is the `respawn` of `supervise`.
 
-        If `start_one`, which is the `respawn` there, raises now, the service is stopped.
+        If `start_one` raises now, the service is stopped.
         """
         try:
             async with task_group() as group:
@@ -210,39 +210,38 @@ class Service:
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Bring back every replica that dies from now on.
+        """Restart every replica that dies from now on.
 
         Args:
-            respawn: spawns a new incarnation for an index (`spawn` with `index`, and `watch`) and makes it ready to
-                serve. If it raises, that counts as a death.
-            config: how often and when.
-            sleep: waits for so many seconds.
+            respawn: spawns a new incarnation of an index (`spawn` with `index`, and `watch`) and makes it ready to
+                serve. An exception counts as a death.
+            config: restart policy.
+            sleep: sleeps for a number of seconds.
         """
         self._respawn, self._restart, self._sleep = respawn, config, sleep
 
     async def route(self, method: str, *args: object, deadline_s: float, about: str = "") -> Any:
-        """Ask the serving replica with the least load, and another one if that one dies.
+        """Call a method on the serving replica with the least load, and retry on another one if it dies.
 
-        While none serves it waits for one. That ends, as restarts do; `deadline_s` is for the method.
+        Waits while none is serving, until restarts are exhausted; `deadline_s` applies to the method only.
 
         Raises:
-            ForgeError, DeadlineError, ReplicaError, ServiceError: as `Replica.ask` and `try_on`.
+            ForgeError, DeadlineError, ReplicaError, ServiceError: see `Replica.ask` and `try_on`.
         """
         return await self.try_on(lambda replica: replica.ask(method, *args, deadline_s=deadline_s), about=about)
 
     async def try_on(self, attempt: Callable[[Replica], Awaitable[T]], *, about: str = "", refuses: bool = False) -> T:
-        """Do something on the serving replica with the least load, and again on another one if that one dies.
+        """Run an attempt on the serving replica with the least load, and retry on another one if it dies.
 
         Args:
-            about: names the task, for errors.
-            refuses: count deaths against the task too, as `blame` does; once they are too many, none of its work is
-                tried any more.
+            about: name of the task, for errors.
+            refuses: also count deaths against the task, like `blame`; after too many, its work is refused.
 
         Raises:
-            PoisonError: several replicas, one after another, died of it.
+            PoisonError: the attempt killed several replicas, one after another.
             ServiceError: no replica is left.
         """
-        # Without blame they may all have died at once, unseen until it is tried.
+        # Without blame, all replicas may have died at once, unnoticed until tried.
         deaths, blamed, most = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
         while True:
             replica = least_loaded(self.replicas) or await self.available()
@@ -262,20 +261,20 @@ class Service:
                     raise self._poison(about, max(blamed, deaths), error) from error
 
     def blame(self, about: str) -> None:
-        """Count a death of a replica against the task that it worked on, by its name; "" counts nowhere."""
+        """Count a replica's death against a task by its name; "" counts against none."""
         if about:
             self._killed[about] += 1
 
     def forgive(self, about: str) -> None:
-        """Reset a task's count of deaths after a success, unless the task is refused already."""
+        """Reset a task's count of deaths after a success, unless the task is already refused."""
         if self._killed[about] < _MOST_KILLED:
             del self._killed[about]
 
     async def available(self) -> Replica:
-        """Return the serving replica with the least load; while none serves, wait for one.
+        """Return the serving replica with the least load; wait while none is serving.
 
         Raises:
-            ServiceError: none will serve; names the causes.
+            ServiceError: no replica will serve again; gives the causes.
         """
         if (replica := least_loaded(self.replicas)) is not None:
             return replica
@@ -289,31 +288,31 @@ class Service:
         return replica
 
     def drain_busy_s(self) -> list[float]:
-        """Seconds in which each replica had a call in flight since this was last called, by index."""
+        """Return, by index, the seconds since the last call of this during which a replica had calls in flight."""
         return [replica.drain_busy_s() for replica in self.replicas]
 
     def mark_failed(self, replica: Replica, cause: str) -> None:
-        """Count a replica as dead and kill it: it hangs, or its answers are garbage."""
+        """Mark a replica as dead and kill it, because it hangs or returns garbage."""
         replica.tree.kill_roots()
         self._on_death(replica, cause)
 
     def abandon(self, replica: Replica) -> None:
-        """Never bring a dead replica back."""
+        """Give up on a dead replica."""
         self._set_state(replica, State.ABANDONED)
 
     async def clean_up(self, replica: Replica) -> None:
-        """End what is left of a replica: its tasks here, and all processes that it or they started."""
+        """Stop what is left of a replica: its tasks here, its processes and all their descendants."""
         replica.tree.unwatch()
         await replica.link.close()
-        if replica.alive:  # Monarch ends it in peace; a dead one may hang, and is killed first
+        if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
             await self._cluster.stop(replica.mesh_name)
-        await asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S)  # also what Monarch does not know of
+        await asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S)  # including processes unknown to Monarch
         await self._cluster.stop(replica.mesh_name)
         self._faults.off_failure(replica.actor_name)
         replica.notes.unlink(missing_ok=True)
 
     async def stop(self) -> None:
-        """End all replicas' processes. Calls in flight fail."""
+        """Stop all replicas' processes. Calls in flight fail."""
         self._stopping = True
         self._notify()
         background = [*self._recovering.values(), *([self._watching] if self._watching else [])]
@@ -325,9 +324,9 @@ class Service:
         self.replicas.clear()
 
     async def _recover(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:
-        """Replace the dead replica of an index until the new one serves, or it is abandoned."""
+        """Replace the dead replica of an index until the new one serves or is abandoned."""
         most = self._restart.max_restarts
-        counts = not self.replicas[index].blamed or not most  # a call that has the blame has a budget of its own
+        counts = not self.replicas[index].blamed or not most  # a blamed call has its own budget
         try:
             while True:
                 await self.clean_up(self.replicas[index])
@@ -343,17 +342,17 @@ class Service:
                 if await self._replace(index, respawn):
                     return
         finally:
-            del self._recovering[index]  # at once: from here on a death starts another
+            del self._recovering[index]  # from here on, a death starts a new recovery
 
     async def _replace(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> bool:
-        """Replace the dead replica of an index; returns whether the new one serves."""
+        """Replace the dead replica of an index; return whether the new one serves."""
         dead, failure = self.replicas[index], ""
         try:
             await respawn(index)
-        except (Exception, asyncio.CancelledError) as error:  # whatever it is, the replica does not serve
+        except (Exception, asyncio.CancelledError) as error:  # any error means that the replica does not serve
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            failure = f"it did not start again: {type(error).__name__}: {error}".splitlines()[0]
+            failure = f"it did not restart: {type(error).__name__}: {error}".splitlines()[0]
         replica = self.replicas[index]
         if replica is dead:
             self._faults.record(self.name, index, failure, fatal=False)
@@ -365,7 +364,7 @@ class Service:
         return replica.alive
 
     def _is_hopeless(self, index: int) -> bool:
-        """True once a replica died as another one did before any has answered; kills from outside do not count."""
+        """Return True if a cause of death has repeated before any replica answered; external kills do not count."""
         self._answered |= any(replica.answered for replica in self.replicas)
         cause = re.sub(r"\d+", "#", self.replicas[index].death.result())
         known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
@@ -373,10 +372,10 @@ class Service:
         return self._uniform and known and not outside and not self._answered
 
     def _poison(self, about: str, deaths: int, error: ReplicaError | None = None) -> PoisonError:
-        """Make the error of a task that is refused from now on."""
-        cause = "" if error is None else f", the last time so: {error.message}"
+        """Make the error for a task that is refused from now on."""
+        cause = "" if error is None else f"; the last death: {error.message}"
         return PoisonError(
-            f"{about or 'a call'} ended {deaths} replicas that worked on it, and is not tried again{cause}",
+            f"{about or 'a call'} killed {deaths} replicas that worked on it, and is not retried{cause}",
             service=self.name,
             call="" if error is None else error.call,
             hint="see the replicas' logs in the run folder",
@@ -387,7 +386,7 @@ class Service:
         return all(replica.state is State.ABANDONED for replica in self.replicas)
 
     def _causes_of_end(self) -> str:
-        """Say why no replica is left."""
+        """Describe why no replica is left."""
         if self._stopping or not self.replicas:
             return "the service has been stopped" if self._stopping else "no replica is alive"
         died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
@@ -412,7 +411,7 @@ class Service:
         fatal = respawn is None and not self.recoverable
         self._set_state(replica, State.ABANDONED if fatal else State.QUARANTINED)
         self._faults.record(self.name, replica.index, cause, fatal=fatal)
-        if respawn is not None and replica.index not in self._recovering:  # else it died while it started
+        if respawn is not None and replica.index not in self._recovering:  # else it died while starting
             if replica.answered or self._clock() - replica.serving_since >= self._restart.healthy_s:
                 self._deaths[replica.index] = 0
             self._recovering[replica.index] = self._in_background(
@@ -427,7 +426,7 @@ class Service:
                     self.mark_failed(replica, cause)
 
     def _in_background(self, work: Coroutine[Any, Any, None], index: int | None, trouble: str) -> asyncio.Task[None]:
-        """Start a task whose failure, which is a bug, is a fatal fault."""
+        """Start a task whose failure, always a bug, is a fatal fault."""
 
         def on_end(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:

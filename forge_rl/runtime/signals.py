@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: the controller alone heeds them, and ends its processes once it has saved."""
+"""Stop signals: only the controller reacts to them, and it stops its processes once it has saved."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""What scancel, systemd, a time limit or a closed terminal sends, often to all processes of a run at once."""
+"""Signals sent by scancel, systemd, a time limit or a closed terminal, often to all processes of a run at once."""
 
 _DEFAULT, _IGNORE = 0, 1
 """C's SIG_DFL and SIG_IGN."""
 
 
 def outlive_stop_signals(*, with_programs: bool = False) -> None:
-    """Keep stop signals from ending this process, from any of its threads: the controller still needs it to save.
+    """Make this process ignore stop signals, since the controller still needs it to save; works in any thread.
 
-    Processes that it forks are ended by them again, as whoever forks one, such as a user's reward, may terminate it.
+    Forked processes react to them again, as user code that forks, such as a reward, may want to terminate them.
 
     Args:
-        with_programs: whether programs that it starts outlive them too. Not where a user's code may start some.
+        with_programs: whether programs that it starts ignore them too. Not if user code may start programs.
     """
     for number in STOP_SIGNALS:
-        # Python's own signal.signal wants the main thread. As a handler, unlike SIG_IGN, is not passed on to programs,
-        # a function of C without any effect is one.
+        # Python's signal.signal works only in the main thread. The handler is a C function without effect because
+        # handlers, unlike SIG_IGN, are not inherited by executed programs.
         _set_handler(number, _IGNORE if with_programs else _no_effect())
     os.register_at_fork(after_in_child=_heed_again)
 
 
 @contextlib.contextmanager
 def children_outlive_stop_signals() -> Iterator[None]:
-    """Have stop signals not reach the processes that this thread starts in the body, whatever handlers they install.
+    """Block stop signals in the processes that this thread starts in the body, whatever handlers they install.
 
-    Nor do they reach what those start. Only SIGKILL ends them from outside.
+    Their descendants inherit this. Only SIGKILL stops them from outside.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # which lets some through again in this thread, where it starts
+        resource_tracker.ensure_running()  # unblocks some in this thread when it starts
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
@@ -53,7 +53,7 @@ def _heed_again() -> None:
 
 
 def _set_handler(number: int, handler: int) -> int:
-    """Set a handler of the process, an address; return the one before."""
+    """Set the process's handler, an address; return the previous one."""
     function = ctypes.CDLL(None).signal
     function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     return function(number, handler) or _DEFAULT

@@ -1,4 +1,4 @@
-"""Errors from side by side tasks: a group that fails with one cause, a body that another task may interrupt."""
+"""Errors of concurrent tasks: a task group that raises a single cause, and a body that another task may interrupt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_rl.errors import ForgeError
 
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Run asyncio's TaskGroup; when tasks fail, the first ForgeError (else the first error) is raised, not a group."""
+    """Run an asyncio.TaskGroup that raises the first ForgeError, or else the first error, not an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -27,7 +27,7 @@ def _first(errors: BaseExceptionGroup) -> BaseException:
 
 @contextlib.contextmanager
 def interrupted_by(watch: Callable[[], Awaitable[None]]) -> Iterator[None]:
-    """Run the body until it ends or `watch`, a task beside it, raises: the body then ends with that error.
+    """Run the body until it ends or the concurrent task `watch` raises, in which case the body ends with that error.
 
         async def until_late() -> None:
             await asyncio.sleep(60)
@@ -36,7 +36,7 @@ def interrupted_by(watch: Callable[[], Awaitable[None]]) -> Iterator[None]:
         with interrupted_by(until_late):
             await work()
 
-    Someone else's cancellation stays a CancelledError, also when both meet.
+    A cancellation by someone else stays a CancelledError, even if both happen at once.
     """
     body = asyncio.current_task()
     assert body is not None

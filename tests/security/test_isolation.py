@@ -204,7 +204,7 @@ def test_where_networks_are_forbidden_it_says_so_in_a_line():
     if "max_net_namespaces" in done.stderr:
         pytest.skip("networks cannot be forbidden here")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: this machine does not let its users make networks of their own")
+    assert done.stderr.startswith("error: this machine does not let its users create private networks")
     assert "Traceback" not in done.stderr
 
 
