@@ -1,4 +1,4 @@
-"""Reinforcement learning for language models that think long and call tools. Importing this starts nothing."""
+"""Reinforcement learning for language models that reason at length and call tools. Importing this starts nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name when it is first used: torch and Monarch take seconds."""
+    """Import a public name on first use, as torch and Monarch take seconds to import."""
     if name == "__version__":
         from importlib.metadata import version
 
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> object:
 
 
 def _asked_by_program() -> bool:
-    """Tells a recipe that is run, such as `python -m recipes.grpo`, from a library or a prompt that imports this."""
+    """Return True if the importer is a running program, such as `python -m recipes.grpo`, not a library or a prompt."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back

@@ -1,6 +1,6 @@
-"""An agent's function in a process of its own: `python -m forge_rl.agent_child MODULE:FUNCTION`, the task on stdin.
+"""Runs an agent function in its own process: `python -m forge_rl.agent_child MODULE:FUNCTION`, with the task on stdin.
 
-With --check it only loads the function.
+With --check, only loads the function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge_rl.user_code import load
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSession:
-    """Address and key by which an agent finds the policy in its episode."""
+    """URL and key of the policy for an agent's episode."""
 
     base_url: str
     """URL for OpenAI's clients."""
@@ -28,15 +28,15 @@ class AgentSession:
 
     @property
     def anthropic_url(self) -> str:
-        """URL for Anthropic's clients, which add the version themselves."""
+        """URL for Anthropic's clients, which append the version themselves."""
         return self.base_url.removesuffix("/v1")
 
 
 def main(name: str, *flags: str) -> None:
-    """Run the function, plain or async, with the task, and the session if it takes two; print what it returns."""
+    """Run the function, plain or async, with the task, and the session if it takes two arguments; print its result."""
     agent: Any = load(name, "agent")
     if not callable(agent):
-        raise ConfigError(f"the agent {name} is no function", hint="name a function of (task) or (task, session)")
+        raise ConfigError(f"the agent {name} is not a function", hint="name a function of (task) or (task, session)")
     if "--check" in flags:
         return
     given = json.loads(sys.stdin.read())

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: written whole or not at all, checked when they are read, old ones removed.
+"""Checkpoints of a run: written atomically, verified when read, with old ones removed.
 
 A checkpoint is `checkpoints/step-000012/` with `model/` (Hugging Face safetensors, tokenizer), `training/` (weights and
-optimizer state in float32), `controller.json`, and `manifest.json`: bytes and XXH3 of each file. It is written beside
-and renamed, so a folder of that name was whole once; whether it still is, its manifest tells.
-`checkpoints/best` is a link to the one with the best score, where that is known.
+optimizer state in float32), `controller.json`, and `manifest.json`: size in bytes and XXH3 of each file. It is written
+to a temporary folder and renamed, so a folder of that name was complete once; the manifest shows whether it still is.
+`checkpoints/best` links to the checkpoint with the best score, if known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HASHING_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoint that is whole."""
+    """A complete checkpoint."""
 
     step: int
     folder: Path
@@ -44,13 +44,13 @@ class Checkpoint:
 
     @property
     def training(self) -> Path:
-        """Weights and optimizer state to continue from."""
+        """Weights and optimizer state to resume from."""
         return self.folder / "training"
 
     def damage(self) -> str:
-        """Read all files, and return what is wrong with one of them, on one line; "" if they are as they were written.
+        """Read all files and describe the first damage in one line; "" if they are as written.
 
-        It finds what a disk or a copy did to them; whoever wants to deceive can write another manifest.
+        Detects damage by disks or copying, not tampering, as an attacker can replace the manifest.
         """
         there = _files(self.folder)
         try:
@@ -62,35 +62,35 @@ class Checkpoint:
             if name not in there:
                 return f"{name} is missing"
             if (found := there[name].lstat().st_size) != size:
-                return f"{name} has {found} bytes, and was written with {size}"
+                return f"{name} has {found} bytes, but was written with {size}"
         try:
             digests = _digests({name: there[name] for name in expected})
         except OSError as error:
             return f"{error.filename} cannot be read: {error.strerror or error}"
         changed = (name for name, (_, digest) in expected.items() if digests[name] != digest)
-        return next((f"{name} is not as it was written" for name in changed), "")
+        return next((f"{name} has changed since it was written" for name in changed), "")
 
     def controller_state(self) -> dict[str, object]:
-        """Read what the controller saved.
+        """Read the controller's saved state.
 
         Raises:
-            CheckpointError: the file is missing or broken.
+            CheckpointError: the file is missing or invalid.
         """
         path = self.folder / "controller.json"
         try:
             state = json.loads(path.read_text())
             if not isinstance(state, dict):
-                raise ValueError("it holds no JSON object")
+                raise ValueError("it is not a JSON object")
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error}",
-                hint=f"delete {self.folder} to continue from the checkpoint before it",
+                hint=f"delete {self.folder} to resume from the previous checkpoint",
             ) from error
         return state
 
 
 class Checkpoints:
-    """All checkpoints of a run, in a folder made when the first is written; the newest `keep` and the best stay.
+    """All checkpoints of a run, in a folder created with the first one; keeps the newest `keep` and the best.
 
     checkpoints = Checkpoints(Path("run/checkpoints"), keep=2)
     async with checkpoints.writing(12, {"step": 12}, bytes_needed=1 << 30) as folder:
@@ -105,22 +105,22 @@ class Checkpoints:
         self._best = folder / "best"
 
     def all(self) -> list[Checkpoint]:
-        """List those that were written whole, oldest first."""
+        """List all completely written checkpoints, oldest first."""
         paths = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
         found = [Checkpoint(step=int(path.name.removeprefix("step-")), folder=path) for path in paths]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest that was written whole; None if there is none."""
+        """Return the newest completely written checkpoint; None if there is none."""
         return next(reversed(self.all()), None)
 
     def set_damaged_aside(self, tell: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest one whose files are as they were written; None if there is none.
+        """Return the newest undamaged checkpoint; None if there is none.
 
-        Newer ones, which are not, get other names; `tell` is called with a line about each.
+        Renames newer, damaged ones, and calls `tell` with a line about each.
 
         Raises:
-            CheckpointError: one cannot be renamed.
+            CheckpointError: a damaged checkpoint cannot be renamed.
         """
         for checkpoint in reversed(self.all()):
             damage = checkpoint.damage()
@@ -134,22 +134,22 @@ class Checkpoints:
                 folder.rename(aside)
             except OSError as error:
                 raise CheckpointError(
-                    f"{folder} is damaged ({damage}), and cannot be renamed: {error.strerror or error}",
-                    hint="move it away to continue from the checkpoint before it",
+                    f"{folder} is damaged ({damage}) and cannot be renamed: {error.strerror or error}",
+                    hint="move it away to resume from the previous checkpoint",
                 ) from error
-            tell(f"{folder} is damaged, and the one before it is used: {damage}; it is kept as {aside.name}")
+            tell(f"{folder} is damaged, so the previous checkpoint is used: {damage}; it is kept as {aside.name}")
         return None
 
     def best(self) -> Checkpoint | None:
-        """Return the one that was marked as the best; None if there is none."""
+        """Return the checkpoint marked as best; None if there is none."""
         marked = self._best.readlink().name if self._best.is_symlink() else ""
         return next((checkpoint for checkpoint in self.all() if checkpoint.folder.name == marked), None)
 
     def mark_best(self, step: int | None) -> None:
-        """Mark the checkpoint of this step, or none, as the best: a link that is changed whole or not at all.
+        """Mark the checkpoint of a step, or none, as best, by atomically replacing a link.
 
         Raises:
-            CheckpointError: the folder cannot be written.
+            CheckpointError: the folder is not writable.
         """
         try:
             if step is None:
@@ -172,12 +172,12 @@ class Checkpoints:
         """Write a checkpoint: the body fills the yielded folder's empty `model` and `training`.
 
         Args:
-            controller_state: JSON, written beside.
-            bytes_needed: roughly the bytes that the body writes; checked before anything is written.
-            spare: step of an older checkpoint that stays for now, as its score is not known yet.
+            controller_state: saved as JSON in `controller.json`.
+            bytes_needed: approximate bytes that the body writes; free space is checked before anything is written.
+            spare: step of an older checkpoint to keep for now, as its score is not known yet.
 
         Raises:
-            CheckpointError: no space, or the folder cannot be written.
+            CheckpointError: there is not enough space, or the folder is not writable.
         """
         final = self._folder / f"step-{step:06d}"
         partial = self._folder / f".step-{step:06d}.partial"
@@ -186,31 +186,31 @@ class Checkpoints:
             yield partial
             await _in_thread(lambda: self._commit(partial, final, controller_state, spare))
         except (OSError, CheckpointError) as error:
-            # What else is written may lack the room that it takes.
+            # Free its space for other files.
             await _in_thread(lambda: shutil.rmtree(partial, ignore_errors=True))
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self._folder}: {error.strerror or error}",
-                hint="free space, or choose another --out; earlier checkpoints are as they were",
+                hint="free space, or choose another --out; earlier checkpoints are unaffected",
             ) from error
 
     def _begin(self, partial: Path, bytes_needed: int) -> None:
-        """Remove what interrupted writes left, and make the folders to fill."""
+        """Remove leftovers of interrupted writes, and create the folders to fill."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for leftover in self._folder.glob(".step-*"):
             shutil.rmtree(leftover)
         free = shutil.disk_usage(self._folder).free
         if free < bytes_needed:
             raise CheckpointError(
-                f"a checkpoint takes {bytes_needed / 1e9:.2f} GB and {self._folder} has {free / 1e9:.2f} GB free",
+                f"a checkpoint needs {bytes_needed / 1e9:.2f} GB but {self._folder} has {free / 1e9:.2f} GB free",
                 hint="free space, choose another --out, or lower --keep-checkpoints",
             )
         for part in ("model", "training"):
             (partial / part).mkdir(parents=True)
 
     def _commit(self, partial: Path, final: Path, controller_state: dict[str, object], spare: int | None) -> None:
-        """Bring all to the disk, give it its name, and remove old checkpoints."""
+        """Flush everything to disk, rename the folder, and remove old checkpoints."""
         (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
         files = _files(partial)
         digests = _digests(files)
@@ -219,7 +219,7 @@ class Checkpoints:
         for path in (partial, *partial.rglob("*")):  # so that the rename never outruns the data
             _sync(path)
         if final.exists():
-            # Rename does not replace a full folder; between the two renames the older checkpoint still stands.
+            # Rename cannot replace a non-empty folder; between the two renames the older checkpoint still exists.
             final.rename(final.with_name(f".{final.name}.replaced"))
         partial.rename(final)
         _sync(self._folder)
@@ -231,7 +231,7 @@ class Checkpoints:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Map the name of each file of a checkpoint to its path; links are no files of it."""
+    """Map the name of each file of a checkpoint to its path, ignoring links."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
     return {path.relative_to(folder).as_posix(): path for path in paths if path != folder / _MANIFEST}
 
@@ -251,7 +251,7 @@ def _digests(files: dict[str, Path]) -> dict[str, str]:
 
 
 async def _in_thread(work: Callable[[], None]) -> None:
-    """Run disk work in a thread, to its end also when cancelled: the next write may touch the same folders."""
+    """Run disk work in a thread, to its end even if cancelled: the next write may touch the same folders."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(running)
@@ -261,7 +261,7 @@ async def _in_thread(work: Callable[[], None]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

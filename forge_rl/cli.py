@@ -1,4 +1,4 @@
-"""The command `forge-rl`: runs a recipe or an app, and writes recipes to edit.
+"""The `forge-rl` command: runs recipes and apps, and writes recipes to edit.
 
 forge-rl grpo --steps 20
 forge-rl new my_recipe.py --from grpo
@@ -25,7 +25,7 @@ _QUICK = ("data",)
 
 
 def commands() -> dict[str, str]:
-    """Finds the recipes and apps: dotted module by the command's name."""
+    """Find the recipes and apps: dotted module by command name."""
     found = {}
     for place in PLACES:
         package = importlib.import_module(f"forge_rl.{place}")
@@ -35,7 +35,7 @@ def commands() -> dict[str, str]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line; `sys.argv` by default. Ends the process where a recipe or an app runs."""
+    """Run a command line, `sys.argv` by default. Exits the process after a recipe or an app."""
     given = list(sys.argv[1:] if args is None else args)
     known = commands()
     if given and (name := given[0].replace("_", "-")) in known:
@@ -58,25 +58,25 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def write_recipe(path: Path, template: str, *, force: bool = False) -> str:
-    """Copies a recipe to a file of the user's own, which runs as it is; returns a line that says how.
+    """Copy a recipe to a user's file that runs as is; return a line that says how to run it.
 
     Raises:
-        ConfigError: there is no such recipe, or the file cannot be written.
+        ConfigError: the recipe does not exist, or the file cannot be written.
     """
     recipes = {name: module for name, module in commands().items() if ".recipes." in module}
     name = template.replace("_", "-")
     if name not in recipes:
         raise ConfigError(f"there is no recipe {template!r}", hint=f"choose one of {', '.join(sorted(recipes))}")
     if path.suffix != ".py":
-        raise ConfigError(f"{path} is no Python file", hint="give it a name that ends in .py")
+        raise ConfigError(f"{path} is not a Python file", hint="choose a name that ends in .py")
     source = _source_of(recipes[name]).replace(f"python -m recipes.{name.replace('-', '_')}", f"python {path.name}")
     try:
         with path.open("w" if force else "x") as file:
             file.write(source)
     except FileExistsError:
-        raise ConfigError(f"{path} exists", hint="choose another name, or give --force to overwrite it") from None
+        raise ConfigError(f"{path} exists", hint="choose another name, or add --force to overwrite it") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", hint="choose another place") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", hint="choose another path") from error
     return f"wrote {path}; edit it, and run it with: python {path} --help"
 
 
@@ -90,7 +90,7 @@ def _parser(known: dict[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="forge-rl",
         description="Reinforcement learning for language models.",
-        epilog=f"recipes: {listed['recipes']}; apps: {listed['apps']}. `forge-rl NAME --help` explains one's flags.",
+        epilog=f"recipes: {listed['recipes']}; apps: {listed['apps']}. `forge-rl NAME --help` explains its flags.",
     )
     parser.add_argument("--version", action="version", version=f"forge_rl {importlib.metadata.version('forge_rl')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")

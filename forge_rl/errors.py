@@ -1,4 +1,4 @@
-"""Errors that a user can meet, each with the value seen and a hint; recipes print them as one clear message."""
+"""User-facing errors, each with the value seen and a hint; recipes print them as one clear message."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from forge_rl.terminal import visible
 
 
 class ForgeError(Exception):
-    """Base of every error that a user can meet.
+    """Base class of all user-facing errors.
 
         raise ConfigError(f"there are {n} replicas", hint="set --generator.replicas to 1 or more")
 
     Args:
-        message: what went wrong, with the value that was seen.
-        hint: what to do about it; printed on a line of its own.
+        message: what went wrong, with the value seen.
+        hint: what to do about it; printed on its own line.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -25,16 +25,16 @@ class ForgeError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        # An error keeps its class and fields across processes, whatever its constructor wants.
+        # Keep class and fields across processes, whatever the constructor's arguments.
         return copyreg.__newobj__, (type(self), self.message, self.hint), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
-        # Messages quote models, agents, files and other machines, and are shown on terminals.
+        # Messages shown on terminals quote untrusted text from models, agents, files and other machines.
         return visible(f"{self.message}\n  hint: {self.hint}" if self.hint else self.message)
 
 
 class ConfigError(ForgeError):
-    """A flag or a combination of flags that cannot work."""
+    """An invalid flag or combination of flags."""
 
 
 def check_flags(
@@ -49,7 +49,7 @@ def check_flags(
     """Check fields of a config against limits: `check_flags(self, "--generator.", least={"replicas": 1})`.
 
     Raises:
-        ConfigError: a field is not within its limit; names the flag, which is `flags` and the field.
+        ConfigError: a field exceeds a limit; names the flag, which is `flags` plus the field's name.
     """
     for limits, within, words in (
         (least, operator.ge, "{} or more"),
@@ -68,11 +68,11 @@ class ModelError(ForgeError):
 
 
 class TaskError(ForgeError):
-    """A task source that does not exist or cannot give tasks."""
+    """A task source that does not exist or yields no tasks."""
 
 
 class UnscoredError(TaskError):
-    """A reward that failed again and again: nothing can be scored before another one takes its place."""
+    """A reward that failed repeatedly: nothing can be scored until it is replaced."""
 
 
 class ContextError(ForgeError):
@@ -88,14 +88,14 @@ class WeightsError(ForgeError):
 
 
 class AttestationError(WeightsError):
-    """Weights of an engine that are not those that the trainer published."""
+    """An engine's weights that differ from what the trainer published."""
 
 
 class LossError(ForgeError):
-    """A loss that raised, or returned something else than a loss.
+    """A loss function that raised, or did not return a loss.
 
     Args:
-        trace: the whole trace, for logs.
+        trace: the full traceback, for logs.
     """
 
     def __init__(self, message: str, *, hint: str = "", trace: str = "") -> None:
@@ -104,11 +104,11 @@ class LossError(ForgeError):
 
 
 class JudgeError(ForgeError):
-    """A judge that gave no score although it was asked again: the episode's outcome is a judge error."""
+    """A judge that returned no score even after retries: the episode's outcome is a judge error."""
 
 
 class SpendingError(JudgeError):
-    """A spending limit that is reached: it ends the run."""
+    """A spending limit was reached; ends the run."""
 
 
 class ServiceError(ForgeError):
@@ -116,7 +116,7 @@ class ServiceError(ForgeError):
 
     Args:
         replica: index of the replica, or None if the whole service failed.
-        call: the remote call in flight, or "" when none was.
+        call: the remote call in flight, or "" if there was none.
         hint: what to do about it.
     """
 
@@ -136,14 +136,14 @@ class ServiceError(ForgeError):
 
 
 class ReplicaError(ServiceError):
-    """A replica that died or hung; its calls can be tried again on another one."""
+    """A replica that died or hung; its calls can be retried on another one."""
 
     blamed: bool | None = None
-    """Whether the replica died of this very call, whose code it ran then; None if that is not known."""
+    """Whether the replica died while running this very call; None if unknown."""
 
 
 class PoisonError(ServiceError):
-    """Work that ended several replicas, one after another: it is not tried again."""
+    """Work that killed several replicas, one after another, and is not retried."""
 
 
 class DeadlineError(ServiceError):
@@ -151,4 +151,4 @@ class DeadlineError(ServiceError):
 
 
 class HangError(DeadlineError):
-    """Code of the user's that did not come back within its deadline, and was ended with its process."""
+    """User code that did not return within its deadline and was killed with its process."""

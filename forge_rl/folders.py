@@ -1,4 +1,4 @@
-"""Folders that nobody else has written to: checked before what is in them is read, run over or written through."""
+"""Folder ownership checks, made before contents are read, executed or written."""
 
 from __future__ import annotations
 
@@ -13,51 +13,53 @@ from forge_rl.errors import ForgeError
 
 
 def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) -> None:
-    """Make a folder that only this user can enter, or check one that exists and close it to others.
+    """Create a folder that only this user can enter, or check an existing one and remove others' access.
 
         make_private(Path("runs/grpo-1"), CheckpointError)
 
     Args:
-        deep: check all that is in it, as in `check_own`.
+        error: class of the error to raise.
+        deep: check the contents too, as in `check_own`.
 
     Raises:
-        ForgeError: in the cases of `check_own`; it is an `error`.
-        OSError: it cannot be made.
+        ForgeError: an `error`, in the cases of `check_own`.
+        OSError: the folder cannot be created.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     check_own(folder, error, deep=deep)
-    with contextlib.suppress(OSError):  # a file system without modes, where the check has found nobody who may write
+    with contextlib.suppress(OSError):  # a file system without modes; the check found that nobody else may write
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o077)
 
 
 def check_own(folder: Path, error: type[ForgeError], *, deep: bool = True) -> None:
-    """Check that a folder and all that is in it are this user's or root's, and that nobody else may have put it there.
+    """Check that a folder and its contents belong to this user or root, and that nobody else could have put them there.
 
-    Groups are trusted: who shares a folder with one, as umask 002 does, means to. Where a file system changes owners,
-    as NFS does with root's files, those that it gives to new files are this user's. Links may lead to other places in
-    the folder.
+    Groups are trusted: whoever shares a folder with a group, as umask 002 does, means to. If a file system maps owners,
+    as NFS does with root's files, the owner that it gives to new files counts as this user. Links may point to other
+    places inside the folder.
 
     Args:
-        deep: look at all that is in it, and not only at the folder itself.
+        error: class of the error to raise.
+        deep: check the contents too, not only the folder itself.
 
     Raises:
-        ForgeError: something in it is somebody else's, can be written by anybody, leads out of it, or is neither file
-            nor folder nor a socket. It is an `error`.
-        OSError: it cannot be read.
+        ForgeError: an `error`: something belongs to another user, is world-writable, links out of the folder, or is
+            neither a file, a folder nor a socket.
+        OSError: the folder cannot be read.
     """
     found = next(_problems(folder, deep=deep), "")
     if found:
         raise error(
             f"{folder} cannot be trusted: {found}",
-            hint="if you know all that is in it, mend it with chown -R and chmod -R go-w, or copy it with cp -rL; else "
+            hint="if you trust its contents, fix it with chown -R and chmod -R go-w, or copy it with cp -rL; otherwise "
             "choose another folder",
         )
 
 
 def _problems(folder: Path, *, deep: bool) -> Iterator[str]:
-    """Say what others may have put into a folder."""
+    """Yield descriptions of anything that others may have put into a folder."""
     top, real = folder.lstat(), folder.resolve()
     status = real.stat()
     owners = {os.geteuid(), 0}
@@ -71,7 +73,7 @@ def _problems(folder: Path, *, deep: bool) -> Iterator[str]:
     open_to_all = bool(status.st_mode & stat.S_IXOTH)
     for place, folders, files in os.walk(real) if deep else ():
         for path in (Path(place, name) for name in (*folders, *files)):
-            with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 yield from _problem(path, real, owners, open_to_all=open_to_all)
 
 
@@ -83,6 +85,6 @@ def _problem(path: Path, top: Path, owners: set[int], *, open_to_all: bool) -> I
         if not (target := path.resolve()).is_relative_to(top):
             yield f"{path} is a link to {target}"
     elif not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISSOCK(status.st_mode)):
-        yield f"{path} is neither file nor folder"  # who opens a pipe waits for ever; a socket cannot be opened
+        yield f"{path} is neither file nor folder"  # opening a pipe blocks forever; a socket cannot be opened
     elif open_to_all and status.st_mode & stat.S_IWOTH:
         yield f"anybody may write to {path} (mode {stat.S_IMODE(status.st_mode):o})"

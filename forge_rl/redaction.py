@@ -1,4 +1,4 @@
-"""Secrets: told by the names of settings and variables, and left out of what is written or handed on."""
+"""Redaction: recognises secrets by the names of settings and variables, and removes credentials from URLs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SECRET = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Return True if the name of a setting or variable says that its value is secret, as OPENAI_API_KEY does."""
+    """Return True if the name of a setting or variable suggests a secret value, as OPENAI_API_KEY does."""
     return _SECRET.search(name) is not None
 
 
 def without_credentials(text: str) -> str:
-    """Leave user and password out of URLs: `https://me:secret@host/v1` becomes `https://host/v1`."""
+    """Remove user and password from URLs: `https://me:secret@host/v1` becomes `https://host/v1`."""
     return _CREDENTIALS.sub("://", text)

@@ -1,4 +1,4 @@
-"""Small helpers for the texts by which flags name sources, rewards and environments with their options."""
+"""Helpers to parse flag values that name sources, rewards and environments with options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 
 def split_commas(text: str) -> list[str]:
-    """Split at the commas that are outside brackets and quotes; empty parts are left out."""
+    """Split at commas outside brackets and quotes, dropping empty parts."""
     parts, depth, quote = [""], 0, ""
     for char in text:
         if quote:
@@ -26,7 +26,7 @@ def split_commas(text: str) -> list[str]:
 
 
 def suggest(wrong: str, names: Collection[str], what: str) -> str:
-    """Return a hint for a name that does not exist: the ones like it, and all that do."""
+    """Return a hint for an unknown name: similar names, and all valid ones."""
     close = difflib.get_close_matches(wrong, names, n=2)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{meant}{what}: {', '.join(sorted(names)) or 'none'}"

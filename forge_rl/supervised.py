@@ -1,6 +1,6 @@
-"""Commands under a supervisor, which ends with all that they have started, also in sessions of their own.
+"""Runs a command under a supervisor that kills all its descendants, even those in their own sessions.
 
-This file is also run alone, by an interpreter that imports nothing else of this library.
+This file also runs as a script that imports nothing else from this library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_S = 30.0
-"""Longest time for which processes are killed again and again; what the kernel keeps longer is left behind."""
+"""Maximum seconds of repeated kills; processes that the kernel keeps longer are left behind."""
 
 
 def supervised(command: Sequence[str], limits: Mapping[str, int] | None = None) -> list[str]:
@@ -26,12 +26,12 @@ def supervised(command: Sequence[str], limits: Mapping[str, int] | None = None) 
 
         Popen(supervised(["node", "agent.js"], {"RLIMIT_NOFILE": 64}), start_new_session=True)
 
-    It ends as the command does, with its status or signal, once everything that the command has started is killed;
-    also at SIGTERM, and when the process that started it ends. Only what kills it by SIGKILL gets around it.
+    When the command exits, or on SIGTERM, or when the process that started it exits, the supervisor kills everything
+    that the command has started, then exits with the command's status or signal. Only a SIGKILL to it bypasses this.
 
     Args:
         command: program and arguments.
-        limits: bounds for each process, by their names in Python's module resource.
+        limits: resource limits per process, by their names in Python's `resource` module.
     """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), json.dumps(dict(limits or {})), *command]
 
@@ -53,7 +53,7 @@ def _supervise(parent: int, limits: Mapping[str, int], command: Sequence[str]) -
             _become(limits, command)
         os._exit(1)
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):  # they are the command's
+    for fd in range(3):  # these belong to the command
         os.dup2(null, fd)
     status = None
     while status is None:
@@ -69,7 +69,7 @@ def _become(limits: Mapping[str, int], command: Sequence[str]) -> None:
     for name, value in limits.items():
         limit = getattr(resource, name)
         most = resource.getrlimit(limit)[1]
-        # Past the soft limit of processor time it is told so, and past the hard one killed.
+        # Beyond the soft CPU time limit a process gets SIGXCPU, beyond the hard limit SIGKILL.
         hard = value + 5 * (name == "RLIMIT_CPU")
         hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
         resource.setrlimit(limit, (min(value, hard), hard))
@@ -80,25 +80,25 @@ def _become(limits: Mapping[str, int], command: Sequence[str]) -> None:
 
 
 def _end_all() -> dict[int, int]:
-    """Kill all descendants, and return how they ended: those of a process that ends become this one's own children."""
+    """Kill all descendants and return their statuses; orphaned descendants are reparented to this process."""
     until = time.monotonic() + _MOST_S
     statuses: dict[int, int] = {}
     while time.monotonic() < until:
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts no more
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # a stopped process cannot fork
             for pid in _descendants():
-                with contextlib.suppress(OSError):  # it ended, or has become somebody else's
+                with contextlib.suppress(OSError):  # it exited, or the PID was reused by another user
                     os.kill(pid, number)
         statuses |= _reaped()
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        except ChildProcessError:  # there are none
+        except ChildProcessError:  # no children left
             break
         time.sleep(0.002)
     return statuses
 
 
 def _reaped() -> dict[int, int]:
-    """Take the statuses of children that have ended, by number."""
+    """Reap exited children and return their statuses by PID."""
     statuses = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -109,7 +109,7 @@ def _reaped() -> dict[int, int]:
 def _descendants() -> list[int]:
     found = [os.getpid()]
     for pid in found:
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # it exited
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children") as file:
                     found += map(int, file.read().split())
@@ -119,7 +119,7 @@ def _descendants() -> list[int]:
 def _end_as(status: int) -> NoReturn:
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told so meanwhile
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one may have arrived meanwhile
         with contextlib.suppress(OSError):  # SIGKILL has no other handler
             signal.signal(-status, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])

@@ -1,4 +1,4 @@
-"""Data that flows through a run, all of it frozen.
+"""Data types that flow through a run, all frozen.
 
 Shape legend, used in every docstring and as dim names:
     P  groups in a batch (one task each)
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     import torch
 
 Message = Mapping[str, object]
-"""One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what chat templates take
-beside these, such as "tool_calls"."""
+"""One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}, and optionally other keys of
+chat templates, such as "tool_calls"."""
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 """Token ids as an argument."""
 
 Advantages: TypeAlias = "torch.Tensor | Sequence[Sequence[npt.NDArray[np.float32]]]"
-"""One advantage for each episode of a batch, [P, G] float32; or [P][G] arrays with one for each token that the
-episode's model wrote, turn after turn."""
+"""One advantage per episode of a batch, [P, G] float32; or [P][G] arrays with one per token that the model generated in
+the episode, turn after turn."""
 
 D = TypeVar("D", bound=np.generic)
 
 
 class TokenArray(Generic[D]):
-    """Field of a frozen dataclass that holds an array, whatever sequence the constructor is given.
+    """Field of a frozen dataclass that stores any sequence as an array.
 
-    Four bytes a token, where a tuple of Python's numbers takes ten times as many. An array of the right kind is kept as
-    it is: nobody may write into it.
+    Four bytes per token, a tenth of a tuple of Python numbers. An array of the right dtype is stored without copying,
+    so nobody may write to it.
     """
 
     def __init__(self, dtype: type[D]) -> None:
@@ -49,12 +49,12 @@ class TokenArray(Generic[D]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    if TYPE_CHECKING:  # without it attributes are looked up in the instance at once
+    if TYPE_CHECKING:  # without __get__, lookups go directly to the instance, which is faster
 
         def __get__(self, instance: object, owner: type | None = None) -> npt.NDArray[D]: ...
 
     def __set__(self, instance: object, values: Sequence[int] | Sequence[float] | npt.NDArray[Any]) -> None:
-        if cast(object, values) is self:  # what a dataclass takes for the default
+        if cast(object, values) is self:  # dataclasses pass it as the default
             raise TypeError(f"{type(instance).__name__} needs the argument {self._name}")
         if type(values) is not np.ndarray or values.dtype is not self._dtype:
             values = np.array(values, self._dtype)
@@ -63,7 +63,7 @@ class TokenArray(Generic[D]):
 
 
 class _ByValue:
-    """Compares dataclasses that hold arrays by their values; NaN equals NaN."""
+    """Compares dataclasses with array fields by value; NaN equals NaN."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -84,57 +84,57 @@ def _same(a: object, b: object) -> bool:
 
 
 class Outcome(enum.StrEnum):
-    """End of an episode: whether it may be trained on, and whose fault an error was."""
+    """How an episode ended: whether it may be trained on, and whose fault an error was."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
-    """The last completion was cut by a token limit, or the context had no room for another. Scored."""
+    """A token limit cut the last completion, or the context had no room for another. Scored."""
     MODEL_ERROR = "model_error"
-    """The model broke the environment's protocol, as its Step said. Scored."""
+    """The model broke the environment's protocol, as its Step reported. Scored."""
     ENVIRONMENT_ERROR = "environment_error"
     """The environment raised. Not scored."""
     INFRASTRUCTURE_ERROR = "infrastructure_error"
-    """A replica died or hung and the work could not be saved, or a deadline passed. Not scored."""
+    """A replica died or hung and the work was lost, or a deadline expired. Not scored."""
     JUDGE_ERROR = "judge_error"
-    """The reward raised, or was no finite number. Not scored."""
+    """The reward raised, or was not a finite number. Not scored."""
 
     @property
     def scored(self) -> bool:
-        """True if the episode says something about the policy; others never enter a group."""
+        """True if the episode is evidence about the policy; others never enter a group."""
         return self in (Outcome.COMPLETED, Outcome.TRUNCATED, Outcome.MODEL_ERROR)
 
     @property
     def hint(self) -> str:
-        """Advice to a user whose episodes fail so; "" for those that do not fail."""
+        """Advice for a user whose episodes fail like this; "" for outcomes that are not failures."""
         return {
-            Outcome.ENVIRONMENT_ERROR: "mend the environment or the agent, which raised this",
-            Outcome.JUDGE_ERROR: "mend the reward function, which raised this; a live run takes another one with "
-            "`await run.reward.replace(function)`, and a stopped one with --out FOLDER and another --reward, or, once "
-            "its file is edited, --force-continue",
-            Outcome.INFRASTRUCTURE_ERROR: "look at the faults in events.jsonl and at logs/ in the run folder",
+            Outcome.ENVIRONMENT_ERROR: "fix the environment or the agent, which raised this",
+            Outcome.JUDGE_ERROR: "fix the reward function, which raised this; replace it in a live run with "
+            "`await run.reward.replace(function)`, or in a stopped one with --out FOLDER and another --reward, or, "
+            "once its file is edited, --force-continue",
+            Outcome.INFRASTRUCTURE_ERROR: "see the faults in events.jsonl and logs/ in the run folder",
         }.get(self, "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One problem: the messages that the model is shown, and the truth that its answer is verified by.
+    """One problem: the messages for the model, and the truth for verifying its answer.
 
     Task(id="sum/1", source="sum", messages=({"role": "user", "content": "2+3?"},), truth={"answer": "5"})
     """
 
     id: str
-    """Unique within its source and the same in every run."""
+    """Identifier, unique within the source and the same in every run."""
     source: str
-    """Name of the source that it came from."""
+    """Name of the task's source."""
     messages: tuple[Message, ...]
-    """Conversation that the model continues."""
+    """Conversation for the model to continue."""
     truth: Mapping[str, object] = field(default_factory=dict)
     """Data for the verifier; never shown to the model. Must pickle."""
     tools: tuple[Mapping[str, object], ...] = ()
-    """JSON schemas of the tools that the model is shown, as chat templates take them."""
+    """JSON schemas of the tools for the model, in the format of chat templates."""
     verifier: str = ""
-    """Name of the verifier that the task's source brings along, such as "reasoning_gym"; "" if it brings none. Set by
-    code alone: nothing that a file's row holds gets here."""
+    """Name of the source's own verifier, such as "reasoning_gym"; "" if it has none. Set only by code, never from the
+    rows of a file."""
 
     @property
     def prompt(self) -> str:
@@ -149,31 +149,31 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """Text of the arguments as the model wrote them; JSON if it did well."""
+    """Arguments as the model wrote them; JSON if the call is well-formed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Turn(_ByValue):
-    """One completion with its prompt. All ids are the engine's own; text is never tokenised again.
+    """One completion with its prompt. All ids come from the engine; text is never re-tokenized.
 
     Turn(prompt_ids=(1, 17, 4), token_ids=(9, 2), logprobs=(-0.7, -0.1), versions=(3, 3), text="5")
     """
 
     prompt_ids: TokenArray[np.int32] = TokenArray(np.int32)
-    """Every token that the model saw before this completion."""
+    """All tokens that the model saw before this completion."""
     token_ids: TokenArray[np.int32] = TokenArray(np.int32)
-    """Tokens of the completion, with the end-of-sequence token when the model produced one."""
+    """Tokens of the completion, including the end-of-sequence token if the model produced one."""
     logprobs: TokenArray[np.float32] = TokenArray(np.float32)
-    """Behaviour log-probability of each completion token, from the engine, under the distribution it sampled from."""
+    """The engine's behaviour logprob of each completion token, under the distribution that it sampled from."""
     versions: TokenArray[np.int32] = TokenArray(np.int32)
     """Version of the weights that produced each completion token."""
     text: str
-    """The completion, decoded, without special tokens."""
+    """Decoded completion without special tokens."""
     truncated: bool = False
-    """True if the completion was cut by a token limit."""
+    """True if a token limit cut the completion."""
     routed: npt.NDArray[Any] | None = None
-    """Experts that the engine routed each token of the context to, `[tokens - 1, layers, top_k] uint8 or uint16`: the
-    last token was drawn, and not computed. None where nobody asked."""
+    """Experts to which the engine routed each token of the context, `[tokens - 1, layers, top_k] uint8 or uint16`: the
+    last token was sampled but not computed. None if not requested."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
@@ -181,39 +181,39 @@ class Turn(_ByValue):
 
     @classmethod
     def of_arrays(cls, **fields: Any) -> Turn:
-        """Make a turn from all its fields, whose arrays are of the right kind and length: a quarter of the time."""
+        """Make a turn from all its fields without checks, which is four times faster; arrays must fit already."""
         turn = object.__new__(cls)
         turn.__dict__.update(fields)
         return turn
 
     @property
     def context(self) -> npt.NDArray[np.int32]:
-        """Prompt and completion: what the prompt of the next turn begins with."""
+        """Prompt and completion, the prefix of the next turn's prompt."""
         return np.concatenate([self.prompt_ids, self.token_ids])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk(_ByValue):
-    """A piece of a completion as it is decoded. Token fields are aligned, as in Turn."""
+    """Part of a completion, as it is decoded. Token fields are aligned, as in Turn."""
 
     token_ids: TokenArray[np.int32] = TokenArray(np.int32)
     logprobs: TokenArray[np.float32] = TokenArray(np.float32)
-    """Log-probabilities as in Turn; NaN in greedy decoding."""
+    """Logprobs as in Turn; NaN in greedy decoding."""
     versions: TokenArray[np.int32] = TokenArray(np.int32)
     text: str
-    """Text that these tokens add; may lag behind them where a character is not complete."""
+    """Text that these tokens add; may lag behind them if a character is incomplete."""
     finish: Literal["", "stop", "length"] = ""
-    """Reason why the completion ends with this chunk; "" while it goes on."""
+    """Finish reason if the completion ends with this chunk, else ""."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """The likeliest (id, logprob) pairs at each token, if Sampling.top_logprobs asked for them."""
+    """Most likely (id, logprob) pairs at each token, if requested by Sampling.top_logprobs."""
     routed: npt.NDArray[Any] | None = None
-    """Experts as in Turn, of the prompt's tokens too; with the last chunk, if the engine was asked for them."""
+    """Experts as in Turn, including the prompt's tokens; in the last chunk, if requested."""
     prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
-    """(id, logprob, rank) of each token of the prompt and of its likeliest alternatives; none for the first token. With
-    the first chunk, if the request's "prompt_logprobs" asked for them."""
+    """(id, logprob, rank) of each prompt token and its most likely alternatives, empty for the first token; in the
+    first chunk, if requested by "prompt_logprobs"."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A third of the time that pickling three arrays takes: there is a chunk for each token of a stream.
+        # Takes a third of the time of pickling three arrays; a stream has a chunk per token.
         arrays = (self.token_ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes())
         return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed, self.prompt)
 
@@ -235,10 +235,10 @@ def _read_chunk(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment(_ByValue):
-    """One training sequence: a longest run of turns in which each prompt extends what came before.
+    """One training sequence: a maximal run of turns in which each prompt extends the previous context.
 
-    All fields have length T. Entry t describes token t itself (not t+1); logprobs are 0, versions and turns -1 where
-    trained is False.
+    All fields have length T. Entry t describes token t itself (not t+1); where trained is False, logprobs are 0 and
+    versions and turns are -1.
     """
 
     token_ids: TokenArray[np.int32] = TokenArray(np.int32)
@@ -248,28 +248,28 @@ class Segment(_ByValue):
     turns: TokenArray[np.int32] = TokenArray(np.int32)
     """Index of the token's turn within its episode."""
     routed: npt.NDArray[Any] | None = None
-    """Experts that engines routed each token to, `[T, layers, top_k] uint8 or uint16`; those of the last token, which
-    was not computed, are those of the one before. None where they are not known."""
+    """Experts to which engines routed each token, `[T, layers, top_k] uint8 or uint16`; the last token, which was not
+    computed, repeats the previous token's. None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Reward of an episode: a total, and what it is made of.
+    """Reward of an episode: a total and its parts.
 
     Score(total=0.9, parts={"correct": 1.0, "length": -0.1}, answer="42")
     Score(total=1.0, turns=(0.0, 0.5, 1.0))  # for an episode of three turns
     """
 
     total: float
-    """Reward of the whole episode: advantages are taken of it."""
+    """Reward of the whole episode, from which advantages are computed."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts, each a metric."""
     turns: Sequence[float] = ()
-    """A value for each turn, which its tokens alone are credited with, beside the total; () for none."""
+    """A value per turn, credited only to its tokens, in addition to the total; () for none."""
     tokens: Sequence[Sequence[float] | npt.NDArray[Any]] = ()
-    """A value for each token of each turn, beside the total; NaN where a token has none; () for none."""
+    """A value per token of each turn, in addition to the total; NaN for a token without one; () for none."""
     answer: str = ""
-    """Answer that was found in the episode: what a majority of episodes is taken of."""
+    """Answer extracted from the episode, for majority votes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,23 +282,23 @@ class Episode:
 
     task: Task
     turns: tuple[Turn, ...]
-    """Turns; a prompt that repeats the turns before it is a view of the same memory."""
+    """Turns; a prompt that repeats previous turns is a view of the same memory."""
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward by name."""
     turn_values: tuple[float, ...] = ()
-    """Value of each turn beside the reward; () where the reward gave none."""
+    """A value per turn in addition to the reward; () for none."""
     token_values: tuple[npt.NDArray[np.float32], ...] = field(default=(), compare=False)
-    """Values of tokens beside the reward: an array for each turn, NaN where a token has none; () for none."""
+    """Token values in addition to the reward: an array per turn, NaN for a token without one; () for none."""
     answer: str = ""
-    """Answer that the reward found in the episode, if it said so."""
+    """Answer that the reward extracted from the episode, if any."""
     output: str | None = None
-    """Text that an agent gave as its result; None where the last completion is."""
+    """Result text of an agent; None if the last completion is the result."""
     outcome: Outcome = Outcome.COMPLETED
     problem: str = ""
-    """Cause of the error, where the outcome is one; what failed at first, where the score was tried again."""
+    """Cause of the error if the outcome is one; the first failure if scoring was retried."""
     seconds: float = 0.0
-    """Wall time from the first request to the score."""
+    """Wall time in seconds from the first request to the score."""
     _runs: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     """Indices of the turns of each segment."""
 
@@ -317,10 +317,10 @@ class Episode:
         for run in runs:
             if len(run) > 1:
                 _share_prompts([turns[place] for place in run])
-        self.__dict__["_runs"] = tuple(map(tuple, runs))  # of which the garbage collector looks at none
+        self.__dict__["_runs"] = tuple(map(tuple, runs))  # tuples of ints are untracked by the garbage collector
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Prompts repeat what came before them: the ids of a run of turns are sent once.
+        # Prompts repeat the previous context, so the ids of a run of turns are sent once.
         last = {place: run[-1] for run in self._runs for place in run}
         sent = tuple(
             turn if place == last[place] else (last[place], len(turn.prompt_ids), _without_ids(turn))
@@ -330,27 +330,27 @@ class Episode:
         return _read_episode, (sent, rest)
 
     def updated(self, **fields: Any) -> Episode:
-        """Return the episode with other values of some fields, but the same turns: those are not compared again."""
+        """Return a copy with some fields changed; the turns must be the same, as they are not compared again."""
         episode = object.__new__(Episode)
         episode.__dict__.update(self.__dict__, **fields)
         return episode
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Turns joined by longest exact token prefix; a rewritten history starts a new segment of the same reward.
+        """Turns joined by longest exact token prefix; a rewritten history starts a new segment with the same reward.
 
-        They are made anew for each caller: most episodes are asked for them once.
+        Rebuilt on each access, as most episodes need them once.
         """
         return tuple(_join(self.turns, run) for run in self._runs)
 
     @property
     def response_tokens(self) -> int:
-        """Number of tokens that the model produced, over all turns."""
+        """Number of tokens that the model generated, over all turns."""
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def text(self) -> str:
-        """Text that rewards score: what an agent gave as its result, or else the last completion."""
+        """Text that rewards score: an agent's result, or else the last completion."""
         if self.output is not None:
             return self.output
         return self.turns[-1].text if self.turns else ""
@@ -377,7 +377,7 @@ def _length(turn: Turn) -> int:
 
 
 def _continues(turn: Turn, last: Turn) -> bool:
-    """Tell whether a turn's prompt begins with everything up to the end of another turn."""
+    """Return True if a turn's prompt begins with the whole context of another turn."""
     shown, prompt, end = turn.prompt_ids, len(last.prompt_ids), _length(last)
     return (
         len(shown) >= end
@@ -387,7 +387,7 @@ def _continues(turn: Turn, last: Turn) -> bool:
 
 
 def _share_prompts(run: Sequence[Turn]) -> None:
-    """Make the ids of a run's turns views of the last one's context, which repeats all the others: equal values."""
+    """Make the ids of a run's turns views of the last turn's context, which contains them all."""
     ids = run[-1].context
     ids.flags.writeable = False
     for turn in run:
@@ -409,7 +409,7 @@ def _join(turns: Sequence[Turn], run: Sequence[int]) -> Segment:
 
 
 def _join_routed(turns: Sequence[npt.NDArray[Any] | None], tokens: int) -> npt.NDArray[Any] | None:
-    """Return the experts of a segment's tokens, each as it was computed first; None if some are not known."""
+    """Return the experts of a segment's tokens, each as first computed; None if some are unknown."""
     parts, known = list[npt.NDArray[Any]](), 0
     for routed in turns:
         if routed is not None and len(routed) > known:
@@ -435,7 +435,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The P groups that are trained together, all of the same size G.
+    """P groups that are trained on together, all of the same size G.
 
     batch = await run.rollouts.next_batch()
     advantages = group_advantages(batch.rewards)  # [P, G]
@@ -443,7 +443,7 @@ class Batch:
 
     groups: tuple[Group, ...]
     version: int
-    """Latest published version when the batch was delivered; a token's lag is this minus its own."""
+    """Latest published version when the batch was delivered; a token's lag is this minus its version."""
 
     @property
     def episodes(self) -> tuple[Episode, ...]:
@@ -459,24 +459,24 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings by which a completion is sampled.
+    """Sampling settings of a completion.
 
         Sampling(max_tokens=256, temperature=0.8, stop=("</answer>",))
 
-    Top-p, top-k and penalties are in `extra` on purpose: they make the behaviour logprobs those of another distribution
-    than the one that is trained.
+    Top-p, top-k and penalties are deliberately left to `extra`: with them, the behaviour logprobs belong to another
+    distribution than the trained one.
     """
 
     max_tokens: int
     """Maximum tokens of a completion."""
     temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
+    """Divisor of the logits; 0 is greedy."""
     seed: int | None = None
-    """Seed of this completion alone; None draws from the engine's own stream."""
+    """Seed of this completion; None uses the engine's random stream."""
     stop: tuple[str, ...] = ()
-    """Texts that end the completion; left out of its text, but their tokens are kept."""
+    """Texts that end the completion; excluded from its text, but their tokens are kept."""
     top_logprobs: int = 0
-    """Number of likeliest alternatives to report for each token."""
+    """Number of most likely alternatives to report per token."""
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
-    """Settings of the engine's own, by its names: `{"top_p": 0.9, "structured_outputs": {"json": schema}}`. Once a
-    completion that has some has begun, it is not resumed on another engine."""
+    """Engine-specific settings by the engine's names: `{"top_p": 0.9, "structured_outputs": {"json": schema}}`. A
+    completion with any of these is not resumed on another engine once it has begun."""

@@ -1,4 +1,4 @@
-"""Functions and classes of a user's own, by the text that names them in a flag."""
+"""Loads a user's functions and classes by the text that names them in a flag."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from forge_rl.errors import ConfigError
 
 
 def names_code(text: str) -> bool:
-    """Tell whether a text has the form MODULE:NAME or FILE.py:NAME, and is no name of something bundled."""
+    """Return True if a text has the form MODULE:NAME or FILE.py:NAME, as opposed to the name of something bundled."""
     module, colon, name = text.rpartition(":")
     return bool(module and colon) and name.replace(".", "_").isidentifier() and "=" not in module
 
 
 def load(text: str, flag: str) -> object:
-    """Return what `MODULE:NAME` or `FILE.py:NAME` names.
+    """Return the object that `MODULE:NAME` or `FILE.py:NAME` names.
 
         score = load("mine.py:score", "--reward")
 
-    A file is run anew whenever it has changed, and what it defines reaches other processes with its code. Its folder is
-    searched for modules that it imports.
+    A file is run again whenever it has changed, and its definitions are pickled by value for other processes. Its
+    folder is added to the module search path.
 
     Args:
-        flag: the flag that the text was given to, for errors.
+        flag: the flag with this value, for errors.
 
     Raises:
-        ConfigError: there is no such module, file or name, or it fails.
+        ConfigError: the module, file or name does not exist, or importing it fails.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
@@ -58,7 +58,7 @@ def _of_name(place: str, flag: str) -> ModuleType:
             raise _failed(place, flag, error) from error
         raise ConfigError(
             f"{flag} {place}: there is no module {error.name}",
-            hint="start where it can be imported, or name its file as FILE.py:NAME",
+            hint="start in a folder from which it can be imported, or name its file as FILE.py:NAME",
         ) from None
     except Exception as error:
         raise _failed(place, flag, error) from error
@@ -71,9 +71,7 @@ def _of_file(path: Path, flag: str) -> ModuleType:
         path = path.resolve(strict=True)
         source = path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"{flag} {path}: {error.strerror or error}", hint="name a Python file that is there"
-        ) from None
+        raise ConfigError(f"{flag} {path}: {error.strerror or error}", hint="name an existing Python file") from None
     digest = hashlib.sha256(str(path).encode() + source).hexdigest()[:12]
     name = f"{path.stem}_{digest}"
     if name in sys.modules:
@@ -93,9 +91,9 @@ def _of_file(path: Path, flag: str) -> ModuleType:
 
 
 def line_of(error: BaseException) -> str:
-    """Return FILE:LINE at which a user's code raised, or called what raised; that of the last frame if none is theirs.
+    """Return FILE:LINE of the innermost frame in the user's code, or else of the innermost frame.
 
-    Code of Python's own, of installed packages and of this one is nobody's.
+    Code of Python itself, of installed packages and of this package is not the user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
     places = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
@@ -109,7 +107,7 @@ def _failed(place: str, flag: str, error: Exception) -> ConfigError:
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}:{error.lineno})"
         error.msg = error.msg or ""
-        return ConfigError(f"{flag} {place} cannot be imported: SyntaxError: {error.msg}{where}", hint="mend the file")
+        return ConfigError(f"{flag} {place} cannot be imported: SyntaxError: {error.msg}{where}", hint="fix the file")
     return ConfigError(
-        f"{flag} {place} cannot be imported: {type(error).__name__}: {error}{where}", hint="mend it, or what it imports"
+        f"{flag} {place} cannot be imported: {type(error).__name__}: {error}{where}", hint="fix it, or its imports"
     )

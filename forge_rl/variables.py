@@ -1,4 +1,4 @@
-"""Environment variables: which ones other processes get, and how the rest is kept where no other process reads it."""
+"""Environment variables: which ones child processes get, and how the rest is hidden from other processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from forge_rl.errors import ConfigError
 from forge_rl.redaction import is_secret, without_credentials
 
 _PASSED = "FORGE_RL_PASS_ENV"
-"""Variable with the names that a user has added, between commas."""
+"""Variable with the names that the user has added, comma-separated."""
 _OWN = "FORGE_RL_PRIVATE_NETWORK"
-"""Belongs to one process, and to none that it starts."""
+"""Variable of a single process, never passed to its children."""
 _LISTED = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|PWD|HOSTNAME|LANG|LANGUAGE|TZ|TERM|TMPDIR|TEMP|TMP|LD_LIBRARY_PATH|LD_PRELOAD"
     r"|LIBRARY_PATH|CPATH|CC|CXX|VIRTUAL_ENV|SSL_CERT_FILE|SSL_CERT_DIR|(REQUESTS|CURL|AWS)_CA_BUNDLE"
@@ -26,12 +26,12 @@ _LISTED = re.compile(
     r"|TOKENIZERS|SAFETENSORS|DATASETS|MONARCH|HYPERACTOR|RUST|MUJOCO|PYOPENGL|SDL|FORGE_RL)_.*"
     r"|(PYTHON|TORCH|FLASH|JE_MALLOC).*)"
 )
-"""What shells, Python, torch, vLLM, Monarch, NCCL, CUDA, caches and the C library read."""
+"""Variables that shells, Python, torch, vLLM, Monarch, NCCL, CUDA, caches and the C library read."""
 _PR_SET_DUMPABLE = 4
 
 
 def is_handed_on(name: str, value: str) -> bool:
-    """Return True if a child process gets this variable: on the list or named by the user, and no secret by itself."""
+    """Return True if child processes get this variable: listed and not a secret, or named by the user."""
     if name in os.environ.get(_PASSED, "").split(","):
         return True
     listed = _LISTED.fullmatch(name) is not None and name != _OWN
@@ -39,7 +39,7 @@ def is_handed_on(name: str, value: str) -> bool:
 
 
 def handed_on(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child process, with more variables of its own.
+    """Return the environment of a child process, with additional variables.
 
     Popen(command, env=handed_on({"OMP_NUM_THREADS": "1"}))
     """
@@ -47,47 +47,49 @@ def handed_on(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def kept_back() -> dict[str, str]:
-    """Return the variables that child processes do not get."""
+    """Return the variables that are not passed to child processes."""
     return {name: value for name, value in os.environ.items() if not is_handed_on(name, value) and name != _OWN}
 
 
 def hand_on_too(names: Sequence[str]) -> None:
-    """Let child processes have more variables of this process, also secret ones.
+    """Pass additional variables of this process to its children, even secret ones.
 
     Raises:
-        ConfigError: one is not set.
+        ConfigError: a variable is not set.
     """
     for name in names:
         if name not in os.environ:
-            raise ConfigError(f"--pass-env names {name}, which is not set", hint="export it, or leave it out")
+            raise ConfigError(
+                f"--pass-env names {name}, which is not set", hint="export it, or remove it from --pass-env"
+            )
     wanted = ",".join(dict.fromkeys([*filter(None, os.environ.get(_PASSED, "").split(",")), *names]))
     if wanted != os.environ.get(_PASSED, ""):
         os.environ[_PASSED] = wanted
 
 
 def hide() -> None:
-    """Keep other processes of this user from reading this one's memory, and the variables it keeps back in /proc.
+    """Keep other processes of this user from reading this process's memory, and its secret variables in /proc.
 
-    Root can still read the memory. Call it before other threads run: libc's variables move.
+    Root can still read the memory. Call this before other threads run, as libc's variables move.
     """
     with contextlib.suppress(OSError):
-        # Fields 50 and 51: where the variables lie that this process was started with, which /proc/PID/environ shows.
+        # Fields 50 and 51: addresses of the initial environment, which /proc/PID/environ shows.
         start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
         at = start
         for entry in ctypes.string_at(start, end - start).split(b"\0") if start else ():
             name, _, value = entry.partition(b"=")
             if value.strip(b"*") and not is_handed_on(os.fsdecode(name), os.fsdecode(value)):
                 if os.environb.get(name) == value:
-                    os.environb[name] = value  # libc makes itself a copy elsewhere
+                    os.environb[name] = value  # makes libc copy it elsewhere
                 ctypes.memset(at + len(name) + 1, ord("*"), len(value))
             at += len(entry) + 1
     _close_memory()
 
 
 def take(secrets: Mapping[str, str]) -> None:
-    """Add variables to this process's os.environ alone: neither /proc nor its child processes have them by default.
+    """Add variables to this process's os.environ only; neither /proc nor child processes get them by default.
 
-    Nor does libc, whose variables must not change while other threads run.
+    Nor does libc, whose environment must not change while other threads run.
     """
     if secrets:
         _close_memory()
@@ -99,5 +101,5 @@ def take(secrets: Mapping[str, str]) -> None:
 def _close_memory() -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_DUMPABLE, 0)
-    # Those that are forked and live on are found by the mark among their variables.
+    # Forked processes that outlive this one are found by the mark in their environment.
     os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_DUMPABLE, 1))

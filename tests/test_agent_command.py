@@ -251,7 +251,7 @@ def test_a_text_names_an_agent_that_runs_in_a_process_of_its_own(tmp_path: Path)
         ("solve", "'solve' does not name a function"),
         ("{folder}/none.py:solve", "none.py: No such file"),
         ("{folder}/mine.py:other", "has no other"),
-        ("{folder}/mine.py:CONSTANT", "is no function"),
+        ("{folder}/mine.py:CONSTANT", "is not a function"),
         ("{folder}/broken.py:solve", "ZeroDivisionError"),
         ("no_such_module_of_mine:solve", "there is no module no_such_module_of_mine"),
     ],

@@ -170,9 +170,9 @@ def nonsense(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "harm", "said"),
     [
-        ("model/weights", flip, "model/weights is not as it was written"),
-        ("controller.json", flip, "controller.json is not as it was written"),
-        ("model/weights", truncate, "model/weights has 1 bytes, and was written with 2"),
+        ("model/weights", flip, "model/weights has changed since it was written"),
+        ("controller.json", flip, "controller.json has changed since it was written"),
+        ("model/weights", truncate, "model/weights has 1 bytes, but was written with 2"),
         ("model/weights", Path.unlink, "model/weights is missing"),
         ("model/weights", replace_by_a_link, "model/weights is missing"),
         ("manifest.json", Path.unlink, "manifest.json cannot be read: .*No such file"),
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_told_and_set_aside_and_the_one_before_it_is_use
         assert latest.damage() == ""
         (latest.model / "weights").write_text("22")
         truncated = (latest.folder / "manifest.json").read_text()
-        assert "is not as it was written" in latest.damage() or "has 2 bytes" in latest.damage(), truncated
+        assert "has changed since it was written" in latest.damage() or "has 2 bytes" in latest.damage(), truncated
         (latest.model / "weights").write_text("11")
         assert latest.damage() == ""
         harm(latest.folder / name)
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_told_and_set_aside_and_the_one_before_it_is_use
         assert found.step == 10
     assert len(told) == 2
     for number, line in enumerate(told):
-        assert line.startswith(f"{latest.folder} is damaged, and the one before it is used: ")
+        assert line.startswith(f"{latest.folder} is damaged, so the previous checkpoint is used: ")
         assert re.search(said, line)
         assert line.endswith(f"it is kept as step-000011.damaged-{number}")
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [9, 10]

@@ -89,8 +89,8 @@ def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("new", "kept.py"), "kept.py exists\n  hint: choose another name, or give --force to overwrite it"),
-        (("new", "recipe.txt"), "recipe.txt is no Python file"),
+        (("new", "kept.py"), "kept.py exists\n  hint: choose another name, or add --force to overwrite it"),
+        (("new", "recipe.txt"), "recipe.txt is not a Python file"),
         (
             ("new", "mine.py", "--from", "nonsense"),
             "there is no recipe 'nonsense'\n  hint: choose one of agent-command",

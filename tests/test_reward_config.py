@@ -120,10 +120,10 @@ def test_options_are_read_as_their_types_say():
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("gone.py:score", "No such file", "name a Python file that is there"),
+        ("gone.py:score", "No such file", "name an existing Python file"),
         ("gone:score", "there is no module gone", "FILE.py:NAME"),
-        ("broken.py:score", r"SyntaxError: expected ':' \(.*broken.py:1\)", "mend the file"),
-        ("imports.py:score", r"No module named 'not_there_at_all' \(.*imports.py:1\)", "what it imports"),
+        ("broken.py:score", r"SyntaxError: expected ':' \(.*broken.py:1\)", "fix the file"),
+        ("imports.py:score", r"No module named 'not_there_at_all' \(.*imports.py:1\)", "its imports"),
         ("mine.py:scor", "mine.py has no scor", "it defines score"),
         ("mine.py:value", "cannot be called with a task and its episode: it is not a function", "def score"),
         ("mine.py:alone", "cannot be called with a task and its episode: too many positional", "def score"),

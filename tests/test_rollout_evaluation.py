@@ -73,7 +73,7 @@ def test_an_evaluation_repeats_only_what_may_end_otherwise_and_failures_are_no_s
             ForgeError, match="all 1 episodes of the evaluation set held_out failed; held 2 ended with"
         ) as caught:
             score_set("held_out", results[1:2], k=1)
-        assert caught.value.hint == "mend the environment or the agent, which raised this"
+        assert caught.value.hint == "fix the environment or the agent, which raised this"
         assert executor.metrics()["rollouts/in_flight"] == 0
         await executor.finish_evaluation()  # again: nothing happens
         assert asked["1"] == 1

@@ -262,7 +262,7 @@ def test_a_source_that_only_fails_ends_the_run_with_its_name_and_what_to_mend():
         fail()
     with pytest.raises(TaskError, match=r"source b gave 13 groups in a row .* judge_error: broken") as caught:
         fail()
-    assert "mend the reward function" in caught.value.hint
+    assert "fix the reward function" in caught.value.hint
     fail()  # the count has begun again
     for episode in begin(scheduler) + [e for g in scheduler.planner.groups() for e in g.episodes]:
         if episode.state == "decoding":
