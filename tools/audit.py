@@ -1,9 +1,9 @@
-"""Lists known advisories of everything that requirements/ pins, as far as the registry tells.
+"""Lists the registry's security advisories for all packages pinned in requirements/.
 
     python -m tools.audit
 
-Exits with 1 when there is an advisory that requirements/advisories.toml does not give a reason for, and with 2 when the
-registry answered for no package at all.
+Exits with 1 if there is an advisory without a reason in requirements/advisories.toml, and with 2 if the registry
+answered for no package at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONNECTIONS = 8
 
 
 def main() -> int:
-    """Ask, print what is known, and return the exit status."""
+    """Query the registry, print the advisories, and return the exit status."""
     wanted = sorted({*pins.pins_of("cpu").items(), *pins.pins_of("cuda").items()})
     base = pins.registry()
     with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -37,9 +37,9 @@ def main() -> int:
             print(textwrap.indent(f"{summary}\n{f'reviewed: {reason}' if reason else 'NOT REVIEWED'}", "    "))
     silent = [f"{name} {version}" for (name, version), release in zip(wanted, told, strict=True) if release is None]
     for name, identifier in sorted(set(reasons) - seen):
-        print(f"{name}: {identifier} is reviewed, but was not told of: fixed, or no answer")
+        print(f"{name}: {identifier} is reviewed, but the registry did not report it: fixed, or no answer")
     if silent:
-        print(f"no answer for {len(silent)} of {len(wanted)}, which may have advisories all the same:")
+        print(f"no answer for {len(silent)} of {len(wanted)}, which may still have advisories:")
         lines = textwrap.wrap(", ".join(silent), 116, break_on_hyphens=False)
         print(textwrap.indent("\n".join(lines), "    "))
     print(f"{len(wanted) - len(silent)} pins asked about, {len(seen)} advisories, {open_advisories} not reviewed")
@@ -55,7 +55,7 @@ def _reviewed() -> list[dict[str, str]]:
 
 
 def _advisories(release: pins.Release) -> Iterator[tuple[str, str, str, str]]:
-    """Identifier, other identifiers, versions with a fix, and the summary of each that was not withdrawn."""
+    """Yield identifier, aliases, fixed versions and summary of each advisory that was not withdrawn."""
     for told in release.get("vulnerabilities") or ():
         if not told.get("withdrawn"):
             also = f" ({', '.join(told['aliases'])})" if told.get("aliases") else ""

@@ -1,9 +1,9 @@
-"""Shows which features of which client packages work at the gateway, unmodified, before a real engine.
+"""Shows which features of unmodified client packages work at the gateway with a real engine.
 
     python -m tools.client_matrix
 
-The packages live in an environment of their own, which is made on first use with uv, in a cache folder. What they do is
-in tools/client_uses.py, which runs there. Prints a table in Markdown; exits 1 if anything failed.
+The packages live in their own environment in a cache folder, created with uv on first use. tools/client_uses.py runs
+there and uses them. Prints a Markdown table; exits 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def environment(folder: Path) -> Path:
-    """Return the Python of the packages' environment; make it if it is not there."""
+    """Return the Python of the packages' environment, creating it if needed."""
     python = folder / "bin" / "python"
     if not (folder / "made").exists():
         uv = Path(sys.executable).parent / "uv"
@@ -43,7 +43,7 @@ def environment(folder: Path) -> Path:
 
 @contextmanager
 def gateway(model: str, logs: Path) -> Iterator[str]:
-    """Serve a model with a real engine; yields the base URL."""
+    """Serve a model with a real engine; yield the base URL."""
     flags = ("--port", "0", "--generator.max-model-tokens", "8192", "--generator.kv-cache-gib", "1")
     command = [sys.executable, "-m", "apps.gateway", "--model", model, "--out", str(logs), *flags]
     variables = {**os.environ, "FORGE_RL_API_KEY": KEY}
@@ -60,7 +60,7 @@ def gateway(model: str, logs: Path) -> Iterator[str]:
 
 
 def table(found: list[dict[str, str]]) -> str:
-    """Return the results as a table in Markdown, a row for each package."""
+    """Return the results as a Markdown table with a row per package."""
     packages = dict.fromkeys((each["package"], each["version"]) for each in found)
     rows = ["| package | works | fails |", "|---|---|---|"]
     for package, version in packages:
@@ -72,7 +72,7 @@ def table(found: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Make the environment, serve a model, use it by each package, and print what came of it."""
+    """Create the environment, serve a model, use it with each package, and print the results."""
     parser = argparse.ArgumentParser(description="Show what client packages can do at the gateway.")
     parser.add_argument("--model", default="smollm2-135m", help="bundled model, local folder, or hub id")
     parser.add_argument(

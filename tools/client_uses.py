@@ -1,7 +1,7 @@
-"""Uses of client packages, each by itself: `python client_uses.py BASE_URL KEY MODEL [ONLY]`.
+"""Separate uses of client packages: `python client_uses.py BASE_URL KEY MODEL [ONLY]`.
 
-It runs in the packages' environment, and prints a line of JSON for each. A small model answers nonsense: what is looked
-at is that an answer comes in its form.
+Runs in the packages' environment and prints a line of JSON for each. A small model answers nonsense, so only the form
+of an answer is checked.
 """
 
 import asyncio
@@ -384,7 +384,7 @@ for _kind in ("ToolCallingAgent", "CodeAgent"):
 
         agent = getattr(smolagents, kind)(tools=[], model=smol(), max_steps=1, verbosity_level=0)
         agent.run("What is 2 + 3?")
-        # A small model's step may be no good; what the server refuses is an error of generation.
+        # A small model's step may be useless; a refusal by the server is a generation error.
         for step in agent.memory.steps:
             error = getattr(step, "error", None)
             need("Generation" not in type(error).__name__, error)

@@ -1,8 +1,8 @@
-"""Checks what the CUDA extra needs of a machine and no wheel brings: driver, C compiler, Python's headers.
+"""Checks a machine for requirements of the CUDA extra that no wheel includes: driver, C compiler, Python headers.
 
-`make setup EXTRA=cuda` runs it before it downloads 9 GB. It needs nothing but Python, and fails only where there is a
-driver: without one the extra can still be installed, to look at. `make check-cuda`, which uses no GPU even where there
-is one, passes `--without-driver`.
+`make setup EXTRA=cuda` runs it before downloading 9 GB. It needs only Python, and fails only if there is a driver:
+without one, the extra can still be installed for inspection. `make check-cuda`, which never uses a GPU, passes
+`--without-driver`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 DRIVER = 580
-"""First driver that runs CUDA 13, which torch's wheels are built for."""
+"""First driver that supports CUDA 13, for which torch's wheels are built."""
 
 
 def problems(
@@ -24,10 +24,10 @@ def problems(
     include: Path,
     which: Callable[[str], str | None] = shutil.which,
 ) -> list[str]:
-    """List what is missing, each with what to do about it.
+    """List missing requirements, each with a remedy.
 
     Args:
-        driver: version of the NVIDIA driver; None where there is none.
+        driver: version of the NVIDIA driver; None if there is none.
         include: folder of Python's headers.
         which: finds a program.
     """
@@ -47,7 +47,7 @@ def problems(
 
 
 def driver_version() -> str | None:
-    """Ask nvidia-smi for the driver's version; None where it is not there, or finds no driver."""
+    """Return the driver version from nvidia-smi; None if it is missing or finds no driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -58,9 +58,9 @@ def driver_version() -> str | None:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print what is missing; returns 1 if that keeps a GPU that is here from being used.
+    """Print missing requirements; return 1 if there is a driver but something else is missing.
 
-    With `--without-driver`, print that no driver is looked for, and return 0.
+    With `--without-driver`, print that the driver is not checked, and return 0.
     """
     if "--without-driver" in arguments:
         print("cuda: the driver is not checked: this environment is for what needs no GPU", file=sys.stderr)

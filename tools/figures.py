@@ -1,10 +1,10 @@
-"""Write what benchmarks measured into the pages of docs/figures.
+"""Write benchmark results into the pages of docs/figures.
 
     python -m benchmarks.overhead --json docs/figures/overhead.json
     python -m tools.figures
 
-A page has a table between the lines `<!-- measured: NAME -->` and `<!-- end -->`, written from NAME.json beside it.
-With --check nothing is written, and the exit status is 1 if a page is not what its file says.
+A page has a table between the lines `<!-- measured: NAME -->` and `<!-- end -->`, written from NAME.json next to it.
+With --check nothing is written, and the exit status is 1 if a page differs from its JSON file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _REGION = re.compile(r"(?<=<!-- measured: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Write what benchmarks measured into the pages of docs/figures."""
+    """Write benchmark results into the pages of docs/figures."""
 
     check: bool = False
-    """Only tell which pages differ from their files."""
+    """Only list the pages that differ from their files."""
 
 
 def table(report: dict[str, Any]) -> str:
@@ -58,7 +58,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def filled(page: str, folder: Path) -> str:
-    """Return a page's text with the tables that its regions name; one without a file says so."""
+    """Return a page's text with its tables filled in; a table without a file says that it is not measured yet."""
 
     def region(found: re.Match[str]) -> str:
         path = folder / f"{found[1]}.json"

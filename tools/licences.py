@@ -1,9 +1,9 @@
-"""Writes LICENSES.md: the licence of everything that requirements/ pins and of the bundled model.
+"""Writes LICENSES.md: the licences of all packages pinned in requirements/ and of the bundled model.
 
     python -m tools.licences
 
-Licences are read from what is installed; of packages that are not, as those for CUDA on a CPU machine, from what the
-registry tells about their latest release. Fails when one is unknown, or neither permissive nor given a reason for here.
+Licences come from installed packages, or for packages that are not installed, such as CUDA packages on a CPU machine,
+from the registry's latest release. Fails if a licence is unknown, or neither permissive nor justified here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERMISSIVE = {
     "0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0",
     "CNRI-Python", "ISC", "MIT", "MIT-0", "MIT-CMU", "PSF-2.0", "Unlicense",
 }  # fmt: skip
-"""SPDX identifiers, and BSD where metadata does not say how many clauses."""
+"""SPDX identifiers, and BSD if the metadata does not say how many clauses."""
 
 REASONS = {
     "MPL-2.0": "copyleft of single files, which are used unchanged",
@@ -31,10 +31,10 @@ REASONS = {
     "LicenseRef-Intel": "Intel's licence for developer tools; OpenMP, in the extra `cpu` alone, used unchanged",
     "LicenseRef-NVIDIA": "NVIDIA's licences for its CUDA libraries, on CUDA machines alone, used unchanged",
 }
-"""Why licences that are not permissive are all right. Nothing of what they cover is copied into this project."""
+"""Why these non-permissive licences are acceptable. No code under them is copied into this project."""
 
 READ = {
-    "cuda-toolkit": "LicenseRef-NVIDIA",  # a package without content that names others
+    "cuda-toolkit": "LicenseRef-NVIDIA",  # an empty package that depends on others
     "nvidia-cudnn-cu13": "LicenseRef-NVIDIA",
     "nvidia-cutlass-dsl": "LicenseRef-NVIDIA",
     "nvidia-cutlass-dsl-libs-base": "LicenseRef-NVIDIA",
@@ -51,7 +51,7 @@ READ = {
     "torchstore": "BSD-3-Clause",
     "zss": "BSD",
 }
-"""Licence files that were read, of packages whose metadata names none."""
+"""Licences read from the licence files of packages whose metadata names none."""
 
 _CLASSIFIERS = {
     "Apache Software License": "Apache-2.0",
@@ -101,7 +101,7 @@ registry tells of the latest release, or the licence file of the pinned one.
 
 
 def normal(expression: str, classifiers: Sequence[str], text: str) -> str | None:
-    """An SPDX expression of what metadata says in its three ways, the most exact first; None if it says nothing.
+    """Return an SPDX expression from the three metadata fields, the most exact first; None if they name no licence.
 
     normal("", ["License :: OSI Approved :: MIT License"], "")  # "MIT"
     """
@@ -117,18 +117,18 @@ def normal(expression: str, classifiers: Sequence[str], text: str) -> str | None
 
 
 def acceptable(expression: str) -> bool:
-    """Tell whether all parts of an expression are permissive, or not but with a reason."""
+    """Return True if all parts of an expression are permissive or have a reason."""
     parts = re.split(r" AND | OR ", expression)
     return all(part in PERMISSIVE or part in REASONS for part in parts)
 
 
 def needs_reason(expression: str) -> list[str]:
-    """The parts of an expression that are not permissive."""
+    """Return the parts of an expression that are not permissive."""
     return [part for part in re.split(r" AND | OR ", expression) if part not in PERMISSIVE]
 
 
 def installed(name: str) -> str | None:
-    """The licence of an installed package; None if it is not installed or unknown."""
+    """Return the licence of an installed package; None if not installed or unknown."""
     try:
         said = metadata.metadata(name)
     except metadata.PackageNotFoundError:
@@ -138,7 +138,7 @@ def installed(name: str) -> str | None:
 
 
 def told(name: str) -> str | None:
-    """The licence of a package that is not installed; None if the registry does not tell."""
+    """Return a package's licence from the registry; None if unknown."""
     release = pins.latest(pins.registry(), name)
     info = release["info"] if release else {}
     expression, text = info.get("license_expression") or "", info.get("license") or ""
@@ -146,13 +146,13 @@ def told(name: str) -> str | None:
 
 
 def rows(table: str) -> dict[str, tuple[str, str, str]]:
-    """Each package's version for CPU, version for CUDA and licence, as in the table of LICENSES.md."""
+    """Return each package's CPU version, CUDA version and licence from the table of LICENSES.md."""
     cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.partition("|---|")[2].splitlines()[1:])
     return {name: (cpu, cuda, licence.removesuffix(" (r)")) for name, cpu, cuda, licence in cells}
 
 
 def main() -> int:
-    """Write the table, name what is not acceptable, and return the exit status."""
+    """Write the table, or print unacceptable licences; return the exit status."""
     cpu, cuda = pins.pins_of("cpu"), pins.pins_of("cuda")
     names = sorted({*cpu, *cuda})
     found = {name: licence for name in names if (licence := installed(name))}
@@ -162,7 +162,7 @@ def main() -> int:
     licences = {name: found.get(name) or asked[name] for name in names}
     wrong = [f"{name}: {licence or 'unknown'}" for name, licence in licences.items() if not acceptable(licence or "")]
     if wrong:
-        print("neither permissive nor given a reason for in tools/licences.py:", *wrong, sep="\n    ")
+        print("neither permissive nor justified in tools/licences.py:", *wrong, sep="\n    ")
         return 1
     lines = [_HEAD]
     for part, reason in REASONS.items():

@@ -45,9 +45,9 @@ class Config:
     """Draw the pictures of the README and the site."""
 
     pictures: Annotated[tuple[Picture, ...], tyro.conf.Positional] = ("processes", "timeline")
-    """Those to draw."""
+    """Pictures to draw."""
     run: Path | None = None
-    """Folder of the run that `demo` shows."""
+    """Run folder for `demo`."""
 
 
 def processes(axes: Axes) -> None:
@@ -86,12 +86,12 @@ def processes(axes: Axes) -> None:
 
 
 class _Watched(StagedGenerator):
-    """Staged engines that note when they decode what."""
+    """Staged engines that record when they decode each episode."""
 
     def __init__(self) -> None:
         super().__init__(engines=_ENGINES, budget=_BUDGET)
         self.spans: list[tuple[float, float, int]] = []
-        """Start and end in seconds, and the episode's milliseconds of decoding, which tell it from others."""
+        """Start and end in seconds, and the episode's decoding milliseconds, which identify it."""
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -111,7 +111,7 @@ class _Watched(StagedGenerator):
 
 
 async def _simulate(kind: Literal["synchronous", "pipelined"]) -> tuple[_Watched, dict[int, int], list[float]]:
-    """Return the engines, the batch of each episode by its milliseconds, and when each training phase began."""
+    """Return the engines, each episode's batch by its milliseconds, and the start of each training phase."""
     loop = asyncio.get_running_loop()
     generator, trained = _Watched(), 0
     tokenizer: Any = StagedTokenizer()
@@ -144,7 +144,7 @@ async def _simulate(kind: Literal["synchronous", "pipelined"]) -> tuple[_Watched
 
 
 def timeline(above: Axes, below: Axes) -> None:
-    """Draw what each decode slot does in the first batches, synchronous and pipelined."""
+    """Draw the use of each decode slot in the first batches, synchronous and pipelined."""
     ends = []
     for axes, kind in ((above, "synchronous"), (below, "pipelined")):
         generator, batch_of, began = run(_simulate(kind))  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ def main(config: Config, folder: Path = FOLDER) -> None:
             if name == "processes":
                 processes(axes)
             elif config.run is None:
-                raise SystemExit("error: demo needs --run FOLDER, the folder of a run that has ended")
+                raise SystemExit("error: demo needs --run FOLDER, the folder of a finished run")
             else:
                 demo(axes, config.run)
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, facecolor="white")

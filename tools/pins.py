@@ -1,4 +1,4 @@
-"""Reads the pins of requirements/, and asks the registry that pip is configured with about them."""
+"""Reads the pins of requirements/, and queries the package index that pip is configured with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _INDEX = re.compile(r"--index-url <url>.*?\(default\s+(\S+?)\)", re.DOTALL)
 _TIMEOUT_S = 60.0
 
 Release = Mapping[str, Any]
-"""A release as the registry's JSON API describes it."""
+"""A release, as described by the index's JSON API."""
 
 
 def pins(*files: str) -> dict[str, str]:
-    """Version of each package that the named files of requirements/ pin.
+    """Return the pinned version of each package in files of requirements/.
 
     pins("constraints-cpu.txt", "overrides-cpu.txt")["torch"]  # "2.13.0+cpu"
     """
@@ -31,17 +31,17 @@ def pins(*files: str) -> dict[str, str]:
 
 
 def pins_of(extra: str) -> dict[str, str]:
-    """All pins of the environment for "cpu" or "cuda"."""
+    """Return all pins of the environment for "cpu" or "cuda"."""
     return pins("uv.txt", f"constraints-{extra}.txt", f"overrides-{extra}.txt")
 
 
 @functools.cache
 def registry() -> str:
-    """Address of the JSON API of the index that uv or pip are configured with; pip's help shows pip's."""
+    """Return the URL of the JSON API of the index configured for uv or pip; pip's is shown in its help."""
     index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
     if not index:
         command = [sys.executable, "-m", "pip", "download", "--help"]
-        wide = {**os.environ, "COLUMNS": "1000"}  # so that the address is not broken
+        wide = {**os.environ, "COLUMNS": "1000"}  # so that the URL is not wrapped
         shown = subprocess.run(command, env=wide, capture_output=True, text=True, check=True).stdout
         found = _INDEX.search(shown)
         assert found is not None, "pip's help names its index"
@@ -50,9 +50,9 @@ def registry() -> str:
 
 
 def release(base: str, name: str, version: str) -> Release | None:
-    """Ask a registry about a release; return None if it does not answer for just that one.
+    """Query a registry for a release; return None if it has no answer for exactly this one.
 
-    Some registries answer for the latest release alone.
+    Some registries answer only for the latest release.
     """
     public = version.partition("+")[0]
     answers = (_ask(f"{base}/{path}") for path in (f"{name}/{public}/json", f"{name}/json"))
@@ -60,7 +60,7 @@ def release(base: str, name: str, version: str) -> Release | None:
 
 
 def latest(base: str, name: str) -> Release | None:
-    """Ask a registry about a package's latest release; return None if it does not answer."""
+    """Query a registry for a package's latest release; return None if it does not answer."""
     return _ask(f"{base}/{name}/json")
 
 
@@ -69,5 +69,5 @@ def _ask(url: str) -> Release | None:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             found: Release = json.load(answer)
             return found
-    except (OSError, ValueError):  # no such address, no network, or no JSON: no answer
+    except (OSError, ValueError):  # not found, no network, or not JSON
         return None

@@ -1,1 +1,1 @@
-"""Checks of the CUDA path that need no GPU, each a command of its own; `make check-cuda` runs all."""
+"""Checks of the CUDA path that need no GPU, each its own command; `make check-cuda` runs all."""

@@ -1,11 +1,11 @@
-"""Checks what a machine without a GPU can prove of the CUDA path, part by part, and goes on when one fails.
+"""Checks as much of the CUDA path as a machine without a GPU can, part by part; continues after failures.
 
 python -m tools.check_cuda
 python -m tools.check_cuda forward kernels
 
-It runs in the environment for CUDA, which `make check-cuda` installs first. Each part is a process of its own with a
-time limit, and can be run alone: `python -m tools.check_cuda.forward`. Nothing here runs on a GPU, even if there is
-one: what it cannot see is the speed and the results of kernels, backward passes, NCCL, and memory.
+Runs in the CUDA environment, which `make check-cuda` installs first. Each part is a process with a time limit, and can
+be run alone: `python -m tools.check_cuda.forward`. Nothing here runs on a GPU, even if there is one, so it cannot check
+the speed and results of kernels, backward passes, NCCL, or memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARTS: Sequence[Part] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts, with a line for each as it ends and a table at the end; returns 1 where one failed."""
+    """Run the parts, printing a line as each one ends and a table at the end; return 1 if any failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.check_cuda", description=(__doc__ or "").split("\n")[0])
     names = [part.name for part in PARTS]
     listed = "; ".join(f"{part.name}: {part.says}" for part in PARTS)

@@ -1,4 +1,4 @@
-"""vLLM's configuration of our engines as it resolves on an H200, with the platform mocked, for all families.
+"""Resolves vLLM's configuration of our engines on a mocked H200, for all families.
 
 python -m tools.check_cuda.config
 """
@@ -26,7 +26,7 @@ CASES: Sequence[tuple[str, dict[str, Any]]] = (
     ("qwen3_moe", {"routed_experts": True}),
     ("qwen3", {"eager": True}),
 )
-"""Families, and settings of the engine beside the default ones."""
+"""Families, and engine settings that differ from the defaults."""
 
 
 def main() -> int:
@@ -44,13 +44,13 @@ def main() -> int:
                 chosen = resolve(Path(folder) / family, DecodeSettings(max_model_tokens=64, **settings))
                 print(f"{name}: {chosen}", flush=True)
                 found[chosen] += 1
-            except Exception as error:  # vLLM's: any kind, and the other cases are still worth knowing
+            except Exception as error:  # vLLM may raise anything, and the other cases are still worth checking
                 failures.append(f"{name}: {type(error).__name__}: {error}")
     return report({"configurations": found.total(), **found}, failures)
 
 
 def mock_h200() -> None:
-    """Make vLLM and our engines take this machine for one with eight H200s."""
+    """Make vLLM and our engines see eight H200s on this machine."""
     import torch
     import vllm.platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
@@ -91,10 +91,10 @@ def mock_h200() -> None:
 
 
 def resolve(folder: Path, settings: DecodeSettings) -> str:
-    """Resolve the engine's configuration for two processes; returns what vLLM chose.
+    """Resolve the engine's configuration for two processes; return vLLM's choices.
 
     Raises:
-        AssertionError: it is not what an engine on a GPU should have, or differs by process.
+        AssertionError: the configuration is wrong for an engine on a GPU, or differs between processes.
     """
     from forge_rl.engines.vllm.engine import _arguments
     from forge_rl.engines.vllm.transfer import Owner

@@ -1,11 +1,11 @@
-"""The trainer's forward pass on fake CUDA tensors, for all families and layouts, as one of many ranks.
+"""Runs the trainer's forward pass on fake CUDA tensors, for all families and layouts, as one of many ranks.
 
 python -m tools.check_cuda.forward
 
-Fake tensors have shapes, formats and devices, and no values. A pass shows that every operation finds its tensors on the
-GPU, in the right format and shape, through torchtitan's and FSDP's code for CUDA, up to the logprobs. The process group
-has no peers, tokens are spread evenly over the ranks that share experts, and FlexAttention is traced by Dynamo, but not
-compiled. There is no backward pass: torch asks the driver for it.
+Fake tensors have shapes, dtypes and devices, but no values. A pass shows that every operation finds its tensors on the
+GPU, with the right dtype and shape, through torchtitan's and FSDP's CUDA code, up to the logprobs. The process group
+has no peers, tokens are spread evenly over the ranks that share experts, and FlexAttention is traced by Dynamo but not
+compiled. There is no backward pass, as torch needs the driver for it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from forge_rl.engines.protocol import TrainSettings
 from tools.check_cuda.report import report
 
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"activation_checkpointing": "full"}, {"dtype": "float32"})
-"""Settings of a single rank that differ from the defaults on a GPU. float32 is for dense families: torch has grouped
-products of fake tensors in bfloat16 alone."""
+"""Single-rank settings that differ from the defaults on a GPU. float32 is only for dense families, as torch supports
+grouped matmuls of fake tensors only in bfloat16."""
 
 
 def main() -> int:
-    """Run the forward pass of each case; print the cases that pass, and count them by family."""
+    """Run the forward pass of each case; print the passing cases, and count them by family."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     counts, failures = dict.fromkeys(FAMILIES, 0), []
     with tempfile.TemporaryDirectory() as folder:
@@ -51,14 +51,14 @@ def main() -> int:
                 forward(Path(folder) / case.family, case, settings)
                 print(name, flush=True)
                 counts[case.family] += 1
-            except Exception as error:  # of any part of the stack; the other cases are still worth knowing
+            except Exception as error:  # from any part of the stack; the other cases are still worth checking
                 traceback.print_exc()
                 failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
     return report(counts, failures)
 
 
 def cases() -> Iterator[tuple[layouts.Case, TrainSettings]]:
-    """Yield every family in every layout that it can have, and alone with other settings."""
+    """Yield every family in every layout that it supports, and on one rank with other settings."""
     for family in FAMILIES:
         like = family if family in layouts.FAMILIES else "llama"
         for settings in SETTINGS:
@@ -72,7 +72,7 @@ def cases() -> Iterator[tuple[layouts.Case, TrainSettings]]:
 
 
 def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
-    """Score a row as rank 0 does when it trains, with fake tensors, and check what comes out."""
+    """Score a row like rank 0 in training, with fake tensors, and check the results."""
     from forge_rl.data.packing import Layout, pack
 
     batch = layouts.batches(1)[0]
@@ -91,10 +91,10 @@ def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
 def fake_engine(
     folder: Path, settings: TrainSettings, ranks: int = 1, backend: Any = "eager"
 ) -> Iterator[Callable[[Row], tuple[torch.Tensor, torch.Tensor]]]:
-    """Build the trainer's engine of rank 0 on a fake GPU, and yield what scores a row in host memory.
+    """Build the trainer's engine of rank 0 on a fake GPU, and yield a function that scores a row in host memory.
 
     Args:
-        backend: torch.compile's, for what torchtitan has compiled.
+        backend: torch.compile backend for the functions that torchtitan compiles.
     """
     from forge_rl.engines.titan.rows import on_device
     from forge_rl.engines.titan.train import TitanEngine
@@ -118,13 +118,13 @@ def fake_engine(
             yield score
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its meshes are of that process group
+        _clear_sharding_prop_cache()  # its meshes belong to that process group
         torch._dynamo.reset()
 
 
 @contextlib.contextmanager
 def fake_cuda(ranks: int, backend: Any) -> Iterator[None]:
-    """Have the trainer, torchtitan and FSDP take this machine for one with so many GPUs, whose streams do nothing."""
+    """Make the trainer, torchtitan and FSDP see a GPU per rank, with streams that do nothing."""
     import torchtitan.distributed.parallel_dims as parallel_dims
     import torchtitan.tools.utils
     from torch.distributed import device_mesh
@@ -169,12 +169,12 @@ def fake_cuda(ranks: int, backend: Any) -> Iterator[None]:
         put(FlexAttention, "_compiled_flex_attn", torch.compile(flex_attention, backend=backend))
         put(attention, "_compiled_create_block_mask", torch.compile(create_block_mask, backend=backend))
         flex = importlib.import_module("torch._higher_order_ops.flex_attention")
-        put(flex, "create_fw_bw_graph", lambda graph, *_: (graph, None))  # torch asks the driver for a backward pass
+        put(flex, "create_fw_bw_graph", lambda graph, *_: (graph, None))  # torch needs the driver for a backward pass
         yield
 
 
 class _Handle:
-    """torch.cuda as FSDP uses it: torch.cpu's streams and events, which do nothing, and as many devices as ranks."""
+    """Stand-in for torch.cuda in FSDP: torch.cpu's streams and events, which do nothing, and a device per rank."""
 
     def __init__(self, devices: int) -> None:
         self.device_count = lambda: devices
@@ -189,7 +189,7 @@ class _Handle:
 def _unknown_splits(
     dispatcher: object, local_counts: torch.Tensor, counts: torch.Tensor, ranks: int
 ) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Stand for the wait for the experts' numbers of tokens, which fake tensors do not have."""
+    """Replace the wait for the experts' token counts, which fake tensors do not have."""
     return torch.ops._c10d_functional.wait_tensor(counts).reshape(-1), [0] * ranks, [0] * ranks
 
 
@@ -197,7 +197,7 @@ def _even_splits(dispatcher: Any) -> Callable[..., torch.Tensor]:
     exchange = dispatcher._dispatch_token_exchange
 
     def exchanged(self: Any, tokens: torch.Tensor, group: Any, theirs: list[int], ours: list[int]) -> torch.Tensor:
-        """Send as many tokens to each rank as come from it, and note so in the lists, which the way back takes."""
+        """Exchange tokens evenly between ranks, and record that in the lists, which the way back uses."""
         for splits in (theirs, ours):
             splits[:] = [len(part) for part in tokens.tensor_split(len(splits))]
         found: torch.Tensor = exchange(self, tokens, group, theirs, ours)

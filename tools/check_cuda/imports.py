@@ -1,4 +1,4 @@
-"""Imports all of forge_rl, recipes and apps, and what they use of the stack on a GPU, where there is none.
+"""Imports all of forge_rl, recipes and apps, and their GPU dependencies, on a machine without a GPU.
 
 python -m tools.check_cuda.imports
 """
@@ -22,11 +22,11 @@ STACK = (
     *("vllm.vllm_flash_attn", "vllm.device_allocator.cumem", "vllm.v1.engine.async_llm"),
     *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"),
 )
-"""What runs on a GPU, or is linked with what does: vLLM's kernels, its allocator for sleep, its worker and runner."""
+"""Modules that run on a GPU or link to such code: vLLM's kernels, its sleep allocator, its worker and runner."""
 
 
 def main() -> int:
-    """Import everything, and count what was imported."""
+    """Import everything, and count the modules."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "WARNING"}
     load_libcuda()
     import torch
@@ -36,14 +36,14 @@ def main() -> int:
     for name in (*STACK, *ours):
         try:
             importlib.import_module(name)
-        except BaseException as error:  # SystemExit too: a module must not end what imports it
+        except BaseException as error:  # SystemExit too: importing a module must not exit
             traceback.print_exc()
             failures.append(f"{name}: {type(error).__name__}: {error}")
     return report({"torch": torch.__version__, "stack": len(STACK), "ours": len(ours)}, failures)
 
 
 def modules() -> Iterator[str]:
-    """Yield the names of all modules of ours but those that are programs."""
+    """Yield the names of all our modules except programs."""
     for top in ("forge_rl", "recipes", "apps"):
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts

@@ -1,9 +1,9 @@
-"""Triton kernels with which vLLM samples on a GPU, compiled for sm_90; compiler and assembler come with Triton.
+"""Compiles vLLM's Triton sampling kernels for sm_90; compiler and assembler come with Triton.
 
 python -m tools.check_cuda.kernels
 
-forge_rl has none of its own. CPU engines sample with other code: these are from vLLM's Model Runner V2, with the
-arguments that our requests lead to.
+forge_rl has no kernels of its own. CPU engines sample with other code: these kernels are from vLLM's Model Runner V2,
+with the arguments that our requests lead to.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ KERNELS: Sequence[tuple[str, str, Mapping[str, str], Mapping[str, Any]]] = (
         },
     ),
 )
-"""Module and name of each kernel, types of its arguments, and values of those that it is compiled for; an argument in
-neither is a stride, an int64."""
+"""Module and name of each kernel, types of its arguments, and values of its constants; any other argument is a stride,
+an int64."""
 
 
 def main() -> int:
@@ -74,16 +74,16 @@ def main() -> int:
     for module, name, types, constants in KERNELS:
         try:
             found[name] = f"{compiled_bytes(module, name, types, constants)} bytes for sm_90"
-        except Exception as error:  # the compiler's: any kind, and the other kernels are still worth knowing
+        except Exception as error:  # the compiler may raise anything, and the other kernels are still worth checking
             failures.append(f"{name}: {type(error).__name__}: {error}")
     return report(found, failures)
 
 
 def compiled_bytes(module: str, name: str, types: Mapping[str, str], constants: Mapping[str, Any]) -> int:
-    """Compile a kernel of vLLM's for an H100 or H200; returns the bytes of its machine code.
+    """Compile one of vLLM's kernels for an H100 or H200; return the size of its machine code in bytes.
 
     Raises:
-        AssertionError: the kernel has other arguments, or what came out is for another device.
+        AssertionError: the kernel has other arguments, or the result is for another device.
     """
     import triton
     import vllm.triton_utils

@@ -1,4 +1,4 @@
-"""A CUDA driver that finds no device, for what is linked with one: vLLM's kernels are not even loaded without it."""
+"""A CUDA driver that finds no device, for libraries that link to one, such as vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FUNCTIONS = (
 
 
 def load_libcuda() -> None:
-    """Compile a libcuda.so.1 whose functions all answer that there is no device, and load it into this process.
+    """Compile a libcuda.so.1 whose functions all report that there is no device, and load it into this process.
 
-    Libraries loaded later that need one of that name get it, also where the machine has a real one.
+    Libraries loaded later that need libcuda.so.1 get this one, even if the machine has a real one.
     """
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "libcuda.c", Path(folder) / "libcuda.so.1"

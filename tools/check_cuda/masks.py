@@ -1,10 +1,10 @@
-"""Graphs that FlexAttention and its masks need over rows of many lengths, against the number that we allow.
+"""Counts the graphs that FlexAttention and its masks need for rows of many lengths, against our limit.
 
 python -m tools.check_cuda.masks
 
-Past that number torch.compile would run attention uncompiled, with all scores of a row in memory; `compile_once` makes
-it an error. Engines on fake tensors score rows of one block to sixty, with and without gradients, in layouts that cut
-rows and in those that do not. Dynamo traces them as on a GPU; nothing is compiled.
+Beyond the limit torch.compile would run attention uncompiled, with all scores of a row in memory; `compile_once` makes
+that an error. Engines on fake tensors score rows of 1 to 60 blocks, with and without gradients, in layouts that split
+rows and in layouts that do not. Dynamo traces them as on a GPU; nothing is compiled.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tools.check_cuda.forward import fake_engine
 from tools.check_cuda.report import report
 
 BLOCKS = (1, 3, 8, 5, 12, 2, 20, 30, 40, 11, 25, 60, 4, 33)
-"""Lengths of the rows, in blocks of 128 tokens."""
+"""Row lengths in blocks of 128 tokens."""
 CASES: Sequence[tuple[str, int]] = (("qwen3", 1), ("gpt_oss", 1), ("deepseek_v3", 1), ("qwen3", 2), ("gpt_oss", 2))
-"""Families, and the ranks that split a row. gpt-oss has windows."""
+"""Families, and the number of ranks that split a row. gpt-oss has sliding windows."""
 
 
 def main() -> int:
-    """Count graphs, and compare the most that one function takes with the limit."""
+    """Count graphs, and compare the maximum per function with the limit."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     most, late, failures = Counter[str](), Counter[str](), []
     with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +41,7 @@ def main() -> int:
             name = f"{family}, rows over {ranks}"
             try:
                 early, total = count(Path(folder) / family, ranks)
-            except Exception as error:  # of any part of the stack; the other cases are still worth knowing
+            except Exception as error:  # from any part of the stack; the other cases are still worth checking
                 failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 continue
             most[name] = max(total.values())

@@ -1,4 +1,4 @@
-"""Figures of a check: printed, and written to a file where one is named, as `python -m tools.check_cuda` does."""
+"""Prints a check's figures, and writes them to a file if the command line names one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def report(figures: Mapping[str, object], failures: Sequence[str] = ()) -> int:
-    """Print figures and failures, write the figures to the file that the command line names, and return the status."""
+    """Print figures and failures, write the figures to the file `sys.argv[1]`, if any, and return the exit status."""
     for name, value in figures.items():
         print(f"{name}: {value}")
     if len(sys.argv) > 1:
