@@ -1,4 +1,4 @@
-"""A client in a process of its own: many streamed answers at a time over HTTP, and a watch on /health meanwhile."""
+"""HTTP client in its own process: many concurrent streams, and polling of /health during a request."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ _HEALTH_EVERY_S = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """Outcome of some streams."""
+    """Result of concurrent streams."""
 
     seconds: float
-    """From the first request to the end of the last stream."""
+    """Seconds from the first request to the end of the last stream."""
     tokens: int
-    """Tokens of all completions, as the server counts them."""
+    """Tokens of all completions, as counted by the server."""
     complete: int
-    """Streams that came to their end."""
+    """Number of streams that finished."""
     most_open: int
-    """Most streams that had begun to answer, and had not ended, at a time."""
+    """Maximum number of concurrently open streams."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """Outcome of one request during which /health was asked again and again."""
+    """Result of one request during which /health was polled."""
 
     status: int
     seconds: float
     worst_health_ms: float
-    """Longest that an answer of /health took."""
+    """Maximum latency of /health, in milliseconds."""
 
 
 def post_watching_health(base_url: str, path: str, body: bytes, deadline_s: float) -> Watched:
-    """Post a request, and ask /health every few milliseconds until it is answered.
+    """Post a request, and poll /health every few milliseconds until it is answered.
 
     Args:
-        base_url: of an OpenAI API, with its /v1.
-        path: of the endpoint, below it.
+        base_url: URL of an OpenAI API, including /v1.
+        path: path of the endpoint below it.
         body: JSON.
-        deadline_s: for each wait.
+        deadline_s: timeout of each wait.
     """
     answered = threading.Event()
     worst_s = 0.0
@@ -77,12 +77,12 @@ def post_watching_health(base_url: str, path: str, body: bytes, deadline_s: floa
 
 
 def stream_all(url: str, bodies: Sequence[dict[str, object]], deadline_s: float) -> Streamed:
-    """Ask for all answers at the same time, and read their streams.
+    """Send all requests at once, and read their streams.
 
     Args:
-        url: of an endpoint of OpenAI's API.
-        bodies: requests; streaming, and its counts, are added.
-        deadline_s: for each wait.
+        url: URL of an endpoint of an OpenAI API.
+        bodies: requests; the streaming options are added.
+        deadline_s: timeout of each wait.
     """
     return asyncio.run(_stream_all(url, bodies, deadline_s))
 

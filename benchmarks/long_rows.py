@@ -1,11 +1,11 @@
-"""Longest row that trains in 8 GiB, before and after chunks and recomputation; and the plan's bytes beside the peak.
+"""Longest row that trains in 8 GiB, before and after chunking and recomputation; and planned versus peak memory.
 
 python -m benchmarks.long_rows --json out.json
 
-Each try is a process that takes an update on one long row, when gradients and the optimizer's state are there. "Before"
-is the same code with all logits at once, a dense mask, and nothing computed again. A row fits if the process's peak
-resident memory is within the limit. After takes minutes a try, so it stops where it is --stop-at times as long; how far
-the plan says that it goes is printed beside.
+Each try is a process that takes an update on one long row once gradients and optimizer state are allocated. "Before" is
+the same code with all logits at once, a dense mask, and no recomputation. A row fits if the process's peak resident
+memory is within the limit. "After" takes minutes per try, so it stops at --stop-at times the length of "before"; the
+maximum according to the plan is printed as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forge_rl.engines.protocol import TrainSettings
 
 _STEP = 128
 _CLOSE = 1.08
-"""Ratio of the shortest row that does not fit to the longest that does, at which the search ends."""
+"""The search ends at this ratio of the shortest row that does not fit to the longest that does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class Config(BenchmarkConfig):
     """Find the longest row that trains, and compare the plan with the peak."""
 
     gib: float = 8.0
-    """Memory of the process."""
+    """Memory limit of the process, in GiB."""
     layers: int = 30
     """Layers of the model, which otherwise has SmolLM2-135M's shape."""
     after: str = "full"
     """Activation checkpointing of "after"."""
     stop_at: float = 3.5
-    """Longest row that is tried, as a multiple of the longest one before."""
+    """Longest row to try, as a multiple of the longest one of "before"."""
     small: int = 1024
-    """Tokens of the rows that the plan is compared on, besides the long ones."""
+    """Tokens of the rows on which the plan is compared, in addition to the long ones."""
 
     def __post_init__(self) -> None:
         if self.stop_at < 3 or self.small < _STEP or self.after not in ("none", "selective", "full"):
@@ -56,7 +56,7 @@ class Config(BenchmarkConfig):
 
 
 def measure(config: Config, report: Report) -> None:
-    """Search both, and compare each try but those of before with the plan."""
+    """Search both, and compare each try of "after" with the plan."""
     limit = round(config.gib * 2**30)
     with tempfile.TemporaryDirectory(prefix="forge_rl-rows-") as made:
         model = Path(made)
@@ -67,7 +67,7 @@ def measure(config: Config, report: Report) -> None:
             settings = replace(settings, activation_checkpointing=how)  # type: ignore[arg-type]
             return plan_training(model, settings, ranks=1, reference=False).total
 
-        plan_itself = planned(config.after, config.small)  # now all that a trainer imports is imported
+        plan_itself = planned(config.after, config.small)  # also performs all of a trainer's imports
         process = psutil.Process().memory_info().rss
         errors: list[float] = []
 
@@ -105,7 +105,7 @@ def measure(config: Config, report: Report) -> None:
 
 
 def _longest(peak: Callable[[int], float], limit: int, *, first: int, most: int) -> int:
-    """Return the longest row within the limit, and at most `most`, that was found; peaks grow with the tokens."""
+    """Return the longest row found within the limit, at most `most`; assumes that peaks grow with the tokens."""
     found: dict[int, float] = {}
     tokens = first
     while True:
@@ -132,7 +132,7 @@ def _rounded(tokens: float) -> int:
 
 
 def _try(model: Path, how: str, tokens: int, limit: int) -> dict[str, float]:
-    """Run one update in a process of its own; its peak is infinite if it asked for half as much again."""
+    """Run one update in its own process; the peak is infinite if it requested 1.5 times the limit."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.long_row", str(model), how, str(tokens)],
         env=os.environ | train_environment(1),
@@ -145,11 +145,11 @@ def _try(model: Path, how: str, tokens: int, limit: int) -> dict[str, float]:
         return found
     if "allocate memory" in done.stderr or "MemoryError" in done.stderr:
         return {"peak": float("inf"), "seconds": 0.0}
-    raise BenchmarkError(f"a row of {tokens} tokens, {how}: {done.stderr[-500:]}", hint="see what it says")
+    raise BenchmarkError(f"a row of {tokens} tokens, {how}: {done.stderr[-500:]}", hint="see its output")
 
 
 def _make_model(folder: Path, layers: int) -> None:
-    """Write a random model of SmolLM2-135M's shape with so many layers."""
+    """Write a random model with SmolLM2-135M's shape and `layers` layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

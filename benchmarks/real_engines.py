@@ -1,4 +1,4 @@
-"""Real engines for benchmarks of rollouts: vLLM, a store that versions come from, and episodes of given lengths."""
+"""Real engines for rollout benchmarks: vLLM, a weight store, and episodes of given lengths."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _DEADLINE_S = 900.0
 
 
 class Engines:
-    """A generator, and what stands for its trainer: the model's own weights, published again and again.
+    """A generator, and a stand-in for the trainer that republishes the model's own weights.
 
     Args:
         generator: a started generator without weights.
         store: an empty store.
-        faults: faults of both.
+        faults: records the faults of both.
         folder: folder of the model.
     """
 
@@ -49,13 +49,13 @@ class Engines:
         self.faults = faults
         self.tokenizer = Tokenizer(folder)
         self.version = -1
-        """Version that was published last."""
+        """Last published version."""
         self._store = store
         self._dtype = resolve_dtype(generator.config.dtype)
         self._weights = {name: part for path in folder.glob("*.safetensors") for name, part in load_file(path).items()}
 
     async def advance(self) -> None:
-        """Publish the next version, and load it into all engines."""
+        """Publish the next version and load it into all engines."""
         specs = [TensorSpec(name=name, shape=tuple(part.shape)) for name, part in self._weights.items()]
         shards = [
             LocalShard(name=name, tensor_slice=TensorSlice.whole(part.shape), values=part)
@@ -70,14 +70,14 @@ class Engines:
 
 @contextlib.asynccontextmanager
 async def engines(config: Generator.Config, model: str) -> AsyncIterator[Engines]:
-    """Start engines, load version 0, and end all processes after the body.
+    """Start engines, load version 0, and stop all processes after the body.
 
     Args:
         config: settings of the generator.
         model: name of a bundled model, a folder, or a hub id.
     """
     folder = resolve_model(model, default_cache())
-    torch.set_num_threads(1)  # the cores are the engines'
+    torch.set_num_threads(1)  # the cores are for the engines
     with tempfile.TemporaryDirectory(prefix="engines-") as logs:
         cluster, faults = Cluster(Path(logs)), Faults()
         faults.install()
@@ -99,7 +99,7 @@ async def engines(config: Generator.Config, model: str) -> AsyncIterator[Engines
 
 
 class Stories:
-    """Runs episodes of given lengths: where the model ends a turn early, the environment asks it to go on.
+    """Runs episodes of given lengths: if the model ends a turn early, the environment asks it to continue.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -111,14 +111,14 @@ class Stories:
         self._tokens = tokens
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
-        """Run one episode, as a RunEpisode does."""
+        """Run one episode; implements RunEpisode."""
         story = _Story(self._tokens(client.episode), random.Random("/".join(map(str, client.episode.place))))
         runner = EpisodeRunner(self._tokenizer, story, None)  # type: ignore[arg-type]  # the environment scores
         return await runner(task, functools.partial(story.decode, client))
 
 
 class _Story:
-    """The session of one episode, and the service that opens it."""
+    """Session of one episode, and the service that opens it."""
 
     def __init__(self, tokens: int, drawn: random.Random) -> None:
         self._left = tokens
@@ -129,7 +129,7 @@ class _Story:
         return self, Observation(messages=({"role": "user", "content": text},))
 
     async def decode(self, client: PolicyClient, prompt_ids: TokenIds) -> Turn:
-        """Decode one turn, of no more tokens than are left."""
+        """Decode one turn, up to the number of tokens left."""
         turn = await replace(client, sampling=replace(client.sampling, max_tokens=self._left))(prompt_ids)
         self._left -= len(turn.token_ids)
         return turn

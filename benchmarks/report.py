@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: flags, the report with commit, versions and machine, its table and its JSON file."""
+"""Common parts of benchmarks: flags, and the report with commit, versions and machine, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from forge_rl.errors import ForgeError
 from forge_rl.run.run_dir import as_json, versions
 
 LEAST_REPEATS = 5
-"""Fewer repeats than this give no median worth printing."""
+"""Minimum repeats for a meaningful median."""
 
 
 class BenchmarkError(ForgeError):
-    """A benchmark that could not measure what it is about, or could not write its report."""
+    """A benchmark that could not measure its subject or write its report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig:
-    """Flags that every benchmark has."""
+    """Flags of every benchmark."""
 
     json: Path | None = None
-    """File to write the report to. What lies there is removed when the benchmark starts, so that one that fails leaves
-    no old number behind."""
+    """File to write the report to. An existing file is removed when the benchmark starts, so that a failed run leaves
+    no old numbers behind."""
 
 
 C = TypeVar("C", bound=BenchmarkConfig)
@@ -58,22 +58,22 @@ class Report:
     def __init__(self, benchmark: str, config: BenchmarkConfig | None = None) -> None:
         self.benchmark = benchmark
         self.rows: list[dict[str, object]] = []
-        """Raw measurements, one for each repeat, warm-up included and marked."""
+        """Raw measurements, one per repeat, with warm-up marked."""
         self.results: dict[str, float] = {}
-        """The numbers that the benchmark is about, by name."""
+        """The benchmark's results by name."""
         self.versions: dict[str, object] = {**versions()}
-        """Packages by name; a peer in an environment of its own has an object of its own, under its name."""
+        """Package versions by name; a peer with its own environment has its own object, under its name."""
         self.commit = str(self.versions.pop("git"))
         self.machine = machine()
         self.settings = as_json(config)
         self.date = datetime.now(UTC).date().isoformat()
         self.command = f"python -m benchmarks.{benchmark}"
-        """How to measure it again; `run_benchmark` adds the flags."""
+        """Command that repeats the measurement; `run_benchmark` adds the flags."""
         self.spreads: dict[str, tuple[float, float, int]] = {}
-        """Lowest and highest value of a result that is a median, and the number of repeats."""
+        """Minimum, maximum and number of repeats of each result that is a median."""
 
     def measure(self, name: str, values: Sequence[float]) -> float:
-        """Make the median of repeats a result, shown with its spread.
+        """Record the median of repeats as a result, with its spread.
 
         Returns:
             The median.
@@ -83,7 +83,7 @@ class Report:
         return self.results[name]
 
     def as_json(self) -> dict[str, object]:
-        """The content of the report's file."""
+        """Return the content of the JSON file."""
         return {
             "benchmark": self.benchmark,
             "command": self.command,
@@ -98,7 +98,7 @@ class Report:
         }
 
     def table(self) -> Table:
-        """The results for a person to read."""
+        """Return the results as a table for the terminal."""
         table = Table(title=self.benchmark, caption=self._caption(), caption_justify="left", title_justify="left")
         table.add_column("result")
         table.add_column("median", justify="right")
@@ -110,7 +110,7 @@ class Report:
         return table
 
     def write(self, path: Path) -> None:
-        """Write the JSON file: whole, or not at all.
+        """Write the JSON file atomically.
 
         Raises:
             BenchmarkError: it cannot be written.
@@ -137,21 +137,21 @@ class Report:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two middle ones."""
+    """Return the middle value, or the mean of the two middle ones."""
     if not values:
         raise BenchmarkError("nothing was measured, so there is no median")
     return statistics.median(values)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """The lowest and the highest value."""
+    """Return the minimum and the maximum."""
     if not values:
         raise BenchmarkError("nothing was measured, so there is no spread")
     return min(values), max(values)
 
 
 def machine() -> dict[str, object]:
-    """Describe the machine; nothing that names it or its user."""
+    """Describe the machine, without identifying it or its user."""
     found: dict[str, object] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -165,10 +165,10 @@ def machine() -> dict[str, object]:
 
 
 def check_writable(path: Path) -> None:
-    """Check, before a long run, that the report can be written, and remove an older one.
+    """Check before a long run that the report can be written, and remove an older one.
 
     Raises:
-        BenchmarkError: it cannot be written; says why.
+        BenchmarkError: it cannot be written; gives the cause.
     """
     if path.is_dir():
         raise _cannot_write(path, "it is a folder")
@@ -183,7 +183,7 @@ def check_writable(path: Path) -> None:
 
 
 def _without_json(args: Sequence[str]) -> list[str]:
-    """Leave out where the report is written to, which may name a place of this machine."""
+    """Remove --json and its path, which may contain private folder names."""
     kept, skip = [], False
     for arg in args:
         if not (skip or arg.startswith("--json=") or arg == "--json"):
@@ -197,13 +197,13 @@ def run_benchmark(
 ) -> None:
     """Parse flags, measure, print the table and write the file; never returns.
 
-    Exit status: 0 when all was measured, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 on success, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
         name: name of the benchmark.
         config_class: class of its flags.
         measure: fills the report, or raises a ForgeError.
-        args: flags, those of the command line by default.
+        args: flags; the command line's by default.
     """
     args = sys.argv[1:] if args is None else args
     try:
@@ -232,7 +232,7 @@ def _listed(values: Mapping[str, object]) -> str:
 
 
 def _cannot_write(path: Path, why: str) -> BenchmarkError:
-    return BenchmarkError(f"the report {path} cannot be written: {why}", hint="give --json a file that can be written")
+    return BenchmarkError(f"the report {path} cannot be written: {why}", hint="pass --json a writable file")
 
 
 def _cpu_model() -> str:

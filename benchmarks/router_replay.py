@@ -1,11 +1,11 @@
-"""Gap between engine and trainer on a mixture of experts, with the engine's experts replayed in training and without.
+"""Logprob gap between engine and trainer on a mixture-of-experts model, with and without router replay in training.
 
 python -m benchmarks.router_replay --json out.json
 
-A real engine decodes completions of a small random Qwen3-MoE in bfloat16, and says which experts it chose. The trainer
-scores the same tokens under the same weights, in bfloat16 and in float32. Both round differently, so that close scores
-of experts choose others; what is left with replay is rounding alone. The gap of a token is |logprob of the trainer -
-logprob of the engine|.
+A real engine decodes completions of a small random Qwen3-MoE in bfloat16 and reports its expert choices. The trainer
+scores the same tokens with the same weights, in bfloat16 and in float32. The two round differently, so close router
+scores lead to different experts; with replay, only rounding remains. The gap of a token is |trainer logprob - engine
+logprob|.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
 
 _TASK = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
 _LARGE = 0.1
-"""Gap past which a token counts as far off."""
+"""Minimum gap of a token that counts as far off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Compare logprobs of engine and trainer with router replay and without."""
+    """Compare logprobs of engine and trainer with and without router replay."""
 
     completions: int = 32
-    """Completions, two of each prompt."""
+    """Number of completions, two per prompt."""
     tokens: int = 64
-    """Tokens of each."""
+    """Tokens per completion."""
     layers: int = 4
     experts: int = 16
     top_k: int = 4
 
     def __post_init__(self) -> None:
         if self.completions < 2 or self.completions % 2 or not 1 <= self.tokens <= 400 or self.layers < 1:
-            raise BenchmarkError("there is nothing to compare", hint="give --completions, --tokens and --layers")
+            raise BenchmarkError("there is nothing to compare", hint="raise --completions, --tokens or --layers")
         if not 0 < self.top_k < self.experts:
-            raise BenchmarkError(f"--top-k is {self.top_k} of {self.experts} experts", hint="choose fewer of more")
+            raise BenchmarkError(
+                f"--top-k is {self.top_k} of {self.experts} experts", hint="lower --top-k or raise --experts"
+            )
 
 
 def measure(config: Config, report: Report) -> None:
-    """Decode, score in each way, and print a table."""
+    """Decode, score in each mode, and print a table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _make_model(folder, config)
@@ -77,7 +79,7 @@ def measure(config: Config, report: Report) -> None:
 
 
 def _make_model(folder: Path, config: Config) -> None:
-    """Save a random model with the bundled one's tokenizer, whose weights are large enough to make logits differ."""
+    """Save a random model with the bundled tokenizer, with weights large enough to make logits differ."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -113,7 +115,7 @@ def _make_model(folder: Path, config: Config) -> None:
 
 
 async def _decode(folder: Path, config: Config) -> list[Turn]:
-    """Decode completions, each two after one another of one prompt."""
+    """Decode completions, two consecutive ones per prompt."""
     settings = Generator.Config(
         dtype="bfloat16", max_model_tokens=512, max_new_tokens=config.tokens, kv_cache_gib=0.25, routed_experts=True
     )
@@ -136,7 +138,7 @@ def _batch(turns: list[Turn]) -> Batch:
 
 
 def _score(folder: Path, rows: tuple[Row, ...], dtype: Dtype, *, replays: bool) -> dict[str, float]:
-    """Return the gaps of all completions' tokens; with replay, also how many choices of experts were others."""
+    """Return the gaps of all completion tokens; with replay, also the number of expert choices that differ."""
     from forge_rl.engines.titan.routing import routing_counts
     from forge_rl.engines.titan.train import TitanEngine
 

@@ -1,4 +1,4 @@
-"""Ends a program that starts processes as Ctrl-C would when it gets SIGTERM."""
+"""Makes SIGTERM end a program like Ctrl-C, so that it stops its child processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit(143) on SIGTERM, so that the stack unwinds and child processes are ended."""
+    """Raise SystemExit(143) on SIGTERM, so that the stack unwinds and child processes are stopped."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield

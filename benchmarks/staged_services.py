@@ -1,4 +1,4 @@
-"""Services without processes, for benchmarks of their callers: engines that take time, environments with tools."""
+"""Staged services without processes, for benchmarks of their callers: slow engines, and environments with tools."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from forge_rl.services.completion import ResumableCompletion
 from forge_rl.types import Chunk, Message, Sampling, Task, TokenIds
 
 STEP_S = 10.0
-"""Seconds of decoding that one staged token stands for: single tokens of half an hour would only cost time."""
+"""Seconds of decoding that one staged token represents: simulating real tokens would only take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Kind of episodes: their seconds of decoding, spread evenly over the logarithm."""
+    """Kind of episodes, with log-uniformly distributed seconds of decoding."""
 
     name: str
     share: float
@@ -28,7 +28,7 @@ class Kind:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of decoding."""
+        """Mean decoding time in seconds."""
         return (self.most_s - self.least_s) / math.log(self.most_s / self.least_s)
 
 
@@ -41,7 +41,7 @@ HEAVY_TAILED = (
 
 
 class StagedSource:
-    """Draws tasks without end."""
+    """Endless source of tasks."""
 
     def __init__(self, kind: Kind) -> None:
         self.name = kind.name
@@ -62,7 +62,7 @@ class StagedSource:
 
 
 class StagedTokenizer:
-    """Renders prompts of one token: the milliseconds of decoding of the next turn."""
+    """Renders prompts of one token: the next turn's decoding time in milliseconds."""
 
     def render(self, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return (int(str(messages[-1]["content"])),)
@@ -79,7 +79,7 @@ class _Request:
     done_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
     versions: list[tuple[float, int]] = field(default_factory=list)
-    """Pairs of a second of decoding and the version that decodes from then on."""
+    """Pairs of a decoding time in seconds and the version used from then on."""
 
 
 class StagedGenerator:
@@ -87,7 +87,7 @@ class StagedGenerator:
 
     Args:
         engines: number of engines.
-        budget: most requests that each decodes at a time.
+        budget: maximum concurrent requests per engine.
     """
 
     sampling = Sampling(max_tokens=1 << 20)
@@ -96,7 +96,7 @@ class StagedGenerator:
     def __init__(self, *, engines: int, budget: int) -> None:
         self.version = 0
         self.decoded_s = 0.0
-        """Seconds of decoding, summed over all requests that ended."""
+        """Total decoding seconds of all finished requests."""
         self._budgets = dict.fromkeys(range(engines), budget)
         self._running: set[_Request] = set()
         self._paused = False
@@ -151,7 +151,7 @@ class StagedGenerator:
         await self.resume()
 
     def load(self, version: int) -> None:
-        """Serve other weights; requests go on under them."""
+        """Serve new weights; requests in flight continue with them."""
         now = asyncio.get_running_loop().time()
         self.version = version
         for request in self._running:
@@ -170,12 +170,12 @@ def _finish(request: _Request) -> None:
 
 
 class StagedEnvironment:
-    """Opens sessions whose tools take a while between turns.
+    """Opens sessions with tool waits between turns.
 
     Args:
         kinds: kinds of the sources' episodes.
-        turn_s: most seconds of one turn.
-        tool_s: mean wait for a tool.
+        turn_s: maximum seconds of one turn.
+        tool_s: mean seconds of a tool call.
         seed: seed of lengths and tool times.
     """
 
@@ -196,7 +196,7 @@ class StagedEnvironment:
 
 
 class StagedSession:
-    """Asks for turns until the episode's seconds are decoded."""
+    """Requests turns until the episode's seconds are decoded."""
 
     def __init__(self, decode_s: float, turn_s: float, tool_s: float, drawn: random.Random) -> None:
         self._left_s = decode_s
@@ -205,7 +205,7 @@ class StagedSession:
         self._drawn = drawn
 
     def next_turn(self) -> tuple[Message, ...]:
-        """Return the messages of the next turn: its milliseconds of decoding."""
+        """Return the messages of the next turn: its decoding time in milliseconds."""
         seconds = min(self._left_s, self._turn_s)
         self._left_s -= seconds
         return ({"role": "tool", "content": str(max(1, round(seconds * 1000)))},)

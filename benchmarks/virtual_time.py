@@ -1,4 +1,4 @@
-"""An event loop on virtual time: when nothing is ready, the clock jumps to the next timer. Hours take seconds."""
+"""Event loop with virtual time: when nothing is ready, the clock jumps to the next timer. Hours take seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own, for timers and tasks only: a wait for another process never ends."""
+    """Event loop with a virtual clock, for timers and tasks only: a wait for another process never ends."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,12 +28,12 @@ class _Selector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("everybody waits, and no timer is set: a deadlock")
+            raise RuntimeError("deadlock: all tasks are waiting and no timer is set")
         self._loop.now += max(0.0, timeout)
         return super().select(0)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as asyncio.run does, on virtual time."""
+    """Run a coroutine like asyncio.run, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""A generator that records its requests, for benchmarks: each engine's requests, their tokens, and when they came."""
+"""A generator for benchmarks that records each engine's requests, their tokens and times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge_rl.services.generator import Generator
 from forge_rl.types import Chunk, Sampling
 
 _PATIENCE_S = 180.0
-"""Longest wait for an event that is measured."""
+"""Timeout for a measured event, in seconds."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -24,15 +24,15 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     least_version: int
-    """Version that the engines served when it was made."""
+    """Version that the engines served when the request was made."""
     token_ids: list[int] = field(default_factory=list)
     first_at: float | None = None
-    """Time of its first token, on the monotonic clock."""
+    """Time of the first token, on the monotonic clock."""
     ended: bool = False
-    """True if the completion came to its end."""
+    """True if the completion finished."""
 
     def goes_on_for(self, lost: Request) -> bool:
-        """Check that it requests exactly the tokens that another one lacks."""
+        """Return True if it requests exactly the tokens that another request lacks."""
         return (
             self.prompt_ids == lost.prompt_ids + tuple(lost.token_ids)
             and self.sampling.max_tokens == lost.sampling.max_tokens - len(lost.token_ids)
@@ -41,10 +41,10 @@ class Request:
 
 
 class Watched:
-    """Records the requests that rollouts make of a generator.
+    """Records the requests that rollouts make to a generator.
 
     Args:
-        generator: decodes them.
+        generator: decodes the requests.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -110,10 +110,10 @@ class Watched:
         self._stirred.set()
 
     async def until(self, holds: Callable[[], bool], what: str) -> None:
-        """Wait until something holds.
+        """Wait until a condition holds.
 
         Raises:
-            BenchmarkError: it never does.
+            BenchmarkError: it did not hold in time.
         """
         try:
             async with asyncio.timeout(_PATIENCE_S):

@@ -1,4 +1,4 @@
-"""The processes that benchmarks/weights.py measures: one that writes versions, and readers with own parameters."""
+"""Processes measured by benchmarks/weights.py: a writer of versions, and readers with their own parameters."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class WriterActor(ServiceActor):
 
     @concurrent_endpoint
     async def step(self) -> None:
-        """Changes the weights, as an optimizer step would."""
+        """Change the weights, as an optimizer step would."""
         for weight in self._weights.values():
             weight.neg_()
 
     @concurrent_endpoint
     async def write(self, drafted: Manifest, transport: Transport) -> tuple[list[ShardReport], int]:
-        """Writes the rank's shards; returns the reports, and the most bytes of its own that it took meanwhile."""
+        """Write the rank's shards; return the reports, and the peak increase of private memory in bytes."""
         shards = [
             LocalShard(name=name, tensor_slice=TensorSlice.whole(weight.shape), values=weight)
             for name, weight in self._weights.items()
@@ -52,13 +52,13 @@ class WriterActor(ServiceActor):
 
     @concurrent_endpoint
     async def memcpy(self, threads: int) -> float:
-        """Seconds of a plain copy of all weights into shared memory that was touched before."""
+        """Return the seconds of a plain copy of all weights into shared memory already touched."""
         return self._memcpy(threads)
 
     @concurrent_endpoint
     async def attestation_s(self, pairs: int, threads: int) -> list[float]:
-        """Seconds that the publish's own loop, which copies and fingerprints, takes longer than a plain copy of the
-        same bytes into the same memory, of each pair of runs."""
+        """Return, per pair of runs, the extra seconds of the publish loop, which copies and fingerprints, over a plain
+        copy of the same bytes into the same memory."""
         at, moves = 0, []
         assert self._scratch is not None, "memcpy comes first"
         for weight in self._weights.values():
@@ -75,21 +75,21 @@ class WriterActor(ServiceActor):
 
     @concurrent_endpoint
     async def torchstore_put(self, transport: Any, prefix: str) -> None:
-        """torchstore as it is: one call a tensor."""
+        """Put with plain torchstore: one call per tensor."""
         client = _torchstore(transport)
         for name, weight in self._weights.items():
             await client.put(f"{prefix}{name}", weight)
 
     @concurrent_endpoint
     async def torchstore_delete(self, transport: Any, prefix: str) -> None:
-        """Free what was put."""
+        """Delete the stored tensors."""
         client = _torchstore(transport)
         for name in self._weights:
             await client.delete(f"{prefix}{name}")
 
     @concurrent_endpoint
     async def rdma_buffers(self, bytes_each: int) -> list[Any]:
-        """RDMABuffers over plain memory, as large as all weights."""
+        """Return RDMABuffers over plain memory, as large as all weights together."""
         self._plain = torch.cat([weight.view(-1).view(torch.uint8) for weight in self._weights.values()])
         return [RDMABuffer(part) for part in self._plain.split(bytes_each)]
 
@@ -119,7 +119,7 @@ class ReaderActor(ServiceActor):
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, transport: Transport) -> tuple[dict[str, int], int]:
-        """Fingerprints of what was loaded, and bytes of its own that the process took at most for it."""
+        """Return fingerprints of the loaded weights, and the peak increase of private memory in bytes."""
         fingerprints: dict[str, int] = {}
         before = private_bytes()
         with sampled_peak(private_bytes, 0.002) as peak:
@@ -136,14 +136,14 @@ class ReaderActor(ServiceActor):
 
     @concurrent_endpoint
     async def torchstore_get(self, transport: Any, prefix: str) -> None:
-        """torchstore as it is: one call a tensor."""
+        """Get with plain torchstore: one call per tensor."""
         client = _torchstore(transport)
         for name, weight in self._weights.items():
             weight.copy_(await client.get(f"{prefix}{name}"))
 
     @concurrent_endpoint
     async def rdma_read(self, buffers: list[Any], sizes: list[int]) -> float:
-        """Seconds to read RDMABuffers into plain memory, one after the other."""
+        """Return the seconds to read RDMABuffers into plain memory, one after the other."""
         if not hasattr(self, "_plain"):
             self._plain = torch.zeros(sum(sizes), dtype=torch.uint8)
         began = time.perf_counter()
@@ -153,7 +153,7 @@ class ReaderActor(ServiceActor):
 
 
 def _torchstore(transport: Any) -> Any:
-    """torchstore's own client."""
+    """Return torchstore's own client."""
     from torchstore.client import LocalClient
 
     return LocalClient(controller=transport._controller, strategy=transport._strategy)
