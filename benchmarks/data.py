@@ -1,10 +1,10 @@
-"""Tasks from a large JSON lines file: tasks/s and memory beside `datasets`, opening, and resuming in the middle.
+"""Tasks from a large JSON lines file, compared with `datasets`: tasks/s, memory, opening, and resuming midway.
 
 python -m benchmarks.data --json out.json
 
-A file of 2 GB is made on first use, and removed. Each reader is a process of its own, which reads in turn with the
-others: ours in the order of a seed, with mapping, check and digest of each row; `datasets` streams with its shuffle
-buffer and the same mapping; and `datasets` loads, which first writes an Arrow copy of the whole file to its cache.
+Creates a file of 2 GB, and removes it afterwards. Each reader is a separate process, and they take turns: ours in
+seeded order, with mapping, validation and digest of each row; `datasets` streaming with its shuffle buffer and the same
+mapping; and `datasets` loading, which first writes an Arrow copy of the whole file to its cache.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Re
 
 _WORDS = ("the", "sum", "of", "all", "numbers", "which", "divide", "a", "square", "and", "its", "root")
 _TEXTS = 1000
-"""Texts that rows are made of: to draw one for each would take longer than to read it."""
+"""Number of texts that rows are made from: generating one per row would take longer than reading it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure how tasks are read from a large file."""
+    """Measure reading tasks from a large file."""
 
     gb: float = 2.0
-    """Size of the large file, in 10^9 bytes; the small one, for the growth of memory, has a tenth."""
+    """Size of the large file in 10^9 bytes; the small one, for memory growth, has a tenth."""
     tasks: int = 50_000
-    """Tasks that are read for each measurement of speed."""
+    """Tasks read per speed measurement."""
     repeats: int = 5
-    """Repeats of each, after one that warms up."""
+    """Repeats of each, after one warm-up."""
     folder: Path | None = None
     """Folder for the files; a temporary one by default."""
     load: bool = True
-    """Also measure `datasets.load_dataset` of the whole file, once: it takes minutes and as much disk again."""
+    """Also measure `datasets.load_dataset` of the whole file, once: takes minutes and the file's size on disk again."""
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS or self.tasks < 1000 or self.gb <= 0:
@@ -48,7 +48,7 @@ class Config(BenchmarkConfig):
 
 
 def measure(config: Config, report: Report) -> None:
-    """Make the files, read them in turn, and compare."""
+    """Create the files, read them in turn, and compare."""
     with tempfile.TemporaryDirectory(dir=config.folder, prefix="forge_rl-data-") as made:
         folder = Path(made)
         large, small = folder / "large.jsonl", folder / "small.jsonl"
@@ -86,7 +86,7 @@ def measure(config: Config, report: Report) -> None:
 
 
 def write_rows(path: Path, size: int) -> int:
-    """Write about so many bytes of rows with questions of all lengths; returns their number."""
+    """Write about `size` bytes of rows with questions of various lengths; return the number of rows."""
     draw = random.Random(0)
     texts = [" ".join(draw.choices(_WORDS, k=draw.randrange(20, 220))) for _ in range(_TEXTS)]
     rows = written = 0
@@ -103,7 +103,7 @@ def write_rows(path: Path, size: int) -> int:
 
 
 def _child(reader: str, file: Path, tasks: int, folder: Path) -> str:
-    """Read in a process of its own; returns what it measured, as JSON."""
+    """Read in a separate process; return its measurements as JSON."""
     command = [sys.executable, "-m", "benchmarks.data_readers", reader, str(file), str(tasks), str(folder / "cache")]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

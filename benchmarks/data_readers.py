@@ -1,4 +1,4 @@
-"""One reader of a JSON lines file, in a process of its own: prints tasks/s, peak memory, opening and resuming as JSON.
+"""One reader of a JSON lines file, in its own process: prints tasks/s, peak memory, opening and resuming as JSON.
 
 python -m benchmarks.data_readers ours FILE TASKS CACHE
 """
@@ -17,11 +17,11 @@ from typing import Any
 
 _COLUMNS = "question=problem,answer=solution"
 _BUFFER = 4096
-"""Rows that `datasets` shuffles together: about as many as our 4 MB hold."""
+"""Shuffle buffer of `datasets` in rows: about as many as our 4 MB hold."""
 
 
 def ours(file: Path, tasks: int, cache: Path) -> dict[str, float]:
-    """Read with a TableSource, in the order of a seed."""
+    """Read with a TableSource, in seeded order."""
     from forge_rl.data.config import DataConfig
 
     before = peak()
@@ -49,7 +49,7 @@ def ours(file: Path, tasks: int, cache: Path) -> dict[str, float]:
 
 
 def stream(file: Path, tasks: int, cache: Path) -> dict[str, float]:
-    """Read with the streaming reader of `datasets`; resumes where half of the tasks were read, by its state_dict."""
+    """Read with the streaming reader of `datasets`; resume after half of the tasks with its state_dict."""
     import datasets
 
     before = peak()
@@ -74,7 +74,7 @@ def stream(file: Path, tasks: int, cache: Path) -> dict[str, float]:
 
 
 def load(file: Path, tasks: int, cache: Path) -> dict[str, float]:
-    """Load with `datasets`, which makes an Arrow copy, and read rows of it in random order."""
+    """Load with `datasets`, which makes an Arrow copy, and read its rows in random order."""
     import datasets
 
     before = peak()
@@ -88,7 +88,7 @@ def load(file: Path, tasks: int, cache: Path) -> dict[str, float]:
 
 
 def speed(rows: Iterator[object], count: int) -> float:
-    """Return rows a second, over so many."""
+    """Return rows per second over `count` rows."""
     began = time.perf_counter()
     for _ in range(count):
         next(rows)
@@ -96,12 +96,12 @@ def speed(rows: Iterator[object], count: int) -> float:
 
 
 def peak() -> float:
-    """Most bytes of memory that this process ever held."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def versions(file: Path, tasks: int, cache: Path) -> dict[str, Any]:
-    """Return versions of the peer."""
+    """Return the peer's package versions."""
     return {name: importlib.metadata.version(name) for name in ("datasets", "pyarrow")}
 
 

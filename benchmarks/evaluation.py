@@ -1,16 +1,16 @@
-"""Time of a run with an evaluation every two steps: riding along with training's episodes, against stopping everything.
+"""Time of a run with an evaluation every two steps: riding along with training episodes versus stopping everything.
 
 python -m benchmarks.evaluation --json out.json
 
-The rollouts, the scheduler and the evaluations are the real ones, on real vLLM engines, and each version is really
-published and loaded; a training step is a pause of the length that makes it a fifth of the cluster's work. Episodes are
-heavy-tailed, as in schedules.py, those of evaluations too: 40% have less than a sixtieth of the longest one's tokens,
-10% more than a third. Runs of both kinds alternate on the same engines. As in a run of a recipe, the evaluation before
-the first step ends before weights change, and the one after the last step is waited for, whichever kind it is.
+Rollouts, scheduler and evaluations are real, on real vLLM engines, and each version is really published and loaded; a
+training step is a pause that makes up a fifth of the cluster's work. Episodes, including evaluation episodes, are
+heavy-tailed as in schedules.py: 40% have less than a sixtieth of the longest one's tokens, 10% more than a third. Runs
+of both kinds alternate on the same engines. As in a recipe's run, the evaluation before the first step ends before the
+weights change, and the run waits for the one after the last step, in both kinds.
 
-Results named real_ are of these; on two cores, whose decoding is bound by compute, slots that idle make the others
-faster, and cost less than on a GPU. The others are of the same code on a virtual clock, with more engines and with
-tools between turns, where a request decodes as fast alone as beside others.
+Results named real_ are from these runs; on two compute-bound cores, idle slots make the others faster, and so cost less
+than on a GPU. The other results are from the same code on a virtual clock, with more engines and with tools between
+turns, where a request decodes at the same speed alone or with others.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from forge_rl.types import Sampling, Task
 
 _GROUP_SIZE = 4
 _TRAIN_SHARE = 0.2
-"""Share of the work that is training, where engines are always busy."""
+"""Training's share of the work when engines are always busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Compare evaluations that ride along with those that stop everything."""
+    """Compare evaluations that ride along with blocking ones."""
 
     repeats: int = 5
-    """Pairs of runs that count."""
+    """Measured pairs of runs."""
     steps: int = 6
-    """Steps of a run."""
+    """Steps per run."""
     every: int = 2
     """Steps between evaluations."""
     tasks_per_slot: float = 2.0
-    """Tasks of an evaluation, for each request that the engines take at a time; a batch has four episodes."""
+    """Evaluation tasks per concurrent request of the engines; a batch has four episodes per request."""
     seed: int = 0
     """Seed of the episodes' lengths."""
     on: Real = field(default_factory=lambda: Real(engines=1, budget=8, most_tokens=120))
-    """The engines."""
+    """Settings of the real engines."""
     virtual_engines: int = 8
     """Number of engines on the virtual clock."""
     smoke: bool = False
-    """One short pair, to see that it works; its figures mean nothing."""
+    """One short pair: shows that everything runs, and measures nothing."""
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
@@ -81,11 +81,11 @@ class Config(BenchmarkConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Time of a run, and the weights behind its evaluations."""
+    """Duration of a run, and the weights used by its evaluations."""
 
     seconds: float
     other_versions: float
-    """Mean share of evaluations' tokens that other weights produced than those that were evaluated."""
+    """Mean share of evaluation tokens from other weights than the evaluated ones."""
 
 
 async def whole_run(
@@ -99,11 +99,11 @@ async def whole_run(
     train: Callable[[], Awaitable[None]],
     clock: Callable[[], float],
 ) -> Outcome:
-    """Run a recipe's loop: roll out, train and publish, evaluate every so many steps.
+    """Run a recipe's loop: roll out, train and publish, with periodic evaluations.
 
     Args:
-        version: returns the version that is served.
-        train: stands for a training step and the publish after it.
+        version: returns the served version.
+        train: stands in for a training step and its publish.
     """
     shares: list[float] = []
     began = clock()
@@ -135,7 +135,7 @@ async def whole_run(
 
 
 def measure(config: Config, report: Report) -> None:
-    """Run both kinds on a virtual clock, then in turns on real engines."""
+    """Run both kinds on a virtual clock, then alternately on real engines."""
     steps = 2 * config.every if config.smoke else 8 * config.every
     found = {blocking: run(_virtual(config, steps, blocking)) for blocking in (True, False)}
     report.results["ride_along_over_blocking"] = found[False].seconds / found[True].seconds
@@ -159,7 +159,7 @@ async def _real(config: Config, report: Report) -> None:
         mean = statistics.fmean(draw_tokens(random.Random(at), kind_at(at / 1000), on) for at in range(1000))
         train_s = _TRAIN_SHARE / (1 - _TRAIN_SHARE) * 4 * slots * mean / rate
         report.results |= {"real_full_tokens_per_s": rate, "real_train_s": train_s}
-        print(f"engines that are full: {rate:.0f} tokens/s; a training step: {train_s:.2f} s", flush=True)
+        print(f"full engines: {rate:.0f} tokens/s; a training step: {train_s:.2f} s", flush=True)
         pairs = 1 if config.smoke else 1 + config.repeats
         found: dict[bool, list[Outcome]] = {True: [], False: []}
         for pair in range(pairs):
@@ -205,7 +205,7 @@ async def _real_run(config: Config, served: Engines, *, steps: int, train_s: flo
         version=lambda: served.version,
         warn=lambda text: None,
     )
-    await rollouts.restore(rollouts.state() | {"batches": first})  # batches are numbered as versions are
+    await rollouts.restore(rollouts.state() | {"batches": first})  # number batches like versions
     try:
         return await whole_run(
             rollouts,
@@ -219,7 +219,7 @@ async def _real_run(config: Config, served: Engines, *, steps: int, train_s: flo
         )
     finally:
         await rollouts.close()
-        await devices.hand_to_engines()  # the next run begins like the first one
+        await devices.hand_to_engines()  # so that the next run starts like the first
 
 
 async def _virtual(config: Config, steps: int, blocking: bool) -> Outcome:
@@ -275,7 +275,7 @@ def _mixture() -> Mixture:
 
 
 def _tasks(count: int) -> list[Task]:
-    """Make the tasks of the evaluation, of all kinds by their share."""
+    """Make the evaluation tasks, of all kinds in proportion to their shares."""
     kinds = [kind_at((at + 0.5) / count) for at in range(count)]
     random.Random(0).shuffle(kinds)
     return [

@@ -1,4 +1,4 @@
-"""The heaviest requests that the gateway lets through: of text, messages, tools, prompts, values and completions."""
+"""The heaviest requests that the gateway accepts: in text, messages, tools, prompts, values and completions."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 _HI = {"role": "user", "content": "Hi"}
 _SPARE_BYTES = 4096
-"""Room in a body for what is beside its long part."""
+"""Bytes reserved in a body for everything except its long part."""
 _VALUES = 12_000
 
 
 def heavy_requests(model: str, most_bytes: int, *, smoke: bool = False) -> Iterator[tuple[str, str, bytes]]:
-    """Make the requests, one at a time: its name, the path below /v1, and its body.
+    """Yield each request's name, path below /v1, and body.
 
     Args:
         model: name of the model.
-        most_bytes: longest body that is taken.
-        smoke: make them short.
+        most_bytes: maximum accepted body size.
+        smoke: make short requests.
     """
     size = (most_bytes - _SPARE_BYTES) // (64 if smoke else 1)
     long = _words(size)
-    # What is too long for the context is refused when its tokens are known.
+    # Requests too long for the context are rejected once their tokens are counted.
     for name, path, fields in (
         ("one long message", "/chat/completions", {"messages": [_user(long)]}),
         ("one long tool", "/chat/completions", {"messages": [_HI], "tools": [_tool(0, long)]}),

@@ -1,4 +1,4 @@
-"""Parts of `overhead` about tokens: a generator of engines that answer at once, and a batch of millions of tokens."""
+"""Token benchmarks of `overhead`: a generator with engines that answer at once, and a batch of millions of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BEAT_S = 0.002
 
 
 class PromptEngine(ServiceActor):
-    """An engine, in a process of its own, that answers each request at once."""
+    """An engine in its own process that answers each request at once."""
 
     def __init__(self, model: Path, settings: object, seed: int, name: str) -> None:
         self._numbers = itertools.count(seed)
@@ -41,15 +41,15 @@ class PromptEngine(ServiceActor):
 
     @concurrent_endpoint
     async def serve_model(self) -> None:
-        """Tokens are of version 0."""
+        """Nothing to load: tokens have version 0."""
 
     @concurrent_endpoint
     async def hold(self, paused: bool, asleep: bool) -> None:
-        """There is nothing to stop."""
+        """Nothing to pause."""
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to close."""
 
     async def stream(self, prompt_ids: TokenIds, sampling: Sampling, gather_s: float) -> AsyncGenerator[Chunk, None]:
         yield Chunk(
@@ -61,12 +61,12 @@ class PromptEngine(ServiceActor):
         )
 
     async def count_rows(self) -> int:
-        """Return how many rows were sent."""
+        """Return the number of rows received."""
         return len(self.take_parcel())
 
 
 def large_batch(tokens: int) -> Batch:
-    """Make a batch of so many tokens, in groups that share their prompts."""
+    """Make a batch with this many tokens, in groups that share their prompts."""
     drawn = np.random.default_rng(0)
     task = Task(id="1", source="tasks", messages=({"role": "user", "content": "go"},))
     answer = _EPISODE_TOKENS - _PROMPT_TOKENS
@@ -89,10 +89,10 @@ def large_batch(tokens: int) -> Batch:
 
 
 async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -> dict[str, float]:
-    """Count, log, pack and send a batch; returns how long that held up the event loop at most, in milliseconds.
+    """Count, log, pack and send a batch; return the longest block of the event loop in milliseconds.
 
-    Beside it the same for a loop that does nothing as long, which is what this machine's other work costs, and the
-    memory that a token takes with its text.
+    Also returns the same for an idle loop over the same time, which measures the machine's other load, and the memory
+    per token including its text.
     """
     before = psutil.Process().memory_info().rss
     batch = await asyncio.to_thread(large_batch, tokens)
@@ -125,7 +125,7 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
 
 
 async def _longest_pause() -> float:
-    """Return, once cancelled, the longest time by which a short sleep was late."""
+    """Return, once cancelled, the maximum delay of a short sleep."""
     longest = 0.0
     loop = asyncio.get_running_loop()
     while True:
@@ -138,6 +138,6 @@ async def _longest_pause() -> float:
 
 
 async def _ended(heart: asyncio.Task[float]) -> float:
-    await asyncio.sleep(2 * _BEAT_S)  # what held it up last is counted too
+    await asyncio.sleep(2 * _BEAT_S)  # count the last block too
     heart.cancel()
     return await heart

@@ -1,18 +1,18 @@
-"""Layouts of the trainer against one process: how far loss, gradient norm and weights are off after a few updates.
+"""Trainer layouts versus one process: deviation of loss, gradient norm and weights after a few updates.
 
 python -m benchmarks.layouts --json out.json
 
 Small random models of each family train on the same batches of packed rows with shared prefixes, in each layout and in
-one process, in float64. Some episodes are longer than what one device holds where a row is split. The deviation of a
-layout is the largest of three:
+one process, in float64. Some episodes are longer than one device's share of a split row. The deviation of a layout is
+the maximum of three:
 
     loss, grad_norm  |found - expected| / |expected|, the worst update
     weights          ||found - expected|| / ||expected||, over all weights of the model, after the last update
 
-The learning rate is so high that the weights move by several percent, and that a single one of them that misses its
-updates is off by more than 1e-4. Beside it stands the same over the way that the weights have gone, ||found -
-expected|| / ||expected - start||, which is no more than rounding either. Weights are put together from what the ranks
-would publish, each element of which must come from one rank.
+The learning rate is so high that the weights move by several percent, and a single weight tensor that missed its
+updates would be off by more than 1e-4. The deviation relative to the weights' movement, ||found - expected|| /
+||expected - start||, is also reported; it too should be no more than rounding. Weights are assembled from what the
+ranks would publish; each element must come from exactly one rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from forge_rl.types import Batch, Episode, Group, Task, Turn
 from forge_rl.weights.slices import TensorSlice, tiling_error
 
 _ROW_TOKENS = 72
-"""Most tokens of a row, over the devices that split it; the longest episodes have more than half as many."""
+"""Maximum tokens of a row over all devices that split it; the longest episodes have more than half as many."""
 _VOCAB = 96
 _OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.1, warmup_updates=2)
 _LOSS = ClippedSurrogate()
@@ -78,7 +78,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "kv_lora_rank": 16,
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4,
-        "head_dim": 4,  # in transformers that of RoPE
+        "head_dim": 4,  # RoPE's head_dim in transformers
         "v_head_dim": 8,
         "moe_intermediate_size": 16,
         "n_routed_experts": 8,
@@ -93,7 +93,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-"""Families of transformers, by model_type, and what sets their small models apart."""
+"""Transformers model families by model_type, with the specific settings of their small models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +101,15 @@ class Config(BenchmarkConfig):
     """Compare the trainer's layouts with one process."""
 
     families: tuple[str, ...] = tuple(FAMILIES)
-    """Families of models."""
+    """Model families."""
     updates: int = 3
-    """Updates that are taken in each layout."""
+    """Updates per layout."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.families) - FAMILIES.keys():
             raise BenchmarkError(f"there is no family {min(unknown)!r}", hint=f"known: {', '.join(FAMILIES)}")
         if not self.families or self.updates < 1:
-            raise BenchmarkError("there is nothing to compare", hint="give --families and --updates")
+            raise BenchmarkError("there is nothing to compare", hint="set --families and --updates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +118,14 @@ class Case:
 
     family: str
     name: str
-    """Layout, for people."""
+    """Readable name of the layout."""
     ranks: int
     degrees: tuple[tuple[str, int], ...] = ()
-    """Parallel settings of the trainer, by field."""
+    """The trainer's parallel settings, by field."""
 
     @property
     def settings(self) -> TrainSettings:
-        """Settings of the engine: the longest row has the same number of tokens in all layouts."""
+        """Engine settings: the longest row has the same number of tokens in all layouts."""
         degrees: dict[str, Any] = dict(self.degrees)
         degrees["row_tokens"] = _ROW_TOKENS // degrees.get("context_parallel", 1)
         return TrainSettings(dtype="float64", optimizer=_OPTIMIZER, **degrees)
@@ -159,25 +159,25 @@ LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Result of the updates in one layout."""
+    """Result of training in one layout."""
 
     metrics: list[dict[str, float]]
-    """Metrics of each update, merged over the data-parallel shares."""
+    """Metrics of each update, merged over the data-parallel ranks."""
     start: dict[str, torch.Tensor]
     """Whole weights before the first update, by name, as they would be published."""
     weights: dict[str, torch.Tensor]
-    """The same after the last."""
+    """Whole weights after the last update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """Distance of a layout from one process; see the module."""
+    """Deviation of a layout from one process; see the module docstring."""
 
     loss: float
     grad_norm: float
     weights: float
     of_way: float
-    """Difference of all weights over the way that they have gone."""
+    """Difference of all weights relative to their movement."""
 
     @property
     def worst(self) -> float:
@@ -185,7 +185,7 @@ class Deviation:
 
 
 def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
-    """List the layouts of some families on up to so many ranks."""
+    """List the layouts of some families on up to `most_ranks` ranks."""
     return [
         Case(family=family, name=name, ranks=ranks, degrees=tuple(degrees.items()))
         for family, (name, ranks, degrees) in itertools.product(families, LAYOUTS)
@@ -196,12 +196,12 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
 
 
 def is_mixture(family: str) -> bool:
-    """Return whether models of a family have experts."""
+    """Return True if models of a family have experts."""
     return "num_experts_per_tok" in FAMILIES.get(family, {})
 
 
 def make_models(folder: Path, families: Sequence[str]) -> None:
-    """Save a small random model of each family to a folder of its name, with weights that make logits differ."""
+    """Save a small random model of each family to a folder with its name, with weights that make logits differ."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for family in families:
@@ -215,9 +215,9 @@ def make_models(folder: Path, families: Sequence[str]) -> None:
 
 
 def batches(count: int) -> list[Batch]:
-    """Make batches of groups with a shared prompt, of episodes with two turns and rewards that differ.
+    """Make batches of groups with a shared prompt, with two-turn episodes and different rewards.
 
-    Experts go by position alone, so that it does not matter which rows share a prefix.
+    Experts depend only on the position, so that it does not matter which rows share a prefix.
     """
     experts = np.random.default_rng(1).random((256, 2, 4)).argsort(axis=-1)[..., :2].astype(np.uint8)
     task = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
@@ -259,7 +259,7 @@ def batches(count: int) -> list[Batch]:
 
 
 def packed(case: Case, batch: Batch) -> Packed:
-    """Pack a batch as the Trainer service has it packed for a layout, with centered rewards as advantages."""
+    """Pack a batch for a layout like the Trainer service, with centered rewards as advantages."""
     settings = case.settings
     layout = Layout(
         shares=case.ranks // settings.peers,
@@ -271,13 +271,13 @@ def packed(case: Case, batch: Batch) -> Packed:
 
 
 def train(folder: Path, every: Sequence[Case], updates: int, loss: Loss = _LOSS) -> list[Trained]:
-    """Train in each of some layouts of the same number of ranks, in so many processes that are started once.
+    """Train in several layouts with the same number of ranks, in processes that are started once.
 
     Args:
-        folder: where make_models put the models.
+        folder: output folder of make_models.
 
     Raises:
-        BenchmarkError: a rank failed, or an element of the weights is not published by one rank.
+        BenchmarkError: a rank failed, or an element of the weights is not published by exactly one rank.
     """
     (ranks,) = {case.ranks for case in every}
     by_rank = run_ranks(_train, ranks, folder, every, updates, loss)
@@ -295,7 +295,7 @@ def compare(found: Trained, expected: Trained) -> Deviation:
     """Compare a layout with one process.
 
     Raises:
-        BenchmarkError: they trained other tokens, or started from other weights.
+        BenchmarkError: they trained on different tokens, or started from different weights.
     """
     for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
         if mine.keys() != theirs.keys() or mine["tokens/trained"] != theirs["tokens/trained"]:
@@ -320,19 +320,19 @@ def compare(found: Trained, expected: Trained) -> Deviation:
 
 
 def alone(case: Case) -> Case:
-    """Return the one process that a layout is compared with."""
+    """Return the single-process case that a layout is compared with."""
     replays = tuple(degree for degree in case.degrees if degree[0] == "router_replay")
     return Case(family=case.family, name="one process", ranks=1, degrees=replays)
 
 
 Shards = list[tuple[str, TensorSlice, torch.Tensor]]
-"""Parts of weights by their names."""
+"""Shards of weights with their names."""
 
 
 def _train(
     rank: int, folder: Path, every: Sequence[Case], updates: int, loss: Loss
 ) -> list[tuple[list[dict[str, Value]], Shards, Shards]]:
-    """Train in each layout, as one of its ranks; returns metrics, and shards before and after."""
+    """Train in each layout as one of its ranks; return metrics, and shards before and after."""
     from forge_rl.engines.titan.train import TitanEngine
 
     results = []
@@ -347,7 +347,7 @@ def _train(
 def update(
     engine: Any, case: Case, batch: Batch, rank: int, total_updates: int, loss: Loss = _LOSS
 ) -> dict[str, Value]:
-    """Train on a batch as one rank of a layout; returns the metrics of the update."""
+    """Train on a batch as one rank of a layout; return the update's metrics."""
     settings = case.settings
     own = slice(rank // settings.peers, None, case.ranks // settings.peers)
     (found,) = engine.train_batch(
@@ -364,12 +364,12 @@ def update(
 
 
 def shards_of(engine: Any) -> Shards:
-    """Copy what a rank would publish."""
+    """Copy the shards that a rank would publish."""
     return [(shard.name, shard.tensor_slice, shard.values.clone()) for shard in engine.local_shards()]
 
 
 def assemble(case: Case, by_rank: Sequence[Shards]) -> dict[str, torch.Tensor]:
-    """Put whole weights together from the shards that all ranks would publish."""
+    """Assemble whole weights from the shards that all ranks would publish."""
     by_name: dict[str, list[tuple[TensorSlice, torch.Tensor]]] = {}
     for name, tensor_slice, values in itertools.chain.from_iterable(by_rank):
         by_name.setdefault(name, []).append((tensor_slice, values))

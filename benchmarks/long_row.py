@@ -1,4 +1,4 @@
-"""One update on a long row, in a process of its own; prints its memory as JSON. A part of `long_rows`.
+"""One update on a long row, in its own process; prints its memory as JSON. Part of `long_rows`.
 
 python -m benchmarks.long_row MODEL before|none|selective|full TOKENS
 """
@@ -27,7 +27,7 @@ _FEW_TOKENS = 64
 
 
 def row_of(tokens: int, vocab: int) -> Row:
-    """A row that one episode of so many tokens fills; all but the first are trained."""
+    """Make a row filled by one episode with this many tokens; all except the first are trained."""
     whole = torch.full((tokens,), 0, dtype=torch.int32)
     token_ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
     return Row(
@@ -48,7 +48,7 @@ def row_of(tokens: int, vocab: int) -> Row:
 
 
 def as_before() -> None:
-    """Score and attend as without chunks: all logits at once, and SDPA under a dense mask."""
+    """Disable chunking in scoring and attention: all logits at once, and SDPA with a dense mask."""
     dense: dict[int, torch.Tensor] = {}
 
     def attend(
@@ -65,7 +65,7 @@ def as_before() -> None:
 
 
 def main() -> None:
-    """Take two updates, the second on the long row, when all that lasts is there."""
+    """Take two updates, the second on the long row, once all persistent state is allocated."""
     model, how, tokens = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     if how == "before":
         as_before()
@@ -90,7 +90,7 @@ def main() -> None:
         assert found[0] is not None, "its gradient is not finite"
 
     update(few)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     began = time.monotonic()
     update(few, many)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -1,12 +1,12 @@
-"""Cost of turns and tokens beside their decoding: scheduler, router, environment, reward; engines answer at once.
+"""Overhead of turns and tokens without decoding: scheduler, router, environment, reward; engines answer at once.
 
 python -m benchmarks.overhead --json out.json
 
-Rollouts, Environment and Reward are the real ones, with a process each; the engines, the tokenizer and the trainer are
-staged in the controller. An episode is a few turns in its environment, then a score. Few and many episodes in flight
-are measured in turns, and so is the limit below: bare calls of Monarch to the same process, as if each turn made one.
-Then engines in processes of their own answer with 256 tokens at once, through the real Generator; and a large batch is
-counted, logged, packed and sent, while it is measured how long the controller's loop is held up.
+Rollouts, Environment and Reward are real, with a process each; engines, tokenizer and trainer are staged in the
+controller. An episode is a few turns in its environment, then a score. Runs with few and with many episodes in flight
+alternate, along with the lower bound: bare Monarch calls to the same process, one per turn. Then engines in their own
+processes answer with 256 tokens at once, through the real Generator; and a large batch is counted, logged, packed and
+sent, while the longest block of the controller's event loop is measured.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ _LOGPROBS = np.full(4, -1.0, np.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure turns a second, and the cost of a turn with few and with many episodes in flight."""
+    """Measure turns per second, and the cost of a turn with few and with many episodes in flight."""
 
     many: int = 10_000
-    """Episodes in flight at a time."""
+    """Many concurrent episodes."""
     few: int = 100
-    """The same, to compare with."""
+    """Few concurrent episodes, for comparison."""
     turns: int = 4
-    """Mean number of turns of an episode; a score follows the last."""
+    """Mean turns per episode; a score follows the last."""
     least_turns: int = 10_000
-    """A round has as many turns as the episodes in flight, and at least so many."""
+    """Minimum turns per round; at least the number of episodes in flight."""
     repeats: int = 5
     """Rounds of each."""
     warm_up: int = 1
-    """Rounds that come first and do not count."""
+    """Warm-up rounds, not counted."""
     answers: int = 4_000
-    """Answers of 256 tokens that a round waits for."""
+    """Answers of 256 tokens per round."""
     batch_tokens: int = 16_000_000
     """Tokens of the large batch."""
     smoke: bool = False
@@ -89,7 +89,7 @@ class Config(BenchmarkConfig):
 
 
 class ManyTurns:
-    """An environment that responds to each turn but the last."""
+    """An environment that responds to each turn except the last."""
 
     def __init__(self, turns: int) -> None:
         self._left = turns
@@ -105,10 +105,10 @@ class ManyTurns:
 
 
 class ManyTurnsFactory:
-    """Makes environments of different lengths, so that episodes do not march in step.
+    """Makes environments of different lengths, so that episodes do not run in lockstep.
 
     Args:
-        turns: mean number of turns of an episode.
+        turns: mean number of turns per episode.
     """
 
     def __init__(self, turns: int) -> None:
@@ -121,12 +121,12 @@ class ManyTurnsFactory:
 
 
 def half_are_right(task: Task, text: str) -> float:
-    """A plain function, as most rewards are."""
+    """A plain reward function, like most."""
     return float(int(text) % 2)
 
 
 class PromptEngines(StagedGenerator):
-    """Engines that answer at once, each request in one chunk."""
+    """Engines that answer each request at once, in one chunk."""
 
     def __init__(self, *, engines: int, budget: int) -> None:
         super().__init__(engines=engines, budget=budget)
@@ -151,7 +151,7 @@ def _versions(version: int) -> npt.NDArray[np.int32]:
 
 
 class PromptTokenizer:
-    """A few tokens for whatever is said."""
+    """Tokenizer that renders any messages as a few tokens."""
 
     def render(self, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return (1, 2, 3)
@@ -166,7 +166,7 @@ class Services:
 
     environment: Environment
     shown: Environment
-    """Shows its tasks, and has no process."""
+    """Environment without a process that only shows its tasks."""
     reward: Reward
     generator: Generator
 
@@ -183,7 +183,7 @@ async def _measure(config: Config, report: Report) -> None:
     rates: dict[str, list[float]] = {"many": [], "few": [], "monarch": [], "tokens": []}
     async with _services(config) as services:
         for number, counts in enumerate(rounds):
-            # Which one comes first changes, so that a machine that slows down favours none.
+            # The order alternates, so that a machine that slows down favours neither.
             sides = ("few", "many", "monarch", "tokens")
             for side in sides if number % 2 else reversed(sides):
                 if side == "monarch":
@@ -212,13 +212,13 @@ async def _measure(config: Config, report: Report) -> None:
 
 
 async def _turns(config: Config, services: Services, in_flight: int) -> float:
-    """Turns a second while so many episodes are in flight."""
+    """Return turns per second with `in_flight` concurrent episodes."""
     generator = PromptEngines(engines=_ENGINES, budget=in_flight)
     mixture = Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))})
     tokenizer: Any = PromptTokenizer()
     rollouts = RolloutExecutor(
         mixture=mixture,
-        # Half of what is in flight, so that with the batches ahead there is always enough to begin.
+        # Half of the episodes in flight, so that with the batches ahead there are always enough to start.
         groups=in_flight // (2 * _GROUP_SIZE),
         episodes=_GROUP_SIZE,
         schedule=ScheduleConfig(max_lag=16, max_episodes=in_flight),
@@ -243,7 +243,7 @@ async def _turns(config: Config, services: Services, in_flight: int) -> float:
                 raise BenchmarkError(f"of {in_flight} episodes that were to be in flight: {found}")
 
     try:
-        await deliver(config.turns * in_flight)  # until they are no more all at the same turn
+        await deliver(config.turns * in_flight)  # until they are no longer all at the same turn
         began, before = time.perf_counter(), generator.answered
         await deliver(max(config.turns * in_flight, 0 if config.smoke else config.least_turns))
         return (generator.answered - before) / (time.perf_counter() - began)
@@ -252,7 +252,7 @@ async def _turns(config: Config, services: Services, in_flight: int) -> float:
 
 
 async def _tokens(config: Config, services: Services) -> float:
-    """Tokens a second from engines in other processes, through generator, dispatcher and reward to whole batches."""
+    """Return tokens per second from engines in other processes through generator, dispatcher and reward to batches."""
     generator, tokenizer = services.generator, PromptTokenizer()
     decoder: Any = generator
     groups = config.few if config.smoke else 256
@@ -281,7 +281,7 @@ async def _tokens(config: Config, services: Services) -> float:
 
 
 async def _bare_calls(config: Config, services: Services) -> float:
-    """Calls a second of an endpoint that does nothing, as many at a time as few episodes make."""
+    """Return calls per second of an empty endpoint, with as many concurrent calls as `few` episodes make."""
     assert services.environment._service is not None
     actor = services.environment._service.replicas[0].actor
     calls = config.few if config.smoke else config.least_turns // 2
@@ -329,7 +329,7 @@ async def _services(config: Config) -> AsyncIterator[Services]:
             )
             stack.push_async_callback(generator.stop)
             await generator.serve_model()
-            gc.freeze()  # as in a run, once all has started
+            gc.freeze()  # as in a run, once everything has started
             stack.callback(setattr, faults, "closing", True)
             yield Services(environment, shown, reward, generator)
 

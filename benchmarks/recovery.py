@@ -1,11 +1,11 @@
-"""Measures how soon work goes on when an engine dies: two real ones, of which one is killed or stopped in mid-rollout.
+"""Time to recover when one of two real engines is killed or stopped in mid-rollout.
 
 python -m benchmarks.recovery --json out.json
 
-Rollouts, generator and weight store are the real ones; environments and the trainer are staged in the controller, and
-each batch is followed by a new version. Seconds count from the signal: until the fault was noticed, until the last of
-the requests that were on the engine has a token from the other one, and until a new engine serves the current version.
-The engines have room for each other's requests: without it, interrupted requests go first, but wait for one to end.
+Rollouts, generator and weight store are real; environments and trainer are staged in the controller, and each batch is
+followed by a new version. Seconds count from the signal: until the fault is noticed, until the last of the engine's
+requests has a token from the other engine, and until a new engine serves the current version. Each engine has room for
+the other's requests: without it, interrupted requests would go first, but wait for a free slot.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Episode, Task
 
 _SIGNALS = {"": signal.SIGKILL, "_stopped": signal.SIGSTOP}
-"""Signals by the results' suffix."""
+"""Signals by result suffix."""
 _IN_THE_MIDDLE = 16
-"""A request with so many tokens has something to lose."""
+"""Minimum tokens of a request that is worth interrupting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Kill engines."""
+    """Measure recovery from killed and stopped engines."""
 
     model: str = "smollm2-135m"
-    """Name of the bundled model, a folder, or a hub id."""
+    """Bundled model name, folder, or hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
-    """Format of the engines' weights."""
+    """Dtype of the engines' weights."""
     repeats: int = LEAST_REPEATS
-    """Kills, and as many stops."""
+    """Number of kills, and of stops."""
     requests: int = 16
-    """Episodes under way, on both engines together; each takes as many."""
+    """Concurrent episodes on both engines together; each engine has room for all of them."""
     interrupted: int = 4
-    """A signal comes when so many requests of the engine have 16 tokens."""
+    """Send a signal once this many requests of the engine have 16 tokens."""
     tokens: tuple[int, int] = (64, 192)
-    """Fewest and most tokens of an episode."""
+    """Minimum and maximum tokens per episode."""
     groups: int = 4
     """P."""
     group_size: int = 4
@@ -75,19 +75,19 @@ class Config(BenchmarkConfig):
 
 
 class _Bench:
-    """Rollouts that go on, and the signals that they survive."""
+    """Continuous rollouts, and the signals that they survive."""
 
     def __init__(self, config: Config, served: Engines) -> None:
         self.config = config
         self.lost = self.duplicated = 0
         self.last: int | None = None
-        """Number of the batch to end with."""
+        """Number of the last batch."""
         self._served = served
         self._number = 0
         self._rolling = False
         self._watched = Watched(served.generator)
         self._made: dict[int, tuple[tuple[str, int], Episode]] = {}
-        """Task, place in the group, and the episode (which keeps its id taken), by the episode's id."""
+        """Task, place in the group, and the episode (kept so that its id is not reused), by the episode's id."""
         self._delivered: Counter[tuple[str, int]] = Counter()
         low, high = config.tokens
         self._stories = Stories(
@@ -109,7 +109,7 @@ class _Bench:
         served.faults.listeners.append(lambda fault: self._watched.tell())
 
     async def deliver(self) -> None:
-        """Batch after batch, each followed by a new version."""
+        """Deliver batches, each followed by a new version."""
         try:
             while self.last is None or self._number <= self.last:
                 self._rolling = True
@@ -122,7 +122,7 @@ class _Bench:
             await self._rollouts.close()
 
     async def interrupt(self, victim: int, number: signal.Signals) -> dict[str, float]:
-        """Send an engine a signal and see what follows: seconds and counts."""
+        """Send an engine a signal and measure the recovery: seconds and counts."""
         watched, faults = self._watched, self._served.faults
         await watched.until(lambda: self._in_the_middle(victim), "a rollout that keeps the engine busy")
         (pid,) = self._served.generator._service.replicas[victim].tree.roots
@@ -164,14 +164,14 @@ class _Bench:
         return episode
 
     def _in_the_middle(self, victim: int) -> bool:
-        """Tells whether a rollout is far from its end, and the engine decodes requests that can be interrupted."""
+        """Return True if a batch is far from complete and the engine has enough requests worth interrupting."""
         done, groups = self._rollouts.status().groups_done, self.config.groups
         decoded = sum(r.engine == victim and len(r.token_ids) >= _IN_THE_MIDDLE for r in self._watched.running)
         whole = len(self._watched.engines()) == self._served.generator.config.replicas
         return self._rolling and whole and done <= groups // 2 and decoded >= self.config.interrupted
 
     def _again(self, interrupted: Sequence[Request]) -> list[float]:
-        """Times at which requests that lost their engine had a token from another one, unless they ended before."""
+        """Return the times at which interrupted requests got a token from another engine, unless already finished."""
         found, left = [], [request for request in self._watched.asked if request.first_at is not None]
         for request in interrupted:
             other = next((other for other in left if other.goes_on_for(request)), None)
@@ -182,14 +182,14 @@ class _Bench:
         return found
 
     def _the_fault(self, noted: int, victim: int) -> Fault:
-        """The only one since then, of this engine."""
+        """Return the only fault since then, which must be this engine's."""
         faults = self._served.faults.seen[noted:]
         if len(faults) != 1 or faults[0].replica != victim or faults[0].fatal:
             raise BenchmarkError("something else failed: " + "; ".join(f"{f.service} {f.cause}" for f in faults))
         return faults[0]
 
     def _count(self, batch: Batch) -> None:
-        """A batch must have each episode of its tasks, which are drawn in order, once; no other batch may."""
+        """Check that a batch has each episode of its tasks, which are drawn in order, once, and no other batch has."""
         first = self._number * self.config.groups + 1
         planned = {
             (str(task), index)
@@ -203,7 +203,7 @@ class _Bench:
 
 
 def measure(config: Config, report: Report) -> None:
-    """Kill and stop engines."""
+    """Kill and stop engines repeatedly."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
     asyncio.run(_measure(config, report))
@@ -216,7 +216,7 @@ async def _measure(config: Config, report: Report) -> None:
         max_model_tokens=4 * config.tokens[1] + 128,  # room for turns that end early
         max_requests=config.requests,
         kv_cache_gib=0.75,
-        restart=Restart(healthy_s=0),  # each death is the first one
+        restart=Restart(healthy_s=0),  # each death counts as the first
     )
     signals = {"": signal.SIGKILL} if config.smoke else _SIGNALS
     found: dict[str, list[float]] = {}
@@ -231,7 +231,7 @@ async def _measure(config: Config, report: Report) -> None:
                     report.rows.append({"signal": number.name, "warm_up": False, **row})
                     for name in ("noticed_s", "running_again_s", "full_strength_s"):
                         found.setdefault(name + suffix, []).append(row[name])
-            bench.last = bench._number + 1  # all that was interrupted is delivered by then
+            bench.last = bench._number + 1  # all interrupted episodes are delivered by then
     for name, values in found.items():
         report.measure(name, values)
     report.results |= {"lost_episodes": bench.lost, "duplicated_episodes": bench.duplicated}

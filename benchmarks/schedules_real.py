@@ -1,8 +1,8 @@
-"""The schedules on real engines: vLLM on this machine, heavy-tailed answers, weights from a store. See schedules.py.
+"""Schedules on real engines: vLLM on this machine, heavy-tailed answers, weights from a store. See schedules.py.
 
-Episodes have the simulator's lengths, in tokens instead of seconds, and no tools. Training is a pause that is equal
-for all schedules, on a device of its own: those that decode meanwhile gain it. Each version is really published and
-loaded, also while requests are in flight: what was computed with older weights is then computed again.
+Episodes have the simulator's lengths, in tokens instead of seconds, and no tools. Training is a pause of equal length
+for all schedules, as if on its own device: schedules that decode meanwhile gain that time. Each version is really
+published and loaded, even while requests are in flight, whose KV cache is then recomputed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Sampling
 
 _WARM_UP = 2
-"""Batches that come first and do not count: schedules that work ahead begin without anything ahead."""
+"""Warm-up batches, not counted, as schedules that work ahead start with nothing ahead."""
 _BATCHES = 10
 _GROUP_SIZE = 4
 _KINDS = {kind.name: kind for kind in HEAVY_TAILED}
@@ -35,25 +35,25 @@ _KINDS = {kind.name: kind for kind in HEAVY_TAILED}
 
 @dataclass(frozen=True, kw_only=True)
 class Real:
-    """Settings of the run on real engines."""
+    """Settings of runs on real engines."""
 
     model: str = "smollm2-135m"
-    """Name of the bundled model, a folder, or a hub id."""
+    """Bundled model name, folder, or hub id."""
     engines: int = 2
-    """Number of vLLM engines, on the CPU with its cores divided between them."""
+    """Number of vLLM engines; on a CPU they divide its cores."""
     budget: int = 4
-    """Most requests that each decodes at a time."""
+    """Maximum concurrent requests per engine."""
     most_tokens: int = 60
     """Tokens of the simulator's longest episode."""
 
 
 def measure_real(config: Real, policies: Mapping[str, ScheduleConfig], report: Report, *, seed: int) -> None:
-    """Run ten batches by each schedule, one after the other on the same engines.
+    """Run ten batches with each schedule, one schedule after the other on the same engines.
 
     Args:
         config: settings of the run.
         policies: schedules by name.
-        report: gets `real_<result>_<name>`.
+        report: receives `real_<result>_<name>`.
         seed: seed of the episodes' lengths.
     """
     asyncio.run(_measure(config, policies, report, seed))
@@ -71,9 +71,9 @@ async def _measure(config: Real, policies: Mapping[str, ScheduleConfig], report:
         rate = await full_rate(served, config)
         episodes = 4 * config.engines * config.budget
         mean = statistics.fmean(draw_tokens(random.Random(at), kind_at(at / 1000), config) for at in range(1000))
-        train_s = 0.25 * episodes * mean / rate  # a fifth of the time of engines that are always busy
+        train_s = 0.25 * episodes * mean / rate  # a fifth of the total time if engines are always busy
         report.results |= {"real_full_tokens_per_s": rate, "real_train_s": train_s}
-        print(f"engines that are full: {rate:.0f} tokens/s; a training phase: {train_s:.2f} s", flush=True)
+        print(f"full engines: {rate:.0f} tokens/s; a training phase: {train_s:.2f} s", flush=True)
         devices = DeviceHandover(served.generator)
         for name, policy in policies.items():
             found = await _ten_batches(config, policy, served, devices, episodes // _GROUP_SIZE, train_s, seed)
@@ -111,7 +111,7 @@ async def _ten_batches(
         version=lambda: served.version,
         warn=print,
     )
-    await rollouts.restore(rollouts.state() | {"batches": first})  # batches are numbered as versions are
+    await rollouts.restore(rollouts.state() | {"batches": first})  # number batches like versions
     batches: list[Batch] = []
     try:
         began = 0.0
@@ -128,7 +128,7 @@ async def _ten_batches(
         busy_share = rollouts.metrics()["rollouts/slots_busy"]
     finally:
         await rollouts.close()
-    await devices.hand_to_engines()  # the next schedule begins like the first one
+    await devices.hand_to_engines()  # so that the next schedule starts like the first
     lags = [
         batch.version - version
         for batch in batches
@@ -146,7 +146,7 @@ async def _ten_batches(
 
 
 async def full_rate(served: Engines, config: Real) -> float:
-    """Measure the tokens a second of engines that are full, after a warm-up."""
+    """Measure the tokens per second of full engines, after a warm-up."""
     prompt = served.tokenizer.render([{"role": "user", "content": "Tell me a very long story."}])
     rate = 0.0
     for tokens in (8, 64):
@@ -164,7 +164,7 @@ async def full_rate(served: Engines, config: Real) -> float:
 
 
 def kind_at(share: float) -> str:
-    """Return the kind of the episode at this place among all, by share."""
+    """Return the kind of the episode at this quantile of all episodes."""
     for kind in HEAVY_TAILED:
         share -= kind.share
         if share < 0:
@@ -173,7 +173,7 @@ def kind_at(share: float) -> str:
 
 
 def draw_tokens(drawn: random.Random, source: str, config: Real) -> int:
-    """Draw the length of an episode."""
+    """Draw the length of an episode, in tokens."""
     kind, longest_s = _KINDS[source], max(kind.most_s for kind in HEAVY_TAILED)
     seconds = math.exp(drawn.uniform(math.log(kind.least_s), math.log(kind.most_s)))
     return max(1, round(seconds / longest_s * config.most_tokens))
