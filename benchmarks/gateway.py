@@ -1,11 +1,10 @@
-"""Measures what the gateway costs before a real engine, how many streams it holds, and how long others wait for it.
+"""Gateway overhead with a real engine, concurrent streams, and how long heavy requests block others.
 
 python -m benchmarks.gateway --json out.json
 
-The first lets one engine answer the same prompts, asked in the controller and over HTTP by a client in a process of its
-own, in turns. The second puts a staged backend behind the gateway, which hands out a token now and then, and
-holds a thousand streams. The third sends the heaviest requests that are let through, of each endpoint, and asks /health
-meanwhile.
+The first part has one engine answer the same prompts, requested alternately in the controller and over HTTP by a
+client process. The second puts a staged backend behind the gateway, which emits a token now and then, and holds a
+thousand streams. The third sends the heaviest requests that each endpoint accepts, and polls /health meanwhile.
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ from forge_rl.types import Chunk, Sampling, TokenIds
 
 _DEADLINE_S = 600.0
 _SENDS = 3
-"""Times that each heavy request is sent."""
+"""Number of times each heavy request is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure the gateway's overhead, the streams that it holds, and what heavy requests do to others."""
+    """Measure the gateway's overhead, concurrent streams, and the effect of heavy requests on others."""
 
     model: str = "smollm2-135m"
-    """Name of a bundled model, a local folder, or a Hugging Face id."""
+    """Bundled model name, local folder, or Hugging Face id."""
     requests: int = 32
-    """Answers decoded at a time."""
+    """Concurrent requests."""
     new_tokens: int = 64
-    """Most tokens of each."""
+    """Maximum tokens per answer."""
     repeats: int = 7
     """Pairs of measurements."""
     warm_up: int = 1
-    """Pairs that come first and do not count."""
+    """Warm-up pairs, not counted."""
     streams: int = 1000
-    """Streams to hold."""
+    """Concurrent streams to hold."""
     stream_tokens: int = 20
-    """Tokens of each of them."""
+    """Tokens per stream."""
     interval_s: float = 1.0
-    """Between two of its tokens."""
+    """Seconds between two tokens of a stream."""
     context_tokens: int = 131_072
-    """Context of the model that heavy requests are for: the longer it is, the more is let through."""
+    """Context length of the model for heavy requests: the longer it is, the more is accepted."""
     smoke: bool = False
     """One pair, short streams: shows that everything runs, and measures nothing."""
 
@@ -78,12 +77,12 @@ class Config(BenchmarkConfig):
 
 
 class StagedBackend:
-    """Answers slowly, with the same token again and again.
+    """Answers slowly, repeating one token.
 
     Args:
-        token: that it answers with.
-        interval_s: between two tokens.
-        max_model_tokens: the model's context.
+        token: id of the token.
+        interval_s: seconds between two tokens.
+        max_model_tokens: the model's context length.
     """
 
     model = "staged"
@@ -111,10 +110,10 @@ class StagedBackend:
 
 
 def measure(config: Config, report: Report) -> None:
-    """All three measurements."""
+    """Run all three measurements."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
-    # Made before there are engines, and by spawn: threads do not survive a fork.
+    # Created before the engines, and by spawn, as threads do not survive a fork.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as client:
         asyncio.run(_measure_streams(config, report, client))
         asyncio.run(_measure_health(config, report, client))
@@ -130,17 +129,15 @@ async def _measure_streams(config: Config, report: Report, client: ProcessPoolEx
     async with Gateway(GatewayConfig(), backend, tokenizer, open_to_all=True) as gateway:
         found = await _streamed(client, gateway.base_url, [body] * config.streams)
     report.rows.append({"side": "streams", "warm_up": False, **vars(found)})
-    # Held are streams that were open at the same time, and came to their end with all tokens.
+    # Held streams were open at the same time and finished with all their tokens.
     whole = found.complete == config.streams and found.tokens == config.streams * tokens
     if not whole:
-        raise BenchmarkError(
-            f"{found.complete} of {config.streams} streams came to their end, with {found.tokens} tokens"
-        )
+        raise BenchmarkError(f"only {found.complete} of {config.streams} streams finished, with {found.tokens} tokens")
     report.results["streams_held"] = found.most_open
 
 
 async def _measure_health(config: Config, report: Report, client: ProcessPoolExecutor) -> None:
-    """Ask /health while the heaviest requests that are let through are served, each by itself."""
+    """Poll /health while the heaviest accepted requests are served, one at a time."""
     tokenizer = Tokenizer(resolve_model(config.model, default_cache()))
     backend = StagedBackend(tokenizer.encode("and")[0], 0.0, config.context_tokens)
     worst: list[list[float]] = []
@@ -158,7 +155,7 @@ async def _measure_health(config: Config, report: Report, client: ProcessPoolExe
                 )
                 if found.status >= 500:
                     raise BenchmarkError(f"the gateway failed at {name}: status {found.status}")
-    # The longest that was seen, and of the medians of each request's sends: a busy machine makes the first longer.
+    # The overall maximum, and the maximum of the medians per request: a busy machine raises the first.
     report.results["worst_health_ms"] = max(map(max, worst))
     report.results["worst_median_health_ms"] = max(map(median, worst))
 
@@ -174,7 +171,7 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
     ):
         rates: dict[str, list[float]] = {"bare": [], "http": []}
         for number, counts in enumerate(pairs):
-            # Which one comes first changes, so that a machine that slows down favours none.
+            # The order alternates, so that a machine that slows down favours neither.
             for side in ("bare", "http") if number % 2 else ("http", "bare"):
                 if side == "bare":
                     seconds, tokens = await _ask_engine(config, generator, tokenizer)
@@ -194,7 +191,7 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
 
 @contextlib.asynccontextmanager
 async def _engine(config: Generator.Config, model: Path) -> AsyncIterator[Generator]:
-    """A real one, with the model's own weights."""
+    """Yield a generator with a real engine that serves the model's own weights."""
     with tempfile.TemporaryDirectory() as logs:
         faults = Faults()
         faults.install()
@@ -212,7 +209,7 @@ async def _engine(config: Generator.Config, model: Path) -> AsyncIterator[Genera
 
 
 async def _ask_engine(config: Config, generator: Generator, tokenizer: Tokenizer) -> tuple[float, int]:
-    """Seconds and tokens of the same requests without the gateway."""
+    """Return seconds and tokens of the same requests without the gateway."""
     prompts = [tokenizer.render([_question(at)]) for at in range(config.requests)]
     began = time.perf_counter()
     async with task_group() as group:

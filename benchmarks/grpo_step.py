@@ -1,11 +1,11 @@
-"""Times a GRPO step, against TRL's GRPOTrainer on the same model, tasks and settings in the same run.
+"""Times a GRPO step against TRL's GRPOTrainer, with the same model, tasks and settings in the same run.
 
 python -m benchmarks.grpo_step --json out.json
 
 A step is 8 tasks times 8 episodes of at most 16 new tokens, SmolLM2-135M, on CPU: with trainer and engine in float32,
 then in bfloat16 with float32 weights in the trainer. Our side is the recipe with its default schedule; its step is
-rollout, train and publish. TRL lives in an environment of its own that is set up under .bench/. Both start, and then
-take steps in turns, a step of ours and one of TRL's, on the same tasks: what else the machine does meets both alike.
+rollout, train and publish. TRL has its own environment under .bench/. Both start, then alternate steps, one of ours and
+one of TRL's, on the same tasks, so that other load on the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRL_FOLDER = ROOT / ".bench" / "trl"
 TRL_PACKAGES = ("torch==2.13.0+cpu", "trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Asked only where torch's CPU build is not found otherwise."""
+"""Used only if torch's CPU build is not found elsewhere."""
 
 MODEL = "smollm2-135m"
 TASKS = "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false"
@@ -50,17 +50,17 @@ _MEMORY_EVERY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure a GRPO step, and TRL's in the same run."""
+    """Measure a GRPO step of ours and of TRL in the same run."""
 
     steps: int = 5
-    """Measured steps of each side, in each format."""
+    """Measured steps per side and dtype."""
     warm_up: int = 2
-    """Steps of each side, in each format, that come first and do not count."""
+    """Warm-up steps per side and dtype, not counted."""
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
-    """Formats to measure, one after the other."""
+    """Dtypes to measure, one after the other."""
     trl_completions_per_forward: int = 4
-    """Number of completions by which TRL splits its batch for forward and backward. 4 took TRL the least CPU time of 2,
-    4, 8 and 16 on two EPYC cores; try others elsewhere, so that the peer is at its best."""
+    """Completions per forward and backward microbatch of TRL. 4 took TRL the least CPU time of 2, 4, 8 and 16 on two
+    EPYC cores; try others elsewhere, so that the peer is at its best."""
     smoke: bool = False
     """Two groups of four episodes, one measured step: shows that everything runs, and measures nothing."""
 
@@ -87,7 +87,7 @@ class Config(BenchmarkConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Work that both sides do."""
+    """Amount of work for both sides."""
 
     groups: int
     group_size: int
@@ -101,12 +101,12 @@ class Size:
 
     @property
     def episodes(self) -> int:
-        """Count for one step."""
+        """Number of episodes per step."""
         return self.groups * self.group_size
 
 
 def measure(config: Config, report: Report) -> None:
-    """Run both sides in each format and compare them."""
+    """Run both sides in each dtype and compare them."""
     _check_cpu()
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
@@ -133,13 +133,13 @@ def measure(config: Config, report: Report) -> None:
 def _take_turns(
     config: Config, report: Report, dtype: str, folder: Path, model: Path, python: Path
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Start both sides and let them take steps in turns.
+    """Start both sides and let them take alternate steps.
 
     Returns:
-        The measured steps of ours and of TRL's; the report gets all.
+        The measured steps of ours and of TRL's; the report receives all steps.
 
     Raises:
-        BenchmarkError: a side failed, or did other work than it was asked for.
+        BenchmarkError: a side failed, or did other work than requested.
     """
     size, tasks = config.size, draw_tasks(config.size)
     settings = folder / "trl_settings.json"
@@ -158,7 +158,7 @@ def _take_turns(
             report.versions["trl_environment"] = started["versions"]
             for step in range(1, size.steps + 1):
                 if (mine := _take_turn(us)) is None or (row := _take_turn(them)) is None:
-                    break  # a side has ended, and says why when it is waited for
+                    break  # a side has exited; waiting for it raises the cause
                 ours.append(mine)
                 theirs.append(row | {"warm_up": step <= size.warm_up})
                 print(f"  step {step}/{size.steps}  {mine['seconds']:.1f} s, TRL {row['seconds']:.1f} s", flush=True)
@@ -179,7 +179,7 @@ def _suffix(dtype: str) -> str:
 
 
 def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:
-    """The command that runs our side, which takes a step for each line of its stdin."""
+    """Return the command that runs our side, which takes a step for each line on stdin."""
     flags: Mapping[str, object] = {
         "model": MODEL,
         "tasks": TASKS,
@@ -204,7 +204,7 @@ def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:
 
 
 def draw_tasks(size: Size) -> list[Task]:
-    """The first tasks of the source, one for each group: those that both sides train on."""
+    """Draw the tasks that both sides train on: the source's first, one per group."""
     spec = parse_source(TASKS)
     source = ReasoningGymSource(spec.name, spec.params, SEED, HELD_OUT_SHARE)
     return [source.draw() for _ in range(size.steps * size.groups)]
@@ -213,7 +213,7 @@ def draw_tasks(size: Size) -> list[Task]:
 def trl_settings(
     size: Size, folder: Path, model: Path, tasks: Sequence[Task], dtype: str, completions_per_forward: int
 ) -> dict[str, object]:
-    """The recipe's defaults, in TRL's words."""
+    """Return the recipe's defaults as settings for TRL."""
     from forge_rl.algorithms.losses import ClippedSurrogate
 
     optimizer, loss = OptimizerConfig(lr=LR), ClippedSurrogate()
@@ -241,13 +241,13 @@ def trl_settings(
 
 
 def set_up_trl(folder: Path) -> Path:
-    """Make TRL's environment, unless it is there with these very packages.
+    """Create TRL's environment, unless it exists with exactly these packages.
 
     Returns:
         Its Python.
 
     Raises:
-        BenchmarkError: it cannot be made.
+        BenchmarkError: it cannot be created.
     """
     python, record = folder / "bin" / "python", folder / "installed.json"
     wanted = json.dumps(TRL_PACKAGES)
@@ -261,7 +261,7 @@ def set_up_trl(folder: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=_SETUP_DEADLINE_S)
-        # pip finds torch's CPU build in PIP_FIND_LINKS, if that is set; elsewhere only torch's own index has it.
+        # pip finds torch's CPU build in PIP_FIND_LINKS, if set; otherwise only torch's own index has it.
         first = subprocess.run(pip, check=False, timeout=_SETUP_DEADLINE_S, capture_output=True, text=True)
         if first.returncode != 0:
             print(first.stderr, file=sys.stderr, end="")
@@ -278,14 +278,14 @@ def set_up_trl(folder: Path) -> Path:
 
 
 def gold_answer(task: Task) -> str:
-    """The right answer of a task of reasoning-gym, an integer as text."""
+    """Return the correct answer of a reasoning-gym task, an integer as text."""
     entry = task.truth["entry"]
     assert isinstance(entry, dict), f"task {task.id} has no entry"
     return str(int(entry["answer"]))
 
 
 def _logged_steps(size: Size, out: Path, tasks: Sequence[str]) -> list[dict[str, float]]:
-    """Read our side's run folder: seconds, tokens and reward of each step, and how many tasks were TRL's too."""
+    """Read our side's run folder: seconds, tokens and reward per step, and the number of tasks shared with TRL."""
     rows, samples = _read_lines(out / "metrics.jsonl"), _read_lines(out / "episodes.jsonl")
     if len(rows) != size.steps:
         raise BenchmarkError(f"our side logged {len(rows)} steps, not {size.steps}")
@@ -305,14 +305,14 @@ def _logged_steps(size: Size, out: Path, tasks: Sequence[str]) -> list[dict[str,
 
 
 def _next_row(child: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """The next JSON object of a side; None when it has ended."""
+    """Return the next JSON object of a side; None once it has exited."""
     assert child.stdout is not None
     row = next((line for line in child.stdout if line.startswith("{")), None)
     return None if row is None else json.loads(row)
 
 
 def _take_turn(child: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """Let a side take a step; its row, or None when it has ended."""
+    """Let a side take a step; return its row, or None once it has exited."""
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write("\n")
@@ -341,16 +341,16 @@ def _read_lines(path: Path) -> list[dict[str, float]]:
 def _process(
     command: Sequence[str], name: str, deadline_s: float, *, quiet: Path | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a command; its stdin ends with the block, and it is over when the block is.
+    """Run a command; closes its stdin at the end of the block and waits for it to exit.
 
     Args:
-        command: what to run, at the root of the repository.
-        name: of the side, for errors.
-        deadline_s: the command is ended after this long.
-        quiet: file for stderr, whose end is shown if the command fails; if None, that goes to the terminal.
+        command: command to run at the root of the repository.
+        name: name of the side, for errors.
+        deadline_s: seconds after which the command is killed.
+        quiet: file for stderr, whose end is shown if the command fails; if None, stderr goes to the terminal.
 
     Raises:
-        BenchmarkError: it cannot be started, fails, or passes the deadline.
+        BenchmarkError: the command cannot be started, fails, or exceeds the deadline.
     """
     with contextlib.ExitStack() as stack:
         log: IO[str] | None = stack.enter_context(quiet.open("w")) if quiet else None
@@ -387,7 +387,7 @@ def _process(
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """End a child that still runs, gently first: the recipe ends its own processes."""
+    """Stop a child that is still running, gently first, as the recipe stops its own processes."""
     if child.poll() is None:
         child.terminate()
         try:

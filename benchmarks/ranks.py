@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of one process group, each in a process of its own."""
+"""Runs a function on several ranks of one process group, each in its own process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadli
     Raises:
         BenchmarkError: a rank failed or died, or they took longer than `deadline_s` seconds.
     """
-    # The server imports once what takes ten seconds in each process, and no thread of torch has run there.
+    # The fork server imports once what takes ten seconds per process, and no torch threads have run in it.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forge_rl.engines.titan.train", "benchmarks.layouts"])
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -40,7 +40,7 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadli
         for process in processes:
             process.start()
         while len(found) < ranks:
-            # Before the results are looked at: one that ends now has put its own there.
+            # Checked before reading the results, as a process that exits now has already put its result.
             codes = [process.exitcode for process in processes]
             try:
                 rank, result = results.get(timeout=1)
@@ -54,7 +54,7 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadli
                 continue
             found[rank] = pickle.loads(result)
             if isinstance(found[rank], _Failure):
-                # A peer's death shows as a closed connection first.
+                # A peer's death first appears as a closed connection.
                 for other, process in enumerate(processes):
                     process.join(5)
                     if process.exitcode is not None and process.exitcode < 0:
@@ -88,11 +88,13 @@ def _rank(
     from forge_rl.runtime.isolation import public_ports
 
     torch.set_num_threads(1)
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that two gathers could be one
+    logging.getLogger("torch.distributed.tensor").setLevel(
+        logging.ERROR
+    )  # hides the hint that two gathers could be one
     try:
         init_distributed(rank, ranks, "127.0.0.1", port)
         assert not public_ports(psutil.Process()), "other machines reach where ranks meet"
-        # Tensors are pickled whole: a queue would share their memory, which ends with this process.
+        # Pickle tensors by value: a queue would share their memory, which ends with this process.
         results.put((rank, pickle.dumps(function(rank, *args))))
         torch.distributed.destroy_process_group()
     except BaseException:

@@ -1,13 +1,13 @@
-"""Schedules on heavy-tailed episodes: the engines' busy share, tokens an hour, lag, and the mixture.
+"""Schedules on heavy-tailed episodes: engine utilisation, tokens per hour, lag, and mixture.
 
 python -m benchmarks.schedules --json out.json
 python -m benchmarks.schedules --real --json out.json
 
-The scheduler and the rollouts are the real ones; engines, environments and the trainer are staged, on virtual time. 40%
-of the episodes decode for less than 30 s, 10% for 10 to 30 minutes, with tools between turns; a batch is four episodes
-for each request that the engines take at a time. Schedules that decode while training have a part of the cluster for
-each, divided so that neither waits for the other on average; the others use all of it for both, one after the other.
-The second command runs real engines on this machine instead: see schedules_real.py.
+Scheduler and rollouts are real; engines, environments and trainer are staged, in virtual time. 40% of the episodes
+decode for less than 30 s, 10% for 10 to 30 minutes, with tools between turns; a batch has four episodes per concurrent
+request of the engines. Schedules that decode while training split the cluster between the two so that neither waits for
+the other on average; the others use all of it for both, one after the other. The second command runs real engines on
+this machine instead: see schedules_real.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from forge_rl.types import Batch
 
 _SCHEDULES = ("synchronous", "one_step", "asynchronous", "pipelined")
 _TOKENS_S = 50.0
-"""Tokens a second of one request."""
+"""Tokens per second of one request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,29 +47,29 @@ class Config(BenchmarkConfig):
     """Compare the schedules on a virtual clock."""
 
     engines: tuple[int, ...] = (1024, 8)
-    """Numbers of engines in the cluster; results of the first have no suffix."""
+    """Cluster sizes, in engines; results of the first have no suffix."""
     budget: int = 4
-    """Most requests that an engine decodes at a time."""
+    """Maximum concurrent requests per engine."""
     group_size: int = 8
     """G."""
     batches: int = 8
-    """Number of batches that count."""
+    """Number of measured batches."""
     warm_up: int = 3
-    """Number of batches that come first and do not count."""
+    """Number of warm-up batches, not counted."""
     max_lag: int = 2
-    """Bound on the lag of the pipelined schedule."""
+    """Lag bound of the pipelined schedule."""
     asynchronous_lag: int = 8
-    """Bound on the lag of the asynchronous schedule: enough that its engines never wait."""
+    """Lag bound of the asynchronous schedule: high enough that its engines never wait."""
     train_share: float = 0.2
-    """Share of the cluster's work that is training."""
+    """Training's share of the cluster's work."""
     turn_s: float = 60.0
-    """Most seconds of decoding between two tools."""
+    """Maximum seconds of decoding between two tool calls."""
     tool_s: float = 5.0
-    """Mean wait for a tool."""
+    """Mean seconds of a tool call."""
     seed: int = 0
     """Seed of the episodes."""
     real: bool = False
-    """Run ten batches by each schedule on real engines, without a virtual clock."""
+    """Run ten batches with each schedule on real engines, without a virtual clock."""
     on: Real = field(default_factory=Real)
     """Settings of --real."""
 
@@ -87,19 +87,19 @@ Name = Literal["synchronous", "one_step", "asynchronous", "pipelined"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Results of one schedule, over the batches that count."""
+    """Results of one schedule, over the measured batches."""
 
     busy_share: float
-    """Requests decoded over the engines' budgets, in the rollout phases."""
+    """Decoding requests divided by the engines' budgets, in the rollout phases."""
     busy_share_run: float
-    """The same over the whole run and the whole cluster."""
+    """Same, over the whole run and the whole cluster."""
     mixture_deviation: float
-    """Largest difference of a source's share of a batch from its quota, where rounding is carried on to the next."""
+    """Maximum difference of a source's share of a batch from its quota, which carries rounding over to the next."""
     tokens_per_hour: float
     lag_mean: float
     lag_max: float
     length_deviation: float
-    """Standard deviation of batches' mean episode length, over the mean."""
+    """Standard deviation of the batches' mean episode length, divided by the mean."""
 
 
 async def simulate(config: Config, name: Name, engines: int) -> Outcome:
@@ -173,7 +173,7 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
 
 
 def measure(config: Config, report: Report) -> None:
-    """Run all schedules: at all sizes, or on real engines."""
+    """Run all schedules, at all sizes or on real engines."""
     if config.real:
         policies = {name: _policy(config, name) for name in get_args(Name)}
         measure_real(config.on, policies, report, seed=config.seed)

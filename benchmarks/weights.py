@@ -1,12 +1,11 @@
-"""Measures how fast a version of the weights gets from trainer to engines, beside memcpy and torchstore.
+"""Time to move a weights version from trainer to engines, compared with memcpy and torchstore.
 
 python -m benchmarks.weights --json out.json
 python -m benchmarks.weights --model smollm2-135m
 
-The first moves 1 GiB of bfloat16 in the shapes of Qwen3-0.6B from one writing process to 1, 2 and 4 readers, each with
-parameters of its own, through the store as a run uses it; then to a reader on another host (a Monarch host of its own,
-on this machine). The second is the real trainer and the real vLLM engine, from the end of
-the optimizer step to serving.
+The first command moves 1 GiB of bfloat16 in Qwen3-0.6B's shapes from one writer process to 1, 2 and 4 readers, each
+with its own parameters, through the store as in a run; then to a reader on another host (a separate Monarch host on
+this machine). The second uses the real trainer and vLLM engine, from the end of the optimizer step to serving.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ _DEADLINE_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure the weights' way from trainer to engines."""
+    """Measure moving weights from trainer to engines."""
 
     gib: float = 1.0
-    """Size of a version; the shapes are Qwen3-0.6B's, with as many layers as fit."""
+    """Size of a version in GiB; the shapes are Qwen3-0.6B's, with as many layers as fit."""
     repeats: int = 7
     """Repeats of each measurement."""
     warm_up: int = 3
-    """Versions that come first and do not count: fresh shared memory is slow to touch."""
+    """Warm-up versions, not counted: fresh shared memory is slow to touch."""
     model: str = ""
     """Measure the real trainer and engine with this model instead."""
     transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
@@ -71,14 +70,14 @@ class Config(BenchmarkConfig):
 
 
 def measure(config: Config, report: Report) -> None:
-    """Run what was asked for."""
+    """Run the selected measurement."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
     asyncio.run(_measure_model(config, report) if config.model else _measure_store(config, report))
 
 
 def qwen3_shapes(gib: float) -> Shapes:
-    """Names and shapes of Qwen3-0.6B's first layers, about so many GiB of bfloat16."""
+    """Return names and shapes of Qwen3-0.6B's first layers, about `gib` GiB in bfloat16."""
     found: list[tuple[str, tuple[int, ...]]] = []
     room = int(gib * 2**29)
 
@@ -112,7 +111,7 @@ def qwen3_shapes(gib: float) -> Shapes:
 
 
 class _Bench:
-    """The store with a writer and readers, and the rows of what was measured."""
+    """Store with a writer and readers, and the measured rows."""
 
     def __init__(self, config: Config, report: Report, cluster: Cluster, faults: Faults) -> None:
         self.config = config
@@ -145,13 +144,13 @@ class _Bench:
         )
 
     def repeats(self) -> list[bool]:
-        """Yields for each repeat whether it counts."""
+        """List for each repeat whether it counts."""
         if self.config.smoke:
             return [False, True]
         return [False] * self.config.warm_up + [True] * self.config.repeats
 
     async def sync(self, store: WeightStore, writer: Replica, readers: Sequence[Replica]) -> dict[str, float]:
-        """One version from the end of an optimizer step to all readers ready, attested: seconds."""
+        """Return the seconds of one version from the end of an optimizer step to all readers ready and attested."""
         home, host = store.transport(writer.host), store.transport(readers[0].host)
         await writer.call("step", deadline_s=_DEADLINE_S)
         self.version += 1
@@ -211,7 +210,7 @@ async def _measure_store(config: Config, report: Report) -> None:
 
 
 async def _one_host(bench: _Bench) -> dict[str, list[float]]:
-    """Seconds of each repeat, by what was measured."""
+    """Return the seconds of each repeat, by measurement."""
     store = await bench.store(transport="shared_memory")
     writing, reading = bench.service("writer"), bench.service("reader")
     writer = await bench.spawn(writing, WriterActor)
@@ -234,7 +233,7 @@ async def _one_host(bench: _Bench) -> dict[str, list[float]]:
 
 
 async def _torchstore(bench: _Bench) -> list[float]:
-    """torchstore alone: every tensor put and got by its own calls, without versions. Seconds of each repeat."""
+    """Return the seconds of each repeat of plain torchstore: one put and get per tensor, without versions."""
     store = await bench.store(transport="torchstore")
     writing, reading = bench.service("writer"), bench.service("reader")
     writer, reader = await bench.spawn(writing, WriterActor), await bench.spawn(reading, ReaderActor)
@@ -255,7 +254,7 @@ async def _torchstore(bench: _Bench) -> list[float]:
 
 
 async def _two_hosts(config: Config, report: Report) -> dict[str, list[float]]:
-    """A version from one host to a reader on another, and RDMABuffer alone with the same bytes."""
+    """Move a version from one host to a reader on another, and the same bytes with plain RDMABuffers."""
     found: dict[str, list[float]] = {}
     async with _cluster(hosts=("trainer", "generator")) as (cluster, faults):
         bench = _Bench(config, report, cluster, faults)
@@ -276,7 +275,7 @@ async def _two_hosts(config: Config, report: Report) -> dict[str, list[float]]:
 
 
 async def _measure_model(config: Config, report: Report) -> None:
-    """The recipe's own services and steps; what is measured is each step's publish and load."""
+    """Run the recipe's services and steps, and measure each step's publish and load."""
     repeats = [False, True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="weights-") as scratch:
@@ -317,7 +316,7 @@ async def _measure_model(config: Config, report: Report) -> None:
 
 @asynccontextmanager
 async def _cluster(hosts: Sequence[str] = ()) -> AsyncIterator[tuple[Cluster, Faults]]:
-    """Process meshes, on this host, and on others of these names that are processes of this machine."""
+    """Yield a cluster of this host and of simulated hosts with these names, which are processes of this machine."""
     with tempfile.TemporaryDirectory(prefix="weights-") as scratch:
         faults = Faults()
         faults.install()

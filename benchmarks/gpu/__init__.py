@@ -1,1 +1,1 @@
-"""All that there is to measure on a machine with GPUs, in one command: `python -m benchmarks.gpu`."""
+"""All GPU benchmarks in one command: `python -m benchmarks.gpu`."""

@@ -1,12 +1,11 @@
-"""Measures all that there is to measure on a machine with GPUs, part by part, and goes on when one fails.
+"""Runs all GPU benchmarks that a machine supports, part by part, and continues after failures.
 
 python -m benchmarks.gpu --json benchmarks/gpu/h200.json
 python -m benchmarks.gpu --only device_copies training_large --json out.json
 
-It finds out what the machine has: with torch alone it measures copies, kernels and attention, with torchtitan the
-trainer, with vLLM and Monarch engines and whole runs, with several GPUs layouts and who takes memory where. Each part
-is a process of its own with a time limit. The file holds what was measured so far at any time. It needs nothing but
-Python itself; a part needs what it says.
+Detects what the machine has: with torch it measures copies, kernels and attention; with torchtitan, the trainer; with
+vLLM and Monarch, engines and whole runs; with several GPUs, layouts and memory per GPU. Each part is a separate process
+with a time limit. The file always holds the results so far. Needs only Python itself; each part declares its needs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from benchmarks.gpu.runner import Outcome, run_parts, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and write the file; returns 1 where a part failed."""
+    """Measure, print the table and write the file; return 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for the figures; logs go beside it")
     names = [part.name for part in PARTS]
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about, outcomes = describe(), list[Outcome]()
     folder = given.json.with_suffix(".logs")
     folder.mkdir(exist_ok=True)
-    for old in folder.iterdir():  # figures of another time are no figures of a part that fails
+    for old in folder.iterdir():  # so that a failed part does not show old figures
         old.unlink()
     print(json.dumps(about, indent=1), f"logs are in {folder}", sep="\n", flush=True)
 
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(path: Path, content: object) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(part, path)

@@ -1,4 +1,4 @@
-"""What the device itself gives: copies, products, and attention over rows of many lengths."""
+"""Device benchmarks: copies, matmuls, and attention over rows of many lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIB = 256
 
 
 def median_s(work: Callable[[], object], repeats: int = 7) -> float:
-    """Return the median seconds of work on the device, after two calls that do not count."""
+    """Return the median seconds of work on the device, after two warm-up calls."""
     found = []
     for repeat in range(repeats + 2):
         torch.cuda.synchronize()
@@ -27,7 +27,7 @@ def median_s(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def copies() -> dict[str, float]:
-    """Measure copies of 256 MiB between host and device, by how the host's pages are held: GB/s."""
+    """Measure copies of 256 MiB between host and device in GB/s, by kind of host memory."""
     size = _MIB << 20
     there = torch.zeros(size, dtype=torch.uint8, device="cuda")
     found = {}
@@ -49,7 +49,7 @@ def copies() -> dict[str, float]:
             pages = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
             mapped = torch.frombuffer(pages, dtype=torch.uint8)
             status = int(runtime.cudaHostRegister(mapped.data_ptr(), size, flags))
-            found[f"{name}_status"] = status  # 0 if the driver took it
+            found[f"{name}_status"] = status  # 0 if the driver accepted it
             if status == 0:
                 both(name, mapped, writable=not flags)
                 runtime.cudaHostUnregister(mapped.data_ptr())
@@ -57,7 +57,7 @@ def copies() -> dict[str, float]:
 
 
 def products() -> dict[str, float]:
-    """Measure a bfloat16 product of 8,192 x 8,192 matrices, and what the device is."""
+    """Measure a bfloat16 matmul of 8,192 x 8,192 matrices, and describe the device."""
     side = 8192
     a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     memory = torch.cuda.get_device_properties(0).total_memory

@@ -1,4 +1,4 @@
-"""Finds out what a machine has, with Python's own library alone: torch may be all that is installed there."""
+"""Describes a machine with only Python's standard library, as little else may be installed there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QUERY = "name,memory.total,memory.used,driver_version,pcie.link.gen.current,pci
 
 
 def describe() -> dict[str, object]:
-    """Describe machine, versions and commit, with the date; nothing that names the machine or its user."""
+    """Describe machine, versions and commit, with the date, without identifying the machine or its user."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
@@ -40,7 +40,7 @@ def describe() -> dict[str, object]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """List the GPUs that nvidia-smi reports, with its details of each."""
+    """List the GPUs that nvidia-smi reports, with their details."""
     lines = _output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines()
     names = _QUERY.split(",")
     rows = [[value.strip() for value in line.split(",")] for line in lines if line.strip()]
@@ -48,7 +48,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of the given packages, where installed."""
+    """Return the versions of the installed ones among the given packages."""
     found = {}
     for name in packages:
         try:
@@ -59,7 +59,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def has() -> frozenset[str]:
-    """Return what parts may need and there is: names of modules, "gpu", and "gpus" where there are several."""
+    """Return the available needs of parts: names of modules, "gpu", and "gpus" if there are several."""
     there = {name for name in _MODULES if importlib.util.find_spec(name) is not None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(gpus()) if visible is None else min(len(gpus()), len([name for name in visible.split(",") if name]))
@@ -67,7 +67,7 @@ def has() -> frozenset[str]:
 
 
 def _output(*command: str) -> str:
-    """Return what a program prints; nothing where it is not there, or fails."""
+    """Return a program's output; "" if it is missing or fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

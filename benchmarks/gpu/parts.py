@@ -1,4 +1,4 @@
-"""The parts, in the order in which they are worth having: what torch alone shows, the trainer, engines, whole runs.
+"""The parts, in order of importance: torch only, the trainer, engines, whole runs.
 
 python -m benchmarks.gpu.parts NAME FILE runs a part that is a function, and writes its figures.
 """
@@ -58,7 +58,7 @@ PARTS: tuple[Part, ...] = (
 
 
 def main(name: str, path: Path) -> None:
-    """Run a function, and write the figures that it returns."""
+    """Run a function and write the figures that it returns."""
     module, _, function = name.rpartition(".")
     figures = getattr(importlib.import_module(module), function)()
     path.write_text(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""Runs parts one after another, each in processes of its own with a time limit; one that fails costs only itself."""
+"""Runs parts one after another, each in its own processes with a time limit; a failure affects only its own part."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from benchmarks.gpu.machine import ROOT
 from benchmarks.sigterm import exit_on_sigterm
 
 _MARK = "FORGE_RL_BENCHMARK_PART"
-"""Name of a variable in the environment of a part's processes, by which those that stay behind are found."""
+"""Environment variable that marks a part's processes, to find leftovers."""
 _GRACE_S = 10.0
-"""Seconds that a part gets to end by itself past its limit."""
+"""Seconds for a part to exit by itself beyond its limit."""
 _TAIL = 30
-"""Lines of its output that are kept of a part that failed."""
+"""Number of output lines to keep of a failed part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part to measure, as a command of its own."""
+    """A part to measure, as its own command."""
 
     name: str
     says: str
-    """What it shows, in a few words."""
+    """Short description."""
     command: Sequence[str]
-    """{json} stands for the file that it writes an object of figures to, if it does."""
+    """Command line; {json} stands for the file to which it may write an object of figures."""
     needs: Sequence[str] = ("gpu", "torch")
-    """What the machine must have, as `machine.has` names it."""
+    """Requirements on the machine, as named by `machine.has`."""
     limit_s: float = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of a part."""
+    """Result of a part."""
 
     part: str
     status: Literal["ok", "failed", "timed out", "skipped"]
     seconds: float = 0.0
     figures: dict[str, object]
-    """What it measured; also of a part that failed later."""
+    """Measured figures, including those of a part that failed later."""
     said: str = ""
-    """Reason for a part that was skipped, and the end of the output of one that failed."""
+    """Reason why the part was skipped, or the end of its output if it failed."""
 
 
 def run_parts(
     parts: Sequence[Part], there: Collection[str], folder: Path, tell: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Run all parts whose needs are there, in order; a failure ends none but its own.
+    """Run all parts whose needs are met, in order; a failure affects only its own part.
 
-    On SIGTERM the running part's processes are killed and SystemExit(143) is raised.
+    On SIGTERM, kills the running part's processes and raises SystemExit(143).
 
     Args:
-        there: what the machine has.
-        folder: for their output and figures.
-        tell: called with each outcome, as soon as it is known.
+        there: needs that the machine meets.
+        folder: folder for output and figures.
+        tell: called with each outcome as soon as it is known.
     """
     found = []
     for part in parts:
@@ -79,7 +79,7 @@ def run_parts(
 
 
 def run_part(part: Part, folder: Path) -> Outcome:
-    """Run a part; all its processes have ended when this returns."""
+    """Run a part; all its processes have exited when this returns."""
     log, figures = folder / f"{part.name}.log", folder / f"{part.name}.json"
     mark = uuid.uuid4().hex
     command = [word.replace("{json}", str(figures)) for word in part.command]
@@ -115,7 +115,7 @@ def run_part(part: Part, folder: Path) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return outcomes as lines for a person, the figures below each."""
+    """Format outcomes as readable lines, with the figures below each."""
     lines = [f"{'part':<18} {'status':<10} {'seconds':>8}"]
     for each in outcomes:
         lines.append(f"{each.part:<18} {each.status:<10} {each.seconds:>8.1f}")
@@ -126,7 +126,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _figures(path: Path, said: Sequence[str]) -> dict[str, object]:
-    """Read what a part wrote; of pytest, which writes nothing, take the counts from its last line."""
+    """Read a part's figures; for pytest, which writes none, take the counts from its last line."""
     with contextlib.suppress(OSError, ValueError):
         read = json.loads(path.read_text())
         found = read.get("results", read) if isinstance(read, dict) else {}
@@ -140,7 +140,7 @@ def _short(value: object) -> str:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill all processes of this user that have the mark in their environment, until there are none."""
+    """Kill all processes of this user with the mark in their environment, until there are none."""
     wanted = f"{_MARK}={mark}".encode()
     for _ in range(50):
         found = []

@@ -1,4 +1,4 @@
-"""Whole runs of the bundled recipe, as a user starts them, and what their metrics say."""
+"""Whole runs of the bundled recipe, started like a user would, and their metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from forge_rl.run.attach import attach
 
 _ROOMY = ("--trainer.row-tokens", "4096", "--generator.max-requests", "256", "--evaluation.every", "0")
 _KEPT = ("logprob_gap", "reward", "grad_norm", "utilisation", "tokens_per_s", "transition/", "seconds/", "memory")
-"""Beginnings of the metrics whose medians are kept."""
+"""Prefixes of metrics whose medians are kept."""
 _WAIT_S = 600.0
 
 
 def demo() -> dict[str, float]:
-    """Run the demo on one device that trainer and engine share."""
+    """Run the demo on one device, shared by trainer and engine."""
     return _run("--steps", "10", "--placement", "colocated", *_ROOMY)
 
 
@@ -50,12 +50,12 @@ def large() -> dict[str, float]:
 
 
 def sharded() -> dict[str, float]:
-    """Run the demo with FSDP over all GPUs but the engine's."""
+    """Run the demo with FSDP over all GPUs except the engine's."""
     return _run("--steps", "10", "--placement", "separate", "--trainer.ranks", str(gpus() - 1), *_ROOMY)
 
 
 def split() -> dict[str, float]:
-    """Run the demo with context parallelism, and with tensor parallelism by 3 where there are as many GPUs."""
+    """Run the demo with context parallelism, and with tensor parallelism of 3 if there are enough GPUs."""
     shared = ("--steps", "5", "--placement", "colocated", *_ROOMY)
     found = {f"context_{name}": value for name, value in _run(*shared, "--trainer.context-parallel", "2").items()}
     if gpus() > 2:  # the bundled model has 9 heads
@@ -65,7 +65,7 @@ def split() -> dict[str, float]:
 
 
 def killed() -> dict[str, float]:
-    """Kill the engine while the trainer has the device, then a rank, then the run, and continue it."""
+    """Kill the engine while the trainer has the device, then a rank, then the run, and resume it."""
     with tempfile.TemporaryDirectory(prefix="forge_rl-run-") as scratch:
         out = Path(scratch) / "run"
         arguments = ("--steps", "30", "--placement", "colocated", "--checkpoint-every", "3", *_ROOMY)
@@ -85,7 +85,7 @@ def killed() -> dict[str, float]:
 
 
 def _run(*arguments: str, out: Path | None = None) -> dict[str, float]:
-    """Run the recipe to its end; returns medians of its metrics, without the first two steps."""
+    """Run the recipe to its end; return medians of its metrics, without the first two steps."""
     with tempfile.TemporaryDirectory(prefix="forge_rl-run-") as scratch:
         folder = out or Path(scratch) / "run"
         began = time.monotonic()
@@ -104,7 +104,7 @@ def _run(*arguments: str, out: Path | None = None) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _running(out: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the recipe in a process of its own, which ends with the body."""
+    """Run the recipe in a separate process, which is killed at the end of the body."""
     command = [sys.executable, "-m", "recipes.grpo", "--out", str(out), "--display", "plain", *arguments]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
@@ -120,7 +120,7 @@ def _wait(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
         if process.poll() is not None:
             raise RuntimeError(f"the run ended with {process.returncode}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"what was waited for did not come within {_WAIT_S:g} s")
+            raise RuntimeError(f"the awaited condition did not occur within {_WAIT_S:g} s")
         time.sleep(0.05)
 
 
@@ -134,14 +134,14 @@ def _steps(out: Path) -> int:
 
 
 def _phase(out: Path) -> str:
-    """Return the phase that a run says it is in."""
+    """Return a run's reported phase."""
     with contextlib.suppress(ForgeError):
         return str(attach(out).ask("status")["phase"])
     return ""
 
 
 def _actor(process: subprocess.Popen[bytes], service: str) -> psutil.Process:
-    """Find the first process of a service's first replica, by the log file that it prints to."""
+    """Find the first process of a service's first replica, by its log file."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):

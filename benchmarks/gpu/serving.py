@@ -1,4 +1,4 @@
-"""An engine alone: two starts, loads, sleep and wake, tokens/s, and one that is killed."""
+"""Engine benchmarks: two starts, loads, sleep and wake, tokens/s, and recovery from a kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROMPT = tuple(range(1000, 1040))
 
 
 def engine() -> dict[str, float]:
-    """Measure an engine with the bundled model, twice started: the second start finds what the first one compiled."""
+    """Measure an engine with the bundled model, started twice: the second start reuses compiled code."""
     return asyncio.run(_measure())
 
 
@@ -68,6 +68,6 @@ async def _while_it_runs(served: Engines) -> dict[str, float]:
 
 
 async def _decode(served: Engines, requests: int, temperature: float) -> list[Turn]:
-    """Decode some completions side by side."""
+    """Decode concurrent completions."""
     sampling = Sampling(max_tokens=_TOKENS, temperature=temperature)
     return await asyncio.gather(*[served.generator.generate(_PROMPT, sampling) for _ in range(requests)])

@@ -1,4 +1,4 @@
-"""The trainer alone, one rank: seconds, tokens/s, MFU, peak memory, handing the device over, a checkpoint."""
+"""Trainer benchmarks on one rank: seconds, tokens/s, MFU, peak memory, device handover, a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REPEATS = 5
 
 
 def random_model(folder: Path, **shape: object) -> None:
-    """Write a Qwen3 model of random weights into a folder, in bfloat16."""
+    """Write a Qwen3 model with random bfloat16 weights to a folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **shape), dtype=torch.bfloat16)
@@ -41,13 +41,13 @@ def random_model(folder: Path, **shape: object) -> None:
 
 
 def small() -> dict[str, float]:
-    """Measure updates of a model of 4 layers, on rows of 1,024 tokens."""
+    """Measure updates of a model with 4 layers, on rows of 1,024 tokens."""
     shape = QWEN3_1_7B | {"vocab_size": 32000, "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 3072}
     return _measure(shape, row_tokens=1024)
 
 
 def large() -> dict[str, float]:
-    """Measure updates on the shapes of Qwen3-1.7B, on rows of 8,192 tokens."""
+    """Measure updates of a model with Qwen3-1.7B's shapes, on rows of 8,192 tokens."""
     return _measure(QWEN3_1_7B | {"vocab_size": 151936}, row_tokens=8192)
 
 
@@ -87,7 +87,7 @@ def _updates(
     peak = torch.cuda.max_memory_allocated()
     tokens = rows * len(row)
     heads = int(str(shape["num_attention_heads"])) * int(str(shape["head_dim"]))
-    # Both passes: 6 FLOP a weight and token, and 6 a pair of tokens and hidden unit, causal; padding none.
+    # Both passes: 6 FLOP per weight and token, and 6 per causal token pair and hidden unit; none for padding.
     flop = 6 * engine.parameters * tokens + 6 * int(str(shape["num_hidden_layers"])) * heads * len(row) * tokens
     found = {
         "first_update_s": first_s,
@@ -100,7 +100,7 @@ def _updates(
     before = [parameter.detach().clone() for parameter in engine.model.parameters()]  # type: ignore[attr-defined]
     for name, move in (("offload", engine.offload), ("onload", engine.onload)) * 2:
         began = time.perf_counter()
-        found[f"{name}_gb_s"] = move() / 1e9 / (time.perf_counter() - began)  # the second time, of pinned memory
+        found[f"{name}_gb_s"] = move() / 1e9 / (time.perf_counter() - began)  # second call, with pinned memory
     after = list(engine.model.parameters())  # type: ignore[attr-defined]
     found["offload_bit_equal"] = float(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     for name in ("training", "model"):

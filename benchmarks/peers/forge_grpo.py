@@ -1,6 +1,6 @@
-"""Steps of recipes.grpo, one for each line of stdin: python -m benchmarks.peers.forge_grpo, with the recipe's flags.
+"""Runs a step of recipes.grpo per line on stdin: python -m benchmarks.peers.forge_grpo, with the recipe's flags.
 
-Stdout gets a JSON line when the services have started, and one for each step; between steps nothing is computed.
+Stdout gets a JSON line once the services have started, and one per step; nothing is computed between steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GRPO steps of TRL's GRPOTrainer, timed; runs inside TRL's own environment: python trl_grpo.py SETTINGS.json
+"""Times GRPO steps of TRL's GRPOTrainer; runs in TRL's own environment: python trl_grpo.py SETTINGS.json
 
-The settings are a JSON object with the fields of Settings. Stdout gets JSON lines: first the versions, then one for
-each optimizer step, each of which waits for a line of stdin. Nothing of forge_rl is imported.
+The settings are a JSON object with the fields of Settings. Stdout gets JSON lines: first the versions, then one per
+optimizer step, each of which waits for a line on stdin. Imports nothing from forge_rl.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 _INTEGER = re.compile(r"(?:(?<![\w)\]])-)?\d+")
-"""A sign counts where it follows no operand: "10-3" ends with 3, "= -3" with -3."""
+"""A sign counts unless it follows an operand: "10-3" ends with 3, "= -3" with -3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Settings:
     model: str
     """Folder of the model."""
     output: str
-    """Folder that the trainer may write to."""
+    """Output folder of the trainer."""
     tasks: list[dict[str, object]]
     """Groups of the run, in order: `messages`, and `gold`, an integer as text."""
     steps: int
@@ -42,9 +42,9 @@ class Settings:
     group_size: int
     max_new_tokens: int
     completions_per_forward: int
-    """Completions of one forward and backward; gradients of all such parts of a batch add up to one step."""
+    """Completions per forward and backward; gradients of all microbatches of a batch accumulate into one step."""
     dtype: str
-    """Format of forward, backward and generation, "float32" or "bfloat16"; weights are float32."""
+    """Dtype of forward, backward and generation, "float32" or "bfloat16"; weights are float32."""
     lr: float
     beta1: float
     beta2: float
@@ -58,12 +58,12 @@ class Settings:
 
     @property
     def episodes(self) -> int:
-        """Completions of one step."""
+        """Number of completions per step."""
         return self.groups_per_batch * self.group_size
 
 
 class TimedTrainer(GRPOTrainer):
-    """Times generation with scoring, which TRL does in one method, apart from the rest of a step."""
+    """Times generation and scoring, which TRL does in one method, separately from the rest of a step."""
 
     generate_s = 0.0
 
@@ -75,7 +75,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepTimer(TrainerCallback):
-    """Times each optimizer step, checks that it did the work, and prints it."""
+    """Times each optimizer step, checks that it did the work, and prints the result."""
 
     def __init__(self, settings: Settings, scored: Scored, out: TextIO) -> None:
         self._settings = settings
@@ -119,7 +119,7 @@ class StepTimer(TrainerCallback):
         print(json.dumps(row), file=self._out, flush=True)
 
     def _watched(self) -> torch.Tensor:
-        """One weight matrix in the middle of the model."""
+        """Return one weight matrix in the middle of the model."""
         layers = self.trainer.model.model.layers
         weight: torch.Tensor = layers[len(layers) // 2].self_attn.q_proj.weight
         return weight.detach()
@@ -130,7 +130,7 @@ class StepTimer(TrainerCallback):
 
 
 class Scored:
-    """The reward function, and what it saw in the current step."""
+    """Reward function that records the completions of the current step."""
 
     __name__ = "last_integer"  # TRL names its metrics by it
 
@@ -153,7 +153,7 @@ class Scored:
         gold: list[str],
         **_: object,
     ) -> list[float]:
-        """1.0 where the last integer of the answer is the gold one."""
+        """Return 1.0 for answers whose last integer is the gold one."""
         size = self._settings.group_size
         if prompts != [task["messages"] for task in self._tasks for _ in range(size)]:
             raise SystemExit("TRL did not answer the tasks of this step in their order")
@@ -175,7 +175,7 @@ def _last_integer(text: str) -> int | None:
 
 
 def _config(settings: Settings) -> GRPOConfig:
-    """The same method as the recipe's, at the settings at which TRL is fastest on a CPU."""
+    """Return the recipe's method as TRL settings, tuned for TRL's highest speed on a CPU."""
     parts, rest = divmod(settings.episodes, settings.completions_per_forward)
     if rest:
         raise SystemExit(f"{settings.episodes} completions do not split by {settings.completions_per_forward}")
@@ -216,7 +216,7 @@ def _config(settings: Settings) -> GRPOConfig:
 
 def main() -> None:
     """Run all steps."""
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not mix with our lines
+    out, sys.stdout = sys.stdout, sys.stderr  # keep library output separate from our lines
     disable_progress_bar()
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     if len(settings.tasks) != settings.steps * settings.groups_per_batch:
