@@ -26,7 +26,7 @@ from benchmarks.gpu.runner import Outcome, run_parts, table
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and write the file; return 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for the figures; logs go beside it")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for the figures; logs go next to it")
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
     given = parser.parse_args(arguments)

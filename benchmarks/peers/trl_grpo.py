@@ -220,7 +220,7 @@ def main() -> None:
     disable_progress_bar()
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     if len(settings.tasks) != settings.steps * settings.groups_per_batch:
-        raise SystemExit(f"{len(settings.tasks)} tasks are not those of {settings.steps} steps")
+        raise SystemExit(f"{len(settings.tasks)} tasks do not match {settings.steps} steps")
     packages = {name: version(name) for name in ("torch", "trl", "transformers", "accelerate", "datasets")}
 
     rows = [{"prompt": task["messages"], "gold": task["gold"]} for task in settings.tasks]
