@@ -183,7 +183,7 @@ def test_a_crafted_state_is_refused(change: dict[str, object]):
     found.adapt(SUCCESS)
     state = found.state()
     state["adaptive"] |= change  # type: ignore[operator]
-    with pytest.raises(TaskError, match="the saved (mixture|state)"):
+    with pytest.raises(TaskError, match=r"the saved (mixture|state)"):
         mixture(a=1, b=1).restore(state)
 
 
