@@ -108,7 +108,7 @@ def test_the_interpreter_is_this_one_the_users_or_one_that_is_made(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"has no lm-eval") as caught:
         find_python("/bin/sh")
     assert "/bin/sh -m pip install 'lm-eval[api]==" in caught.value.hint
-    with pytest.raises(ConfigError, match=r"lm-eval 0\.4\.9, and 0\.4\.10 or later"):
+    with pytest.raises(ConfigError, match=r"lm-eval 0\.4\.9, but 0\.4\.10 or later"):
         find_python(str(peer(tmp_path, "0.4.9")))
     asked: list[object] = []
 
