@@ -7,8 +7,8 @@ WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(EXTRA)
-# uv does not read pip's variable for folders of wheels; without such a folder it finds torch's CPU wheels itself. For CUDA
-# such a folder is left out: a torch for CPUs in it would be taken for the one that is pinned.
+# uv ignores PIP_FIND_LINKS, so pass it on; without it uv finds torch's CPU wheels itself. Not for CUDA: a CPU build of torch
+# in that folder would satisfy the pin.
 ifeq ($(EXTRA),cpu)
   ifneq ($(PIP_FIND_LINKS),)
     export UV_FIND_LINKS := $(PIP_FIND_LINKS)
@@ -17,7 +17,7 @@ ifeq ($(EXTRA),cpu)
   endif
 endif
 
-# Bytecode is kept: each of the hundreds of processes that tests start would compile what it imports, for seconds.
+# Keep bytecode: otherwise each of the hundreds of processes that tests start would spend seconds compiling its imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup lock audit licences docs demo check fast test test-long lint check-cuda format clean
@@ -26,8 +26,8 @@ help:     ## this list
 	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  WORKERS=2  ARGS="flags for demo, or for pytest"'
 
 setup: $(STAMP)  ## install everything into .venv
-# Everything from a registry must have a hash in requirements/: what runs while a package is built too. torch's CPU wheels
-# are on an index of their own, and all else should not come from there: so they are first, and alone.
+# Everything from a registry must have a hash in requirements/, build dependencies included. torch's CPU wheels are on their
+# own index, from which nothing else should come, so they are installed first and alone.
 UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --require-hashes
 OVERRIDES  := --overrides requirements/overrides-$(EXTRA).txt
 $(STAMP): pyproject.toml setup.py $(wildcard requirements/*-$(EXTRA).txt) $(BIN)/uv
@@ -45,13 +45,13 @@ $(BIN)/uv: requirements/uv.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
 	@touch $@
 
-# Pins stay as they are as long as they fit together. torch's CPU wheels are on an index of their own, whose hashes are in the
-# overrides; what torch itself needs stands in for it, so that nothing else is looked up there.
+# Pins stay as long as they resolve together. torch's CPU wheels are on their own index and their hashes are in the overrides;
+# TORCH_NEEDS replaces torch here, so that nothing is looked up on that index.
 LOCK := $(BIN)/uv pip compile --quiet --python $(BIN)/python --generate-hashes --no-annotate \
   --custom-compile-command "make lock" $(ARGS)
 PINS := --extra torchstore --extra dev --extra wandb --python-version 3.11 --python-platform x86_64-manylinux_2_34
 TORCH_NEEDS := filelock fsspec jinja2 networkx setuptools sympy typing-extensions
-lock: $(BIN)/uv  ## pin what is new in pyproject.toml, and write all hashes; ARGS="--upgrade-package NAME" moves a pin
+lock: $(BIN)/uv  ## pin new dependencies of pyproject.toml and write all hashes; ARGS="--upgrade-package NAME" moves a pin
 	sed "/^torch==/,/[^\\\\]$$/c torch ; sys_platform == 'never'" requirements/overrides-cpu.txt > $(VENV)/overrides.txt
 	printf '%s\n' $(TORCH_NEEDS) | $(LOCK) --extra cpu $(PINS) --overrides $(VENV)/overrides.txt \
 	  --output-file requirements/constraints-cpu.txt pyproject.toml -
@@ -59,13 +59,13 @@ lock: $(BIN)/uv  ## pin what is new in pyproject.toml, and write all hashes; ARG
 	  --output-file requirements/constraints-cuda.txt pyproject.toml
 	echo uv | $(LOCK) --output-file requirements/uv.txt -
 
-audit: $(STAMP)  ## list known advisories of what is pinned, as far as the registry tells (2 minutes)
+audit: $(STAMP)  ## list known advisories of pinned packages, where the registry answers (2 minutes)
 	$(BIN)/python -m tools.audit
 
-licences: $(STAMP)  ## write LICENSES.md, or name the package whose licence needs a look
+licences: $(STAMP)  ## write LICENSES.md, or name the packages whose licence needs review
 	$(BIN)/python -m tools.licences
 
-docs: $(STAMP)  ## build the site into .site, which needs no network; a broken link or name is an error
+docs: $(STAMP)  ## build the site into .site, offline; a broken link or name is an error
 	$(BIN)/python -m tools.figures --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
@@ -75,16 +75,16 @@ demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
 # A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-check: $(STAMP)  ## lint, types and the tests that start no services: what to run while writing
+check: $(STAMP)  ## lint, types and the tests that start no services; run before each commit
 	@$(MAKE) --no-print-directory --jobs 2 lint fast
 
 fast: $(STAMP)
 	$(PYTEST) -m "not processes and not long" $(ARGS)
 
-test: $(STAMP)  ## all tests but the long ones
+test: $(STAMP)  ## all tests except the long ones
 	$(PYTEST) $(ARGS)
 
-# Long tests that leave half of the machine idle, and do not look at what others do.
+# Long tests that leave half of the machine idle and are safe to run in parallel.
 SHARED := tests/test_families_engine.py tests/test_layouts.py
 
 test-long: $(STAMP)  ## whole runs under every fault, two hosts, wheels in fresh environments; most one at a time, as each fills the machine
@@ -96,14 +96,14 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The same installation as for a GPU, hashes and all, in a folder of its own; only the driver is not looked at.
+# The same installation as for a GPU, including hashes, in a separate folder; only the driver check is skipped.
 CUDA := EXTRA=cuda VENV=.cuda MACHINE=--without-driver
 
-check-cuda:  ## what a CPU can prove of CUDA, in .cuda: no GPU needed, 9 GB; ARGS="forward triton" names some of the checks
+check-cuda:  ## check the CUDA path without a GPU, in .cuda (9 GB); ARGS="forward triton" selects checks
 	@$(MAKE) --no-print-directory setup $(CUDA)
 	@.cuda/bin/python -m tools.check_cuda $(ARGS)
 
-format: $(STAMP)  ## let ruff rewrite what it can
+format: $(STAMP)  ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
