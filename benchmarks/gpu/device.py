@@ -65,7 +65,7 @@ def products() -> dict[str, float]:
 
 
 def attention() -> dict[str, float]:
-    """Count the graphs that rows of 12 sizes need, and time FlexAttention with our masks."""
+    """Count the graphs compiled for rows of 12 sizes, and time FlexAttention with our masks."""
     from torch._dynamo.utils import counters
     from torchtitan.models.common.attention import FlexAttention
 

@@ -1,6 +1,6 @@
 """The parts, in order of importance: torch only, the trainer, engines, whole runs.
 
-python -m benchmarks.gpu.parts NAME FILE runs a part that is a function, and writes its figures.
+python -m benchmarks.gpu.parts NAME FILE runs a function part and writes its figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _benchmark(module: str, says: str, *arguments: str, needs: tuple[str, ...], 
 
 PARTS: tuple[Part, ...] = (
     _function("device.copies", "GB/s to and from the host: pageable, pinned, registered, read-only", ("gpu", "torch")),
-    _function("device.products", "bfloat16 FLOP/s of matrix products, against which MFU counts", ("gpu", "torch")),
+    _function("device.products", "bfloat16 FLOP/s of matrix products, the baseline of MFU", ("gpu", "torch")),
     _tests("weights_tests", "fingerprints and segments", "tests/gpu/test_weights_cuda.py"),
     _tests("model_tests", "the head and attention", "tests/gpu/test_titan_cuda.py", needs=("torchtitan",)),
     _tests("trainer_tests", "step, offload, checkpoint", "tests/gpu/test_trainer_cuda.py", needs=_TRAINER[2:]),
@@ -45,9 +45,9 @@ PARTS: tuple[Part, ...] = (
     _function("serving.engine", "an engine: starts, loads, sleep, wake, tokens/s, a kill", _STACK, 900.0),
     _benchmark("weights", "a version from trainer to readers", needs=_STACK, limit_s=600),
     _function("runs.demo", "the demo, colocated: gap, transitions, phases", _STACK, 900.0),
-    _function("runs.killed", "an engine and a rank killed while the trainer has the device; continued", _STACK, 1200.0),
+    _function("runs.killed", "an engine and a rank killed while the trainer has the device; resumed", _STACK, 1200.0),
     _function("runs.large", "a run on Qwen3-1.7B's shapes with rows of 8,192 tokens", _STACK, 1200.0),
-    _tests("contexts", "no rank takes memory of another's GPU", "tests/gpu/test_ranks_cuda.py", needs=("gpus",)),
+    _tests("contexts", "no rank uses memory on another's GPU", "tests/gpu/test_ranks_cuda.py", needs=("gpus",)),
     _function("runs.sharded", "the demo with the trainer on all GPUs but one", (*_STACK, "gpus"), 900.0),
     _function("runs.split", "the demo with tensor and context parallelism on two GPUs", (*_STACK, "gpus"), 900.0),
     _benchmark("recovery", "an engine killed in a rollout", needs=(*_STACK, "gpus"), limit_s=900),
