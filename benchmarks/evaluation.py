@@ -149,7 +149,7 @@ async def _real(config: Config, report: Report) -> None:
     generator = Generator.Config(
         replicas=on.engines,
         dtype="bfloat16",
-        max_model_tokens=4 * on.most_tokens + 128,  # room for turns that end early
+        max_model_tokens=4 * on.most_tokens + 128,  # room for turns that stop early
         max_requests=on.budget,
         kv_cache_gib=0.5,
     )

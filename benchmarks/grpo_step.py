@@ -62,7 +62,7 @@ class Config(BenchmarkConfig):
     """Completions per forward and backward microbatch of TRL. 4 took TRL the least CPU time of 2, 4, 8 and 16 on two
     EPYC cores; try others elsewhere, so that the peer is at its best."""
     smoke: bool = False
-    """Two groups of four episodes, one measured step: shows that everything runs, and measures nothing."""
+    """Two groups of four episodes, one measured step: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
         if self.steps < LEAST_REPEATS and not self.smoke:

@@ -50,7 +50,7 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadli
                         raise _death(rank, ranks, code) from None
                 if time.monotonic() > until:
                     missing = ranks - len(found)
-                    raise BenchmarkError(f"{missing} of {ranks} ranks had not ended after {deadline_s:.0f} s") from None
+                    raise BenchmarkError(f"{missing} of {ranks} ranks were running after {deadline_s:.0f} s") from None
                 continue
             found[rank] = pickle.loads(result)
             if isinstance(found[rank], _Failure):
@@ -73,7 +73,7 @@ def _death(rank: int, ranks: int, code: int) -> BenchmarkError:
 
 
 class _Failure(str):
-    """The traceback of a rank that raised."""
+    """Traceback of a rank that raised."""
 
 
 def _rank(
