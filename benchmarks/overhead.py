@@ -75,7 +75,7 @@ class Config(BenchmarkConfig):
     batch_tokens: int = 16_000_000
     """Tokens of the large batch."""
     smoke: bool = False
-    """One short round: shows that everything runs, and measures nothing."""
+    """One short round: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS and not self.smoke:
@@ -162,7 +162,7 @@ class PromptTokenizer:
 
 @dataclass(frozen=True)
 class Services:
-    """The services that have processes."""
+    """The services with processes."""
 
     environment: Environment
     shown: Environment

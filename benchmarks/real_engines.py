@@ -135,7 +135,7 @@ class _Story:
         return turn
 
     async def step(self, answer: str, *, truncated: bool = False, parsed: object = None) -> Step:
-        if self._left <= 0 or truncated:  # many short turns outgrow the context
+        if self._left <= 0 or truncated:  # many short turns can exceed the context
             return Step(done=True, reward=self._drawn.random())
         return Step(messages=({"role": "user", "content": "And then? Tell me more."},), done=False)
 

@@ -61,7 +61,7 @@ class Config(BenchmarkConfig):
     group_size: int = 4
     """G."""
     smoke: bool = False
-    """One kill: shows that everything runs, and measures nothing."""
+    """One kill: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS and not self.smoke:
@@ -213,7 +213,7 @@ async def _measure(config: Config, report: Report) -> None:
     generator = Generator.Config(
         replicas=2,
         dtype=config.dtype,
-        max_model_tokens=4 * config.tokens[1] + 128,  # room for turns that end early
+        max_model_tokens=4 * config.tokens[1] + 128,  # room for turns that stop early
         max_requests=config.requests,
         kv_cache_gib=0.75,
         restart=Restart(healthy_s=0),  # each death counts as the first

@@ -195,7 +195,7 @@ def _without_json(args: Sequence[str]) -> list[str]:
 def run_benchmark(
     name: str, config_class: type[C], measure: Callable[[C, Report], None], args: Sequence[str] | None = None
 ) -> None:
-    """Parse flags, measure, print the table and write the file; never returns.
+    """Parse flags, measure, print the table, write the file and exit.
 
     Exit status: 0 on success, 1 after an error, 2 for wrong flags, 130 after Ctrl-C, 143 after SIGTERM.
 

@@ -106,7 +106,7 @@ class Watched:
             self.tell()
 
     def tell(self) -> None:
-        """Wake whoever waits in `until`."""
+        """Wake the waiters in `until`."""
         self._stirred.set()
 
     async def until(self, holds: Callable[[], bool], what: str) -> None:

@@ -56,7 +56,7 @@ class Config(BenchmarkConfig):
     transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
     """Transport of the weights, with --model."""
     smoke: bool = False
-    """A few MiB, one repeat: shows that everything runs, and measures nothing."""
+    """A few MiB, one repeat: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS and not self.smoke:
