@@ -342,7 +342,9 @@ def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended
 
         executor = rollouts(reward=StagedReward(score), schedule=ScheduleConfig(max_lag=1), warn=warnings.append)
         for _ in range(2):  # also a second time
-            with pytest.raises(TaskError, match=r"counting yielded 13 unusable groups in a row.*KeyError: 'answer'") as caught:
+            with pytest.raises(
+                TaskError, match=r"counting yielded 13 unusable groups in a row.*KeyError: 'answer'"
+            ) as caught:
                 await executor.next_batch()
             assert "run.reward.replace" in caught.value.hint
         assert any("KeyError" in warning for warning in warnings)

@@ -260,7 +260,9 @@ def test_a_source_that_only_fails_ends_the_run_with_its_name_and_what_to_mend():
 
     for _ in range(4 * 3):
         fail()
-    with pytest.raises(TaskError, match=r"source b yielded 13 unusable groups in a row .* judge_error: broken") as caught:
+    with pytest.raises(
+        TaskError, match=r"source b yielded 13 unusable groups in a row; .*judge_error: broken"
+    ) as caught:
         fail()
     assert "fix the reward function" in caught.value.hint
     fail()  # the count has begun again
@@ -295,7 +297,9 @@ def test_a_source_of_nothing_but_equal_rewards_is_named():
                 end(scheduler, episode, 1.0)
             assert scheduler.planner.pop_batch() is None
 
-    with pytest.raises(TaskError, match=r"yielded 7 unusable groups in a row .* all rewards of the last one were 1") as caught:
+    with pytest.raises(
+        TaskError, match=r"yielded 7 unusable groups in a row; .*all rewards of the last one were 1"
+    ) as caught:
         play()
     assert "--schedule.most-replaced" in caught.value.hint
 
