@@ -236,11 +236,12 @@ async def _turns(config: Config, services: Services, in_flight: int) -> float:
         while generator.answered < until:
             await rollouts.next_batch()
             generator.load(generator.version + 1)
-            found = {name: value for name, value in rollouts.metrics().items() if value}
-            ended = {name for name in found if name.startswith("outcomes/")}
-            # Those that a delivered batch made room for start in waves, some of which may still be due.
-            if not 0.9 * in_flight <= found["rollouts/in_flight"] <= in_flight or ended - {"outcomes/completed"}:
-                raise BenchmarkError(f"of {in_flight} episodes that were to be in flight: {found}")
+            async with asyncio.timeout(_DEADLINE_S):  # a delivered batch's successors start in waves
+                while rollouts.metrics()["rollouts/in_flight"] < in_flight:  # noqa: ASYNC110 -- there is no event for it
+                    await asyncio.sleep(0.001)
+            ended = {name for name, value in rollouts.metrics().items() if value and name.startswith("outcomes/")}
+            if ended - {"outcomes/completed"}:
+                raise BenchmarkError(f"not all episodes completed: {ended}")
 
     try:
         await deliver(config.turns * in_flight)  # until they are no longer all at the same turn
