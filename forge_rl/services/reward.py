@@ -117,14 +117,15 @@ class Reward:
             ServiceError: the function raised another error, or no replica is left.
         """
         own = self._own.values()
-        return await self._score(episodes, self._function, {self._shared: self._shared.version, **_versions(own)})
+        versions = {self._shared: self._shared.version, **_versions(own)}
+        return await self._score(episodes, self._function, self.form, versions)
 
     async def _score(
-        self, episodes: Sequence[Episode], function: RewardFunction, versions: Mapping[_Pool, int]
+        self, episodes: Sequence[Episode], function: RewardFunction, form: Form, versions: Mapping[_Pool, int]
     ) -> Sequence[Score]:
         """Score episodes with a function whose parts have these versions in the pools."""
         task = episodes[0].task
-        given = [episode.text for episode in episodes] if form_of(function) == "text" else list(episodes)
+        given = [episode.text for episode in episodes] if form == "text" else list(episodes)
         asking = [pool.score(version, task, given) for pool, version in versions.items() if pool.given[version]]
         if len(asking) == 1:
             scores = await asking[0]
@@ -156,7 +157,7 @@ class Reward:
                     for pool in new.values():
                         group.create_task(pool.start())
                 version = await self._shared.give(shared)
-                await self._try(function, {self._shared: version, **_versions((*kept.values(), *new.values()))})
+                await self._try(function, form, {self._shared: version, **_versions((*kept.values(), *new.values()))})
             except BaseException:
                 self._shared.keep()
                 for pool in new.values():
@@ -172,7 +173,7 @@ class Reward:
                 for pool in gone:
                     await pool.stop()
 
-    async def _try(self, function: RewardFunction, versions: Mapping[_Pool, int]) -> None:
+    async def _try(self, function: RewardFunction, form: Form, versions: Mapping[_Pool, int]) -> None:
         """Score samples with a function that is not in use yet.
 
         Raises:
@@ -181,7 +182,7 @@ class Reward:
         for episodes in self.samples():
             task = episodes[0].task
             try:
-                scores = await self._score(episodes, function, versions)
+                scores = await self._score(episodes, function, form, versions)
                 for episode, score in zip(episodes, scores, strict=True):
                     with_score(episode, score)
             except Exception as error:

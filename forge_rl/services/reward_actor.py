@@ -19,7 +19,7 @@ from typing import Any, SupportsFloat
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.errors import DeadlineError, ForgeError, HangError
-from forge_rl.rewards.protocol import RewardFunction, form_of, is_async
+from forge_rl.rewards.protocol import Form, RewardFunction, form_of, is_async
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.in_hand import number_of_call
 from forge_rl.runtime.link import users_line
@@ -54,8 +54,8 @@ class RewardActor(ServiceActor):
     def __init__(self, deadline_s: float, index: int) -> None:
         self._deadline_s = deadline_s
         self._index = index
-        self._given: Mapping[int, Mapping[str, RewardFunction]] = {}
-        """Functions by part name, by version."""
+        self._given: dict[int, dict[str, tuple[RewardFunction, Form]]] = {}
+        """Functions with their forms by part name, by version."""
         self._thread = ThreadPoolExecutor(1)
         self._running: _Call | None = None
         self._pending = 0
@@ -65,24 +65,27 @@ class RewardActor(ServiceActor):
     @concurrent_endpoint
     async def replace(self, given: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None) -> None:
         """Adopt the functions of these versions and drop all others."""
-        for version in given.keys() - self._given.keys():
-            for function in given[version].values():
+        new = {version: functions for version, functions in given.items() if version not in self._given}
+        for functions in new.values():
+            for function in functions.values():
                 load = getattr(function, "load", None)
                 if callable(load):
                     await asyncio.to_thread(load, folder)
-        self._given = {version: self._given.get(version, functions) for version, functions in given.items()}
+        kept = {version: functions for version, functions in self._given.items() if version in given}
+        self._given = kept | {version: _with_forms(functions) for version, functions in new.items()}
 
     async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
         """Score a task's episodes, or their answers' texts, with each function of a version."""
         functions = self._given.get(version)
         if functions is None:
             raise ForgeError("the reward was replaced before this was scored", hint="score it again")
-        scores = await asyncio.gather(*(self._apply(function, task, given) for function in functions.values()))
+        scores = await asyncio.gather(*(self._apply(*each, task, given) for each in functions.values()))
         return dict(zip(functions, scores, strict=True))
 
-    async def _apply(self, function: RewardFunction, task: Task, given: Sequence[str | Episode]) -> list[Score]:
+    async def _apply(
+        self, function: RewardFunction, form: Form, task: Task, given: Sequence[str | Episode]
+    ) -> list[Score]:
         """Score episodes with one function, in the form that it accepts."""
-        form = form_of(function)
         if form == "text":
             given = [each if isinstance(each, str) else each.text for each in given]
         if form == "group":
@@ -166,6 +169,10 @@ class RewardActor(ServiceActor):
             call="score",
             hint="make the reward function faster, or raise --reward.deadline-s",
         )
+
+
+def _with_forms(functions: Mapping[str, RewardFunction]) -> dict[str, tuple[RewardFunction, Form]]:
+    return {name: (function, form_of(function)) for name, function in functions.items()}
 
 
 def _as_score(result: object, task: Task) -> Score:
