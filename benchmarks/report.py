@@ -66,6 +66,8 @@ class Report:
         self.commit = str(self.versions.pop("git"))
         self.machine = machine()
         self.settings = as_json(config)
+        if isinstance(self.settings, dict):
+            self.settings.pop("json", None)  # where this file goes
         self.date = datetime.now(UTC).date().isoformat()
         self.command = f"python -m benchmarks.{benchmark}"
         """Command that repeats the measurement; `run_benchmark` adds the flags."""

@@ -64,7 +64,7 @@ def test_the_file_has_every_field_that_a_reader_needs(tmp_path: Path) -> None:
     assert content["benchmark"] == "shuffle"
     assert content["rows"] == [{"seconds": 3.0}, {"seconds": 1.0}, {"seconds": 2.5}]
     assert content["results"] == {"seconds": 2.5, "speedup": 1.5}
-    assert content["settings"] == {"json": None, "steps": 3}
+    assert content["settings"] == {"steps": 3}
     assert content["spreads"] == {"seconds": [1.0, 3.0, 3]}
     assert content["command"] == "python -m benchmarks.shuffle"
     versions = content["versions"]
