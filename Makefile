@@ -15,6 +15,8 @@ ifeq ($(EXTRA),cpu)
   else
     BACKEND := --torch-backend cpu
   endif
+else ifeq ($(UV_FIND_LINKS),$(PIP_FIND_LINKS))
+  unexport UV_FIND_LINKS  # check-cuda's make for CPUs has exported it
 endif
 
 # Keep bytecode: otherwise each of the hundreds of processes that tests start would spend seconds compiling its imports.

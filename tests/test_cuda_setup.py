@@ -56,16 +56,18 @@ def test_only_a_gpu_that_could_not_be_used_stops_the_setup(
     assert cuda_machine.main() == status
 
 
-@pytest.mark.parametrize(("extra", "folder"), [("cpu", "/wheels"), ("cuda", "")])
-def test_a_folder_of_wheels_for_cpus_is_not_used_for_cuda(extra: str, folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("extra", "given", "folder"),
+    [("cpu", "", "/wheels"), ("cuda", "", ""), ("cuda", "/wheels", ""), ("cuda", "/own", "/own")],
+)
+def test_a_folder_of_wheels_for_cpus_is_not_used_for_cuda(extra: str, given: str, folder: str, tmp_path: Path) -> None:
     rule = '\n.PHONY: said\nsaid:\n\t@echo "[$$UV_FIND_LINKS] $(BACKEND)"\n'
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text() + rule)
-    environment = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
     command = ["make", "--silent", "said", f"EXTRA={extra}", f"VENV={tmp_path}"]
     done = subprocess.run(
         command,
         cwd=tmp_path,
-        env=environment | {"PIP_FIND_LINKS": "/wheels"},
+        env=os.environ | {"PIP_FIND_LINKS": "/wheels", "UV_FIND_LINKS": given},
         capture_output=True,
         text=True,
         check=True,

@@ -21,7 +21,7 @@ from forge_rl.rewards.formats import Regex
 from forge_rl.rewards.scorer import score_again, with_score
 from forge_rl.run.run_dir import code_digests
 from forge_rl.services.reward import parts_of
-from forge_rl.services.reward_actor import RewardActor
+from forge_rl.services.reward_actor import RewardActor, _with_forms
 from forge_rl.types import Episode, Score, Task, Turn
 
 TASK = Task(id="t", source="s", messages=({"role": "user", "content": "2+3?"},), truth={"answer": "5"})
@@ -78,7 +78,7 @@ def scored(reward: Any) -> Episode:
         functions = {"alone": reward}
         if isinstance(reward, WeightedSum):
             functions = {name: function for name, (function, _) in reward.parts.items()}
-        actor._given = {0: functions}
+        actor._given = {0: _with_forms(functions)}
         found = {name: scores[0] for name, scores in (await actor.score(0, TASK, [EPISODE])).items()}
         return with_score(EPISODE, reward.combine(found) if isinstance(reward, WeightedSum) else found["alone"])
 
@@ -197,7 +197,7 @@ def test_a_function_that_gives_no_score_is_one_clear_message(
     async def main() -> None:
         actor = RewardActor(0.2 if function == "slow" else 60.0, 0)
         monkeypatch.setattr("os._exit", stopped.append)  # the process of one that does not come back is ended
-        actor._given = {0: {"alone": build_reward([f"mine.py:{function}"])}}
+        actor._given = {0: _with_forms({"alone": build_reward([f"mine.py:{function}"])})}
         [score] = (await actor.score(0, TASK, [EPISODE]))["alone"]
         with_score(EPISODE, score)
 
