@@ -30,13 +30,13 @@ def sampled_peak(read: Callable[[], int], every_s: float) -> Iterator[list[int]]
 
 
 def private_bytes(pid: int | str = "self") -> int:
-    """Return a process's memory that is neither shared nor of files."""
+    """Return a process's memory that is neither shared nor file-backed."""
     return _resident(pid, "Anon")
 
 
 def tree_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants: what is private to each, and the largest shared memory that
-    any one of them has mapped, as they share it. Files, such as libraries, do not count; 0 after the process ended."""
+    """Return the memory of a process and its descendants: the private memory of each, and the largest shared memory
+    that any one of them has mapped, as they share it. Mapped files, such as libraries, do not count; 0 if it exited."""
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         private, shared = [0], [0]
@@ -50,4 +50,4 @@ def tree_bytes(pid: int) -> int:
 
 def _resident(pid: int | str, kind: str) -> int:
     found = re.search(rf"^Rss{kind}:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0  # a process that has ended but is not reaped has none
+    return int(found[1]) << 10 if found else 0  # a zombie process has none

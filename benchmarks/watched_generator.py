@@ -75,7 +75,7 @@ class Watched:
         return self._generator.engines()
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
-        assert engine is not None, "rollouts say where"
+        assert engine is not None, "rollouts name the engine"
         version = self.version
         assert version is not None, "the first version was loaded"
         request = Request(

@@ -144,7 +144,7 @@ class _Bench:
         )
 
     def repeats(self) -> list[bool]:
-        """List for each repeat whether it counts."""
+        """Return, per repeat, whether it counts."""
         if self.config.smoke:
             return [False, True]
         return [False] * self.config.warm_up + [True] * self.config.repeats

@@ -87,7 +87,7 @@ class StepTimer(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if not sys.stdin.readline():
-            raise SystemExit(f"step {state.global_step} was not asked for")
+            raise SystemExit(f"step {state.global_step} was not requested")
         self._before = self._watched().clone()
         self._scored.reset(self._step_tasks(state.global_step))
         self.trainer.generate_s = 0.0
