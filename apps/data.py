@@ -19,15 +19,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from forge_rl.data.bundled import default_cache
-from forge_rl.data.config import DataConfig
+from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import PromptLengths, Scan, check_tasks
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
 from forge_rl.run.launch import launch
-from forge_rl.terminal import visible
+from forge_rl.system.terminal import visible
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
 _BINS = 10

@@ -31,21 +31,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from forge_rl.algorithms.evaluation import Comparison, compare_paired
-from forge_rl.checkpoint import Checkpoints
-from forge_rl.data.bundled import default_cache
-from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
-from forge_rl.data.models import resolve_model
-from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flags
-from forge_rl.folders import make_private
-from forge_rl.rewards.config import RewardTexts, build_reward
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
+from forge_rl.rewards.reward_flag import RewardTexts, build_reward
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import Evaluation, describe_failure, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.attach import attach
+from forge_rl.run.checkpoints import Checkpoints
 from forge_rl.run.launch import launch
 from forge_rl.run.lm_eval import (
     Endpoint,
@@ -65,7 +63,9 @@ from forge_rl.runtime.tasks import interrupted_by, task_group
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, parts_of
-from forge_rl.terminal import visible
+from forge_rl.system.folders import make_private
+from forge_rl.system.terminal import visible
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Outcome, Sampling, Task
 
 from . import gateway

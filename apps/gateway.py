@@ -20,20 +20,20 @@ from typing import Annotated, Literal
 
 import tyro
 
-from forge_rl.data.bundled import default_cache
-from forge_rl.data.models import resolve_model
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.folders import make_private
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
 from forge_rl.gateway.keys import kept_key, read_key
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
 from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.generator import Generator
-from forge_rl.terminal import visible
+from forge_rl.system.folders import make_private
+from forge_rl.system.terminal import visible
+from forge_rl.tokens.tokenizer import Tokenizer
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
 _START_DEADLINE_S = 900.0

@@ -36,15 +36,15 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from forge_rl.data.config import DataConfig
+from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture
-from forge_rl.envs.config import build_environment, sources_of
+from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import Env, EnvFactory, Step
 from forge_rl.errors import CheckpointError, ConfigError, check_flags
-from forge_rl.folders import make_private
 from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
 from forge_rl.run.launch import launch
+from forge_rl.system.folders import make_private
 from forge_rl.types import Message, Task, ToolCall
 
 _TEXT = {"type": "string"}

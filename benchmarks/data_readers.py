@@ -22,7 +22,7 @@ _BUFFER = 4096
 
 def ours(file: Path, tasks: int, cache: Path) -> dict[str, float]:
     """Read with a TableSource, in seeded order."""
-    from forge_rl.data.config import DataConfig
+    from forge_rl.data.data_config import DataConfig
 
     before = peak()
 

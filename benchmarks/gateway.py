@@ -23,16 +23,16 @@ from pathlib import Path
 from benchmarks.heavy_requests import heavy_requests
 from benchmarks.http_load import Streamed, post_watching_health, stream_all
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
-from forge_rl.data.bundled import default_cache
-from forge_rl.data.models import resolve_model
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import Observer
 from forge_rl.services.generator import Generator
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Chunk, Sampling, TokenIds
 
 _DEADLINE_S = 600.0

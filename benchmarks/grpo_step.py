@@ -24,10 +24,10 @@ from typing import IO, Any, Literal
 
 from benchmarks.memory import sampled_peak, tree_bytes
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.data.bundled import default_cache
-from forge_rl.data.models import resolve_model
 from forge_rl.data.sources import ReasoningGymSource, parse_source
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
 from forge_rl.types import Task
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,9 +13,9 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.data.packing import Layout, pack
 from forge_rl.metrics import batch_metrics
 from forge_rl.metrics.sinks import EpisodeSink
+from forge_rl.packing.rows import Layout, pack
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.types import Batch, Chunk, Episode, Group, Sampling, Task, TokenIds, Turn

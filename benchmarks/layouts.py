@@ -32,10 +32,10 @@ from rich.table import Table
 from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.algorithms import ClippedSurrogate, Loss
-from forge_rl.data.packing import Layout, Packed, pack
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce
+from forge_rl.packing.rows import Layout, Packed, pack
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 from forge_rl.weights.slices import TensorSlice, tiling_error
 

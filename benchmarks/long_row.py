@@ -15,13 +15,13 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from forge_rl.algorithms import ClippedSurrogate
-from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan import model as titan_model
+from forge_rl.packing.rows import Minibatch, Row
 
 _FEW_TOKENS = 64
 

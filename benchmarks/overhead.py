@@ -28,11 +28,11 @@ import numpy.typing as npt
 from benchmarks.large_batches import ANSWER_TOKENS, PromptEngine, measure_large_batch
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.staged_services import Kind, StagedGenerator, StagedSource
-from forge_rl.data.bundled import default_cache
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.models import resolve_model
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover

@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from forge_rl.data.bundled import default_cache
-from forge_rl.data.models import resolve_model
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.protocol import Observation, Step
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.state import InflightEpisode
@@ -26,6 +25,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Task, TokenIds, Turn
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.slices import TensorSlice

@@ -24,11 +24,11 @@ from rich.table import Table
 
 from benchmarks.real_engines import engines
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.data.bundled import default_cache
-from forge_rl.data.models import resolve_model
-from forge_rl.data.packing import Layout, Row, pack
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import Dtype, TrainSettings
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
+from forge_rl.packing.rows import Layout, Row, pack
 from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
 

@@ -24,11 +24,11 @@ import torch
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
 from forge_rl.algorithms import ClippedSurrogate, group_advantages
-from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
-from forge_rl.data.packing import pack
+from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.packing.rows import pack
 from forge_rl.rewards.verifiers import ReasoningGymReward
 from forge_rl.rollout.evaluation import EvalConfig
-from forge_rl.run.config import RunConfig
+from forge_rl.run.run_config import RunConfig
 from forge_rl.run.start import start
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults

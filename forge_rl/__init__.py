@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
     from forge_rl.algorithms import ClippedSurrogate, batch_advantages, group_advantages
-    from forge_rl.data.packing import pack
     from forge_rl.envs.protocol import Observation, Step
     from forge_rl.envs.tools import ToolEnv
     from forge_rl.errors import ForgeError
+    from forge_rl.packing.rows import pack
     from forge_rl.run.attach import attach
-    from forge_rl.run.config import RunConfig
     from forge_rl.run.launch import launch
     from forge_rl.run.run import Run
+    from forge_rl.run.run_config import RunConfig
     from forge_rl.run.start import Starting, start
     from forge_rl.types import Batch, Episode, Group, Sampling, Score, Task, Turn
 
@@ -52,7 +52,7 @@ _HOMES = {
     "Group": "types",
     "Observation": "envs.protocol",
     "Run": "run.run",
-    "RunConfig": "run.config",
+    "RunConfig": "run.run_config",
     "Sampling": "types",
     "Score": "types",
     "Starting": "run.start",
@@ -64,7 +64,7 @@ _HOMES = {
     "batch_advantages": "algorithms",
     "group_advantages": "algorithms",
     "launch": "run.launch",
-    "pack": "data.packing",
+    "pack": "packing.rows",
     "start": "run.start",
 }
 

@@ -6,7 +6,7 @@ import copyreg
 import operator
 from collections.abc import Mapping
 
-from forge_rl.terminal import visible
+from forge_rl.system.terminal import visible
 
 
 class ForgeError(Exception):

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from forge_rl import ClippedSurrogate, Run, RunConfig, batch_advantages, launch, pack, start
 from forge_rl.algorithms.advantages import check_group_size
-from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
-from forge_rl.gateway import AgentCommand, GatewayConfig
-from forge_rl.rewards.config import RewardTexts, build_reward
+from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.gateway import GatewayConfig
+from forge_rl.rewards.reward_flag import RewardTexts, build_reward
+from forge_rl.rollout.agent_command import AgentCommand
 
 EXAMPLE = shlex.join([sys.executable, str(Path(__file__).parent / "agents" / "ask_twice.py")])
 

@@ -17,9 +17,9 @@ from openai import AsyncOpenAI
 
 from forge_rl import ClippedSurrogate, Run, RunConfig, Task, batch_advantages, launch, pack, start
 from forge_rl.algorithms.advantages import check_group_size
-from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.gateway import GatewayConfig, Session
-from forge_rl.rewards.config import RewardTexts, build_reward
+from forge_rl.rewards.reward_flag import RewardTexts, build_reward
 
 
 async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") -> str:

@@ -12,10 +12,10 @@ from typing import Literal
 import forge_rl
 from forge_rl import ClippedSurrogate, Run, RunConfig, Starting, batch_advantages, launch, pack
 from forge_rl.algorithms.advantages import check_group_size
-from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import AnySources
-from forge_rl.envs.config import build_environment, sources_of
-from forge_rl.rewards.config import RewardTexts, build_reward
+from forge_rl.envs.env_flag import build_environment, sources_of
+from forge_rl.rewards.reward_flag import RewardTexts, build_reward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,12 @@ import forge_rl
 from forge_rl import ClippedSurrogate, Run, RunConfig, Starting, batch_advantages, launch, pack
 from forge_rl.algorithms.advantages import check_group_size
 from forge_rl.data.adaptive import Adapting
-from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.by_source import BySource
 from forge_rl.envs.game import GuessNumber
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.rewards.config import RewardTexts, build_reward
+from forge_rl.rewards.reward_flag import RewardTexts, build_reward
 from recipes.tools import PRODUCTS, WORLD
 
 

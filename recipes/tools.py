@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import forge_rl
 from forge_rl import ClippedSurrogate, Episode, Run, RunConfig, Score, Starting, Task, batch_advantages, launch, pack
 from forge_rl.algorithms.advantages import check_group_size
-from forge_rl.data.config import DataConfig
+from forge_rl.data.data_config import DataConfig
 from forge_rl.envs.calculator import calculator
-from forge_rl.envs.config import build_environment
+from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.tools import ToolEnv
 from forge_rl.rewards.verifiers import ReasoningGymReward
 from forge_rl.rollout.evaluation import EvalConfig

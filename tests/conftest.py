@@ -118,7 +118,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 3 M parameters with the bundled model's tokenizer; nobody writes to its folder."""
-    from forge_rl.data.bundled import bundled_model, default_cache
+    from forge_rl.models.bundled import bundled_model, default_cache
     from tests.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", bundled_model(default_cache()))

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from forge_rl.data.packing import Row
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.protocol import DecodeEngine, TrainEngine
 from forge_rl.errors import AttestationError, ConfigError, WeightsError
+from forge_rl.packing.rows import Row
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Chunk, Sampling, Turn
 from forge_rl.weights import segment
 from forge_rl.weights.fingerprints import Move, move

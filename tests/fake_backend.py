@@ -13,11 +13,11 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway import Gateway, GatewayConfig, Session
 from forge_rl.gateway.constraints import ConstraintChecker
+from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.services.completion import Observer
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Chunk, Sampling
 
 EOS = 2

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from forge_rl.algorithms import ClippedSurrogate, Loss
-from forge_rl.data.packing import Layout, Packed, Row, pack
 from forge_rl.engines.protocol import TrainEngine
 from forge_rl.metrics import Value, merge_all
+from forge_rl.packing.rows import Layout, Packed, Row, pack
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 from forge_rl.weights.manifest import Bucket, Manifest, TensorEntry
 

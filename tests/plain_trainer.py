@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from forge_rl.algorithms import ClippedSurrogate
-from forge_rl.data.packing import Minibatch
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.packing.rows import Minibatch
 from forge_rl.types import Batch, Segment
 
 FURTHEST_PENALTY = 3.0

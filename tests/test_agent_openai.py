@@ -14,8 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from forge_rl.errors import ContextError, PoisonError, ReplicaError, ServiceError
-from forge_rl.gateway import Agent, GatewayConfig, Session, serving_agents
-from forge_rl.gateway.agents import AgentEpisodeRunner
+from forge_rl.gateway import GatewayConfig, Session
+from forge_rl.rollout.agents import Agent, AgentEpisodeRunner, serving_agents
 from forge_rl.services.completion import Observer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 from recipes.agent_openai import solve

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.config import DataConfig
+from forge_rl.data.data_config import DataConfig
 from forge_rl.data.scan import check_tasks
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ConfigError, ForgeError, TaskError
+from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.tokens.tokenizer import Tokenizer
 
 GOOD = '{"question": "2+3?", "answer": "5"}\n'
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forge_rl.data import bundled, models
-from forge_rl.data.bundled import bundled_model, default_cache, differences
-from forge_rl.data.models import resolve_model
 from forge_rl.errors import ModelError
+from forge_rl.models import bundled
+from forge_rl.models import resolve as models
+from forge_rl.models.bundled import bundled_model, default_cache, differences
+from forge_rl.models.resolve import resolve_model
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.checkpoint import Checkpoints
 from forge_rl.errors import CheckpointError
+from forge_rl.run.checkpoints import Checkpoints
 
 
 def write(

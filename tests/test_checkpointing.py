@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from forge_rl.checkpoint import Checkpoint, Checkpoints
 from forge_rl.errors import CheckpointError, ReplicaError, ServiceError
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpointing import Checkpointer
+from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.services import Services
 
 

@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import PoisonError, ReplicaError
+from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.services.completion import ResumableCompletion, validate_chunk
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Chunk, Sampling
 from tests.fake_engine import GARBAGE, Unpickable
 

@@ -8,7 +8,7 @@ import pytest
 from forge_rl.engines import context
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import check_context, sequence_bytes
-from forge_rl.engines.families.config import Architecture, LatentAttention
+from forge_rl.engines.families.family import Architecture, LatentAttention
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError
 from tests.fakes import make_model

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from apps.data import Config, Limits, histogram, rendered, show
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.tokenizer import Tokenizer
+from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 from recipes.grpo import Config as GRPOConfig
 

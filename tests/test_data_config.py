@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.errors import ConfigError, TaskError
 
 

@@ -17,8 +17,8 @@ from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.config import Trainer
 from forge_rl.run.defaults import choose, with_defaults
+from forge_rl.run.run_config import Trainer
 from forge_rl.services import generator as generator_service
 from forge_rl.services import trainer_config
 from forge_rl.services.generator import Generator

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.data.dequantized import dequantized
-from forge_rl.data.mxfp4 import read_slice, shape_of
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.errors import ModelError
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.mxfp4 import read_slice, shape_of
 from tests.fakes import make_model
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.factory import decode_environment, make_train_engine, start_decode_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
+from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.tokens.tokenizer import Tokenizer
 from tests.engine_conformance import DECODE, TRAIN, Decoder, Trainers
 from tests.fake_actors import cluster
 from tests.fakes import make_model

@@ -7,9 +7,9 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from forge_rl.envs import config
+from forge_rl.envs import env_flag as config
 from forge_rl.envs.by_source import BySource
-from forge_rl.envs.config import build_environment, sources_of
+from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.game import GuessNumber
 from forge_rl.envs.protocol import EnvFactory, Observation, Step
 from forge_rl.envs.single_turn import SingleTurn

@@ -14,11 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_rl.envs.config import build_environment
+from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.interpreter import interpreter
 from forge_rl.envs.verifiers import PACKAGE, VerifiersEnv
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
-from forge_rl.gateway import GatewayConfig, Session, serving_agents
+from forge_rl.gateway import GatewayConfig, Session
+from forge_rl.rollout.agents import serving_agents
 from forge_rl.types import Episode, Outcome, Score, Task
 from tests.commands import Command, metrics, tiny_run
 from tests.fake_backend import FakeBackend, tokenizer

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.models.bundled import bundled_model, default_cache
 from tests.fakes import make_model, packed, random_batch, train_batch
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("process_group")]

@@ -14,7 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from forge_rl.data.config import DataConfig
+from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture, as_mixture
 from forge_rl.data.sources import Columns, IterableSource, Source, TableSource, hub
 from forge_rl.data.sources import jsonl as jsonl_module
@@ -543,7 +543,7 @@ def test_memory_does_not_hold_more_than_a_window(tmp_path: Path) -> None:
         for n in range(30_000):
             file.write(json.dumps({"question": f"{n} {'x' * 950}"}) + "\n")
     program = (
-        "import resource, sys; from pathlib import Path; from forge_rl.data.config import DataConfig\n"
+        "import resource, sys; from pathlib import Path; from forge_rl.data.data_config import DataConfig\n"
         "most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "before = most(); m = DataConfig().build(sys.argv[1:], seed=0)\n"
         "for _ in range(27_000): m.draw_from('a')\n"

@@ -13,7 +13,7 @@ import openai
 import pytest
 from anthropic import AsyncAnthropic
 
-from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.types import Episode, Task, Turn
 from tests.fake_backend import (
     EOS,

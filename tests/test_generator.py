@@ -13,12 +13,12 @@ import torch
 from openai import AsyncOpenAI
 
 from apps.gateway import Config, serving
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import AttestationError, ConfigError, ReplicaError, WeightsError
 from forge_rl.gateway import Gateway
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Sampling, Task, Turn
 from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.segment import writable

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ConfigError, PoisonError, ReplicaError, ServiceError, WeightsError
+from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services import progress
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.engine_pool import Lend
 from forge_rl.services.generator import Generator
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Chunk, Sampling, Turn
 from tests.fake_actors import cluster, new_service_name
 from tests.fake_engine import FOLDER, GARBAGE, NON_FINITE, FakeEngine, FakeStore, Orders, draw

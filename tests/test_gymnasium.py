@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forge_rl.envs.config import build_environment
+from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.gymnasium import GymnasiumEnv
 from forge_rl.errors import ConfigError
 from forge_rl.types import Task

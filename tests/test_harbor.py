@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.envs.config import build_environment, sources_of
+from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.harbor import read_tasks
 from forge_rl.errors import ConfigError, TaskError
 

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 
 from forge_rl import Task, start
 from forge_rl.gateway import Session
-from forge_rl.rewards.config import build_reward
+from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.services.generator import Generator
 from recipes.agent_openai import Config, solve, step

@@ -15,13 +15,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 STAGES = (
-    ("forge_rl.terminal",),
+    ("forge_rl.system.terminal",),
     ("forge_rl.types", "forge_rl.errors"),
-    ("forge_rl.folders", "forge_rl.redaction", "forge_rl.spec", "forge_rl.supervised", "forge_rl.user_code"),
-    ("forge_rl.agent_child", "forge_rl.variables", "forge_rl.data.control_tokens", "forge_rl.data.tool_text"),
-    ("forge_rl.data.tokenizer",),
-    ("forge_rl.algorithms", "forge_rl.data", "forge_rl.envs", "forge_rl.rewards", "forge_rl.metrics"),
-    ("forge_rl.runtime", "forge_rl.weights", "forge_rl.checkpoint"),
+    ("forge_rl.system",),
+    ("forge_rl.flags",),
+    ("forge_rl.models",),
+    ("forge_rl.tokens",),
+    ("forge_rl.algorithms", "forge_rl.data", "forge_rl.packing", "forge_rl.envs", "forge_rl.rewards", "forge_rl.metrics"),
+    ("forge_rl.runtime", "forge_rl.weights"),
     ("forge_rl.engines",),
     ("forge_rl.services",),
     ("forge_rl.gateway",),
@@ -39,7 +40,7 @@ ONLY_IN = {
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway"),
     "torchstore": ("forge_rl.weights.transports",),
     "os.environ": (
-        *("forge_rl.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
+        *("forge_rl.system.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
         *("forge_rl.runtime.private_network", "forge_rl.rewards.judge", "forge_rl.envs.user"),
         *("forge_rl.envs.openenv", "forge_rl.engines.platform"),
         *("apps", "recipes.agents"),
@@ -149,7 +150,7 @@ def test_every_package_has_its_stage():
 
 
 def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
-    recipes_own = ("forge_rl.rewards", "forge_rl.algorithms", "forge_rl.data.sources", "forge_rl.data.config")
+    recipes_own = ("forge_rl.rewards", "forge_rl.algorithms", "forge_rl.data.sources", "forge_rl.data.data_config")
     found = {
         (module, name)
         for module, source, _ in modules()
@@ -162,7 +163,10 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
         ("forge_rl.run.start", "forge_rl.algorithms.user_loss.try_loss"),  # whichever the recipe gives
         ("forge_rl.run.plan", "forge_rl.algorithms.user_loss.try_loss"),
         ("forge_rl.run.start", "forge_rl.rewards.confinement.missing_confinement"),  # whichever the rewards
-        ("forge_rl.run.start", "forge_rl.rewards.config.build_reward"),  # a reward that is named while the run goes
+        (
+            "forge_rl.run.start",
+            "forge_rl.rewards.reward_flag.build_reward",
+        ),  # a reward that is named while the run goes
     }
 
 
@@ -170,7 +174,7 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
     ("module", "source"),
     [
         ("forge_rl.errors", "import forge_rl.types"),  # a neighbour
-        ("forge_rl.data.packing", "from forge_rl.algorithms import Loss"),  # a neighbour
+        ("forge_rl.packing.rows", "from forge_rl.algorithms import Loss"),  # a neighbour
         ("forge_rl.weights.buckets", "from forge_rl.runtime.faults import Faults"),  # a neighbour
         ("forge_rl.algorithms.losses", "def f():\n    from forge_rl.engines import platform"),
         (
@@ -185,8 +189,8 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
         ("recipes.grpo", "import apps.chat"),
         ("forge_rl.run.run", "from monarch.actor import Actor"),
         ("forge_rl.engines.vllm", "import torchtitan.models"),
-        ("forge_rl.data.packing", "import torch.distributed as dist"),
-        ("forge_rl.data.packing", "from torch import distributed"),
+        ("forge_rl.packing.rows", "import torch.distributed as dist"),
+        ("forge_rl.packing.rows", "from torch import distributed"),
         ("forge_rl.services.trainer", "def f():\n    import torch\n    return torch.distributed.get_rank()"),
         ("forge_rl.services.generator", "from vllm import SamplingParams"),
         ("forge_rl.services.weight_store", "import torchstore"),
@@ -203,12 +207,12 @@ def test_a_violation_is_caught(module: str, source: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("forge_rl.data.packing", "from forge_rl.errors import ConfigError\nfrom forge_rl.data.models import x"),
+        ("forge_rl.packing.rows", "from forge_rl.errors import ConfigError\nfrom forge_rl.models.resolve import x"),
         ("forge_rl.engines.vllm", "from forge_rl.runtime.faults import Faults\nimport vllm"),
         ("forge_rl.engines.titan.train", "from .model import x\nimport torch.distributed as dist, torchtitan"),
         ("forge_rl.runtime.cluster", "import os\nos.environ\nfrom monarch.actor import Actor"),
         ("forge_rl.weights.transports.torchstore", "import torchstore, monarch"),
-        ("forge_rl.checkpoint", "from forge_rl.errors import CheckpointError"),
+        ("forge_rl.weights.names", "from forge_rl.errors import CheckpointError"),
         ("recipes.grpo", "from forge_rl import Run\nfrom forge_rl.data.sources import Source"),
         ("apps.gateway", "import os\nos.environ['A']"),
         ("forge_rl.metrics.boards", "from torch.utils.tensorboard import SummaryWriter\nimport torchvision"),

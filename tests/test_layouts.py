@@ -16,13 +16,13 @@ from benchmarks import layouts
 from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkError
 from forge_rl.algorithms import ClippedSurrogate, Loss, LossInputs, token_logprobs
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.packing import dense_mask
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
-from forge_rl.run.config import RunConfig
+from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.packing.rows import dense_mask
+from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from tests.commands import Command, actor_of, metrics, tiny_run
 from tests.fakes import make_model, packed, random_batch

@@ -14,8 +14,8 @@ from torch.nn.attention import flex_attention
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
 
-from forge_rl.data.packing import Layout, dense_mask
 from forge_rl.engines.titan.masks import block_mask, compile_once
+from forge_rl.packing.rows import Layout, dense_mask
 from tests.fakes import packed, random_batch
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge_rl.envs.config import build_environment
+from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.mcp import McpEnv, McpSession
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.types import Task, ToolCall

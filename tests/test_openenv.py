@@ -23,7 +23,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from apps.openenv_serve import Config, World, app_of, key_of
-from forge_rl.envs.config import build_environment
+from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.interpreter import interpreter
 from forge_rl.envs.openenv import OpenEnvFactory
 from forge_rl.envs.protocol import Step

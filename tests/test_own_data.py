@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.data.config import DataConfig
+from forge_rl.data.data_config import DataConfig
 from tests.commands import Command, metrics, tiny_run
 from tests.fake_engine import FOLDER
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_rl.data.minibatches import deal
-from forge_rl.data.packing import Layout, Minibatch, Packed, Row, attends, dense_mask, pack
 from forge_rl.errors import ConfigError
+from forge_rl.packing.minibatches import deal
+from forge_rl.packing.rows import Layout, Minibatch, Packed, Row, attends, dense_mask, pack
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 from tests.fakes import unpack
 

@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.long_row import row_of
 from forge_rl.algorithms import ClippedSurrogate
-from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines import decode_layout, degrees, memory
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.factory import plan_training
@@ -19,6 +18,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
+from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.rollout import placement
 from forge_rl.run import defaults, plan
 from forge_rl.run.plan import Need, check_state_fits, plan_run, refuse, show_plan

@@ -16,8 +16,8 @@ from forge_rl.errors import ForgeError, SpendingError
 from forge_rl.rewards.answers import Number
 from forge_rl.rewards.auto import Auto
 from forge_rl.rewards.composition import WeightedSum
-from forge_rl.rewards.config import REWARDS, build_reward
 from forge_rl.rewards.formats import Regex
+from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from forge_rl.rewards.scorer import score_again, with_score
 from forge_rl.run.run_dir import code_digests
 from forge_rl.services.reward import parts_of

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from forge_rl.data.packing import Packed
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.protocol import TrainSettings
@@ -16,7 +15,8 @@ from forge_rl.engines.titan.routing import routers, set_routing
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics import reduce
-from forge_rl.run.config import RunConfig
+from forge_rl.packing.rows import Packed
+from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.types import Batch
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch

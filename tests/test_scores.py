@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forge_rl.algorithms import batch_advantages, group_advantages
-from forge_rl.data.packing import Layout, pack
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.packing.rows import Layout, pack
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.protocol import form_of
 from forge_rl.rewards.scorer import with_score

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from forge_rl.data.config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources import ReasoningGymSource, Source, SourceSpec, parse_source
 from forge_rl.data.sources.reasoning_gym import problem_of
@@ -238,7 +238,7 @@ def test_a_question_is_held_out_under_all_parameters_or_none() -> None:
 
 def test_importing_the_data_modules_loads_no_heavy_library() -> None:
     program = (
-        "import sys, forge_rl.data.sources, forge_rl.data.models, forge_rl.data.mixture, forge_rl.data.tokenizer,"
+        "import sys, forge_rl.data.sources, forge_rl.models.resolve, forge_rl.data.mixture, forge_rl.tokens.tokenizer,"
         "forge_rl.rewards.verifiers, forge_rl.envs.single_turn;"
         "print(sorted({'torch', 'transformers', 'reasoning_gym', 'gguf'} & set(sys.modules)))"
     )

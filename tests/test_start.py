@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.errors import LossError, ModelError, ServiceError, TaskError
+from forge_rl.flags.user_code import load
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run import services as services_module
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.types import Sampling
-from forge_rl.user_code import load
 from recipes.grpo import Config, start
 
 NAMES = {"trainer": "Trainer", "generator": "Generator", "weights": "WeightStore", "reward": "Reward"}

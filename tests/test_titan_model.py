@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_rl.algorithms import token_logprobs
-from forge_rl.data.packing import Layout, Row, dense_mask, pack
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan import attention
+from forge_rl.engines.titan import cpu_attention as attention
 from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan.head import FloatHead
 from forge_rl.engines.titan.masks import attention_mask
@@ -23,6 +22,7 @@ from forge_rl.engines.titan.model import TreeAttention
 from forge_rl.engines.titan.shards import named_weights, names_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
+from forge_rl.packing.rows import Layout, Row, dense_mask, pack
 from tests.fakes import empty_row, make_model, packed, random_batch, unpack
 from tests.plain_trainer import in_float64, logits_of
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import run_ranks
 from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
-from forge_rl.data.packing import Packed
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.blocks import training_state
@@ -20,6 +19,7 @@ from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError, LossError
 from forge_rl.metrics import Max, Mean, merge_all, reduce
+from forge_rl.packing.rows import Packed
 from forge_rl.types import Batch
 from tests.fakes import empty_row, hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import PlainTrainer

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.data.bundled import bundled_model, default_cache
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ModelError
+from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.tokens.tokenizer import Tokenizer
 
 QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 

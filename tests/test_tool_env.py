@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from forge_rl.algorithms import batch_advantages
-from forge_rl.data.packing import Layout, pack
 from forge_rl.envs.compaction import DropOldOutputs
 from forge_rl.envs.protocol import EnvFactory, Step
 from forge_rl.envs.tools import ToolEnv
 from forge_rl.errors import ConfigError, ContextError
+from forge_rl.packing.rows import Layout, pack
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.services.environment import Environment
 from forge_rl.types import Batch, Episode, Group, Outcome, Task, TokenIds, ToolCall, Turn

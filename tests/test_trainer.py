@@ -16,7 +16,7 @@ from forge_rl.algorithms import ClippedSurrogate, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
-from forge_rl.run.config import RunConfig
+from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore

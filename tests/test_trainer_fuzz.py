@@ -15,11 +15,11 @@ import torch
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
 from forge_rl.algorithms import Aggregation, ClippedSurrogate, batch_advantages
-from forge_rl.data.packing import Layout, Packed, pack
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.metrics import Value, merge_all, reduce
+from forge_rl.packing.rows import Layout, Packed, pack
 from forge_rl.types import Batch, Episode, Group, Turn
 from tests.fakes import TASK, hf_weights, make_model
 from tests.plain_trainer import PlainTrainer

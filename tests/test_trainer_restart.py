@@ -16,9 +16,9 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
-from forge_rl.checkpoint import Checkpoints
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError, WeightsError
+from forge_rl.run.checkpoints import Checkpoints
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.services import trainer as trainer_module

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.user_code import load, names_code
+from forge_rl.flags.user_code import load, names_code
 
 
 def test_a_files_function_is_found_with_what_it_imports_and_found_anew_when_it_changes(tmp_path: Path):

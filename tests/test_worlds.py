@@ -16,7 +16,7 @@ import pytest
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources import Source
-from forge_rl.envs.config import build_environment, sources_of
+from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.game import GuessNumber
 from forge_rl.envs.protocol import EnvFactory, Step
 from forge_rl.envs.search import Corpus

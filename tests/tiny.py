@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_rl import Task, launch
-from forge_rl.rewards.config import RewardTexts
+from forge_rl.rewards.reward_flag import RewardTexts
 from forge_rl.rollout.evaluation import EvalConfig
 from recipes import grpo
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge_rl import launch
-from forge_rl.rewards.config import RewardTexts
+from forge_rl.rewards.reward_flag import RewardTexts
 from recipes import agent_openai
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from forge_rl import Task, launch
-from forge_rl.rewards.config import RewardTexts
+from forge_rl.rewards.reward_flag import RewardTexts
 from forge_rl.services.generator import Generator
 from recipes import grpo
 from tests import tiny

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forge_rl.data.bundled import default_cache
+from forge_rl.models.bundled import default_cache
 
 PACKAGES = (
     *("openai", "openai-agents", "langchain", "langchain-openai", "pydantic-ai-slim[openai,anthropic]"),

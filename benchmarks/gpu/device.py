@@ -70,8 +70,8 @@ def attention() -> dict[str, float]:
     from torchtitan.models.common.attention import FlexAttention
 
     from benchmarks.long_row import row_of
-    from forge_rl.data.packing import Row
     from forge_rl.engines.titan.masks import attention_mask, compile_once
+    from forge_rl.packing.rows import Row
 
     compile_once()
     flex, counts, seconds = FlexAttention(FlexAttention.Config()), [], []

@@ -17,10 +17,10 @@ import psutil  # type: ignore[import-untyped]
 
 from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.training import QWEN3_1_7B, random_model
-from forge_rl.data.bundled import default_cache
-from forge_rl.data.models import resolve_model
 from forge_rl.engines.platform import gpus
 from forge_rl.errors import ForgeError
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
 from forge_rl.run.attach import attach
 
 _ROOMY = ("--trainer.row-tokens", "4096", "--generator.max-requests", "256", "--evaluation.every", "0")

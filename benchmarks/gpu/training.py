@@ -14,10 +14,10 @@ import torch
 from benchmarks.gpu.device import products
 from benchmarks.long_row import row_of
 from forge_rl.algorithms import ClippedSurrogate
-from forge_rl.data.packing import Minibatch
 from forge_rl.engines.factory import make_train_engine, plan_training
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.packing.rows import Minibatch
 
 QWEN3_1_7B: dict[str, object] = {
     "hidden_size": 2048,

@@ -10,7 +10,7 @@ import torch
 
 from forge_rl.algorithms.losses import Loss, LossInputs
 from forge_rl.errors import ForgeError, LossError
-from forge_rl.user_code import line_of
+from forge_rl.flags.user_code import line_of
 
 _TRIED = 8
 """Tokens in the row that a loss is tried on."""

@@ -19,9 +19,9 @@ import numpy as np
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources.table_source import Place, ReadRow, TableSource
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ForgeError, ModelError, TaskError
-from forge_rl.folders import make_private
+from forge_rl.system.folders import make_private
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
 Progress = Callable[[str, float], None]

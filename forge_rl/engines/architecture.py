@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from forge_rl.engines.families import FAMILIES
-from forge_rl.engines.families.config import Architecture, ConfigFile
+from forge_rl.engines.families.family import Architecture, ConfigFile
 from forge_rl.errors import ModelError
 
 __all__ = ["Architecture", "read_architecture", "stored_bytes"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_rl.engines.families.config import Architecture
+from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.platform import device_type, gpu_bytes, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError

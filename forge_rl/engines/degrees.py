@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from forge_rl.engines.families.config import Architecture
+from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.platform import gpus
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError

@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and a process that only hold
     import torch
 
     from forge_rl.algorithms.losses import Loss
-    from forge_rl.data.packing import Minibatch, Row
     from forge_rl.metrics import Value
+    from forge_rl.packing.rows import Minibatch, Row
     from forge_rl.weights.transports.protocol import LocalShard, TensorBucket
 
 Dtype = Literal["auto", "float32", "bfloat16"]

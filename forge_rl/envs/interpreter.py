@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
-from forge_rl.folders import check_own, make_private
+from forge_rl.system.folders import check_own, make_private
 
 CACHE = Path("~/.cache/forge_rl/interpreters")
 """Folder of the interpreters made with uv."""

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tools import ToolEnv, ToolUse
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags
-from forge_rl.supervised import supervised
+from forge_rl.system.supervised import supervised
 from forge_rl.types import Message, Task, ToolCall
 
 _AGAIN_S = 0.5

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
-from forge_rl.redaction import without_credentials
+from forge_rl.system.redaction import without_credentials
 from forge_rl.types import Message, Task, ToolCall
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
-from forge_rl.folders import make_private
+from forge_rl.system.folders import make_private
 
 _TEXTS = (".txt", ".md", ".rst", ".html", ".json", ".csv")
 _MOST_CHARS = 600

@@ -17,8 +17,8 @@ from forge_rl.envs.protocol import Policy
 from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.worker import Worker
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.system.variables import handed_on
 from forge_rl.types import Episode, Message, Score, Task
-from forge_rl.variables import handed_on
 
 PACKAGE = "verifiers>=0.4,<0.5"
 _SCRIPT = Path(__file__).parent / "peers" / "verifiers_worker.py"

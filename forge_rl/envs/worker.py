@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_rl.errors import ForgeError, ReplicaError
-from forge_rl.supervised import supervised
-from forge_rl.variables import handed_on
+from forge_rl.system.supervised import supervised
+from forge_rl.system.variables import handed_on
 
 _LINE_BYTES = 64 << 20
 """Maximum length of a worker's line."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sessions import Session
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import TokenArray, TokenIds, ToolCall
 
 _MOST_LEVELS = 64

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.chat import Prompt
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Chunk, Sampling, Turn
 
 LEAST_LOGPROB = -9999.0

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.errors import ApiError
+from forge_rl.tokens.tokenizer import Tokenizer
 
 _MOST_BYTES = 128 << 10
 """Maximum bytes of a constraint."""

@@ -14,18 +14,18 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ServiceError
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.chat import ChatMessage, Prompt, extend_digest
 from forge_rl.gateway.completion import Added, Completion
-from forge_rl.gateway.config import AgentSampling
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.gateway_config import AgentSampling
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Chunk, Sampling
 
 _PLAIN = SamplingParams()

@@ -15,8 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.gateway_config import GatewayConfig
 
 ANTHROPIC_PATH = "/v1/messages"
 """Prefix of the paths answered in the format of Anthropic's API."""

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.connections import KEEP_ALIVE_S, Connection, OpenConnections
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.json_text import encode, to_event
 from forge_rl.runtime.private_network import has_way_out, listen_outside
 

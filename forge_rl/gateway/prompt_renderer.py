@@ -14,16 +14,16 @@ from vllm.inputs import tokens_input
 from vllm.renderers.online_renderer import OnlineRenderer, ResponsesRenderResult
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder
-from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.responses_input import to_messages
 from forge_rl.gateway.sampling_bounds import most_scored_tokens
 from forge_rl.gateway.template_settings import template_settings
 from forge_rl.gateway.tools import ToolParser, read_calls
+from forge_rl.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.json_text import holds_more
+from forge_rl.tokens.tokenizer import Tokenizer
 
 _LONG_BYTES = 32 << 10
 """Length from which bodies are read in the thread, so that they do not block the event loop."""

@@ -18,14 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Send
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ForgeError
 from forge_rl.gateway import http
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.call import CALL, Call
-from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ApiError, to_api_error
+from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.guard import ANTHROPIC_PATH, Guard, InFlight
 from forge_rl.gateway.json_text import encode, encode_beside
 from forge_rl.gateway.keys import KeyRing, read_key
@@ -33,6 +32,7 @@ from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.tools import ToolParser, parser_for
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.time_limit import LateError, call_within
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import ToolCall, Turn
 
 _MOST_S, _MOST_PER_CHARACTER_S = 1.0, 1e-5

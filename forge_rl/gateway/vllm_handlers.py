@@ -14,10 +14,10 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.logprobs import Logprob
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.call import CALL
 from forge_rl.gateway.completion import TokenLogprob
 from forge_rl.gateway.json_text import LazyList
+from forge_rl.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -23,13 +23,12 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError
 from vllm.tokenizers.hf import get_cached_tokenizer
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.call import CALL, Call
-from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.engine_client import EngineClient
 from forge_rl.gateway.errors import ApiError, invalid
+from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.prompt_renderer import PromptRenderer
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.requests import (
@@ -42,6 +41,7 @@ from forge_rl.gateway.requests import (
 )
 from forge_rl.gateway.tools import ToolParser
 from forge_rl.gateway.vllm_handlers import Chat, Completions, Messages, Responses
+from forge_rl.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
 _MOST_MESSAGE = 500

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from forge_rl.errors import ForgeError
 from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
-from forge_rl.redaction import without_credentials
+from forge_rl.system.redaction import without_credentials
 from forge_rl.types import Batch, Episode
 
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_rl.errors import ConfigError, JudgeError, SpendingError, check_flags
-from forge_rl.redaction import without_credentials
 from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
+from forge_rl.system.redaction import without_credentials
 from forge_rl.types import Episode, Score, Task
 
 if TYPE_CHECKING:

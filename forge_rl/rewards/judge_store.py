@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
-from forge_rl.folders import make_private
+from forge_rl.system.folders import make_private
 
 _TABLES = """
 create table if not exists replies (key text primary key, reply text not null);

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ModelError, check_flags
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Score, Task
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
 from forge_rl.services.completion import Observer, ResumableCompletion
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling, TokenIds, Turn
 
 

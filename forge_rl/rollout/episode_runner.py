@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, DeadlineError, ReplicaError, SpendingError
 from forge_rl.rewards.scorer import score_again, with_score
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Outcome, Score, Task, TokenIds, ToolCall, Turn
 
 if TYPE_CHECKING:

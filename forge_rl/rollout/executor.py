@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import (
     ContextError,
     ForgeError,
@@ -34,6 +33,7 @@ from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import RIDE_ALONG, InflightEpisode, ScheduleConfig
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
 _LONGER = "raise --generator.max-model-tokens, or choose tasks with shorter prompts"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.folders import check_own
 from forge_rl.runtime.local_socket import connect
-from forge_rl.terminal import visible
+from forge_rl.system.folders import check_own
+from forge_rl.system.terminal import visible
 
 _SOCKET = "control.sock"
 _FILE = re.compile(r"([^=]*=)?([^=]+\.py)(:.*)")

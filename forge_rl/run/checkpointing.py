@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from forge_rl.checkpoint import Checkpoint, Checkpoints
 from forge_rl.errors import CheckpointError, ReplicaError
 from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.live import LiveSettings, is_live_state
 from forge_rl.run.services import Services
 

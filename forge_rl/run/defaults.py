@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from forge_rl.data.trees import round_up
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import gpu_bytes, gpus
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.packing.trees import round_up
 from forge_rl.rollout.placement import shares_devices
-from forge_rl.run.config import RunConfig
+from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE
 
 C = TypeVar("C", bound=RunConfig)

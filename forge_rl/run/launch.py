@@ -18,7 +18,7 @@ from rich.text import Text
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
-from forge_rl.variables import hide
+from forge_rl.system.variables import hide
 
 _REPLACED = {"--trainer.recompute": "--trainer.activation-checkpointing full"}
 """Removed flags and their replacements."""

@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import check_context
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.envs.interpreter import interpreter
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
-from forge_rl.folders import make_private
 from forge_rl.gateway.sampling_bounds import most_scored_tokens
 from forge_rl.runtime.commands import run_command
 from forge_rl.services.generator import Generator
-from forge_rl.terminal import visible
-from forge_rl.variables import handed_on
+from forge_rl.system.folders import make_private
+from forge_rl.system.terminal import visible
+from forge_rl.system.variables import handed_on
+from forge_rl.tokens.tokenizer import Tokenizer
 
 PACKAGES = ("lm-eval[api]==0.4.13", "transformers==5.23.0")
 """Packages of an interpreter for lm-eval; no torch, as the engines do the computing."""

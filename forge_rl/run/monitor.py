@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from forge_rl.checkpoint import Checkpoint
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics import (
     Display,
@@ -24,6 +23,7 @@ from forge_rl.metrics import (
     reduce,
 )
 from forge_rl.metrics.sinks import writing
+from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Fault, Faults
 

@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from forge_rl.algorithms.user_loss import try_loss
-from forge_rl.data.models import resolve_model
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.platform import device_type, gpu_bytes, host_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
+from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.placement import shares_devices
-from forge_rl.run.config import RunConfig
 from forge_rl.run.defaults import with_defaults
+from forge_rl.run.run_config import RunConfig
 
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.row-tokens"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.memory-share"

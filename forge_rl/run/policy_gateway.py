@@ -6,8 +6,8 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.gateway import Backend, Gateway, GatewayConfig
+from forge_rl.tokens.tokenizer import Tokenizer
 
 
 class PolicyGateway:

@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from forge_rl.checkpoint import Checkpoint
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.packing import Packed
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
+from forge_rl.packing.rows import Packed
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpointing import Checkpointer
-from forge_rl.run.config import RunConfig
+from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.live import LiveSchedule
 from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import Services
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.types import Batch

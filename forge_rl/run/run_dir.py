@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.folders import make_private
-from forge_rl.redaction import is_secret, without_credentials
 from forge_rl.runtime.isolation import Isolation
+from forge_rl.system.folders import make_private
+from forge_rl.system.redaction import is_secret, without_credentials
 
 _LIBRARY = Path(__file__).parent.parent
 _UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan"} | {

@@ -13,7 +13,7 @@ from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.platform import gpus, resolve_dtype
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover
-from forge_rl.run.config import RunConfig
+from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group

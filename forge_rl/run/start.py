@@ -14,12 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.losses import Loss
 from forge_rl.algorithms.user_loss import try_loss
-from forge_rl.checkpoint import Checkpoints
-from forge_rl.data.dequantized import dequantized
 from forge_rl.data.mixture import AnySources, as_mixture
-from forge_rl.data.models import resolve_model
 from forge_rl.data.scan import check_tasks
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture, stored_bytes
 from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
@@ -27,7 +23,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.platform import slow_format
 from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.gateway import Agent, GatewayConfig, GeneratorBackend, serving_agents
+from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.metrics import (
     Display,
@@ -41,13 +37,16 @@ from forge_rl.metrics import (
     TensorBoardSink,
     WandbSink,
 )
-from forge_rl.rewards.config import build_reward
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.resolve import resolve_model
 from forge_rl.rewards.confinement import missing_confinement
+from forge_rl.rewards.reward_flag import build_reward
+from forge_rl.rollout.agents import Agent, serving_agents
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.checkpointing import Checkpointer
-from forge_rl.run.config import RunConfig
+from forge_rl.run.checkpoints import Checkpoints
 from forge_rl.run.control import Control, serving_control
 from forge_rl.run.defaults import with_defaults
 from forge_rl.run.evaluator import HELD_OUT, Evaluator
@@ -56,6 +55,7 @@ from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.plan import check_state_fits
 from forge_rl.run.policy_gateway import PolicyGateway
 from forge_rl.run.run import Run
+from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, code_digests, prepare_folder
 from forge_rl.run.services import running_services
 from forge_rl.runtime.cluster import Cluster
@@ -66,6 +66,7 @@ from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import EnvFactory
 from forge_rl.services.reward import RewardFunction, parts_of
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
 C = TypeVar("C", bound=RunConfig)

@@ -22,7 +22,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
 from forge_rl.runtime.signals import outlive_stop_signals
-from forge_rl.variables import handed_on, hide, kept_back, take
+from forge_rl.system.variables import handed_on, hide, kept_back, take
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

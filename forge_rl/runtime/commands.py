@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_rl.errors import ConfigError
-from forge_rl.supervised import supervised
-from forge_rl.variables import handed_on
+from forge_rl.system.supervised import supervised
+from forge_rl.system.variables import handed_on
 
 _KEPT_BYTES = 1 << 20
 """Bytes to keep from the end of a command's output."""
@@ -87,7 +87,7 @@ async def run_command(
     Args:
         command: program and arguments.
         limits: resource limits; None for no limits.
-        variables: environment variables in addition to those of `forge_rl.variables.handed_on`.
+        variables: environment variables in addition to those of `forge_rl.system.variables.handed_on`.
         given: its stdin.
         observe: called with each part of its stderr as it arrives.
     """

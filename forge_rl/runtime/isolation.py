@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.private_network import is_private
-from forge_rl.variables import hand_on_too
+from forge_rl.system.variables import hand_on_too
 
 _LOOPBACK = re.compile(r"127\.|::1$|::ffff:127\.")
 

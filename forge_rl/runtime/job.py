@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
 from forge_rl.runtime.processes import clean_up_after
-from forge_rl.variables import kept_back
+from forge_rl.system.variables import kept_back
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from forge_rl.data.tokenizer import TextStream, Tokenizer
 from forge_rl.errors import PoisonError, ReplicaError
+from forge_rl.tokens.tokenizer import TextStream, Tokenizer
 from forge_rl.types import Chunk, Sampling, TokenIds, Turn
 
 GATHER_S = 0.05

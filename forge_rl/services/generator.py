@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
@@ -34,6 +33,7 @@ from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, E
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Chunk, Message, Sampling, TokenIds, Turn
 from forge_rl.weights.manifest import LoadReport
 

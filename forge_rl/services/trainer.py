@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forge_rl.algorithms.losses import Loss
-from forge_rl.data.packing import Layout, Minibatch, Packed
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import train_environment
@@ -26,6 +25,7 @@ from forge_rl.errors import (
     ServiceError,
 )
 from forge_rl.metrics import merge_all, reduce
+from forge_rl.packing.rows import Layout, Minibatch, Packed
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica

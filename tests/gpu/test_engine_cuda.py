@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from forge_rl.data.bundled import bundled_model, default_cache
 from forge_rl.engines.factory import decode_environment
+from forge_rl.models.bundled import bundled_model, default_cache
 
 SCRIPT = """
 import asyncio, contextlib, json, sys

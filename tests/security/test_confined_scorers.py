@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.data.config import DataConfig
+from forge_rl.data.data_config import DataConfig
 from forge_rl.data.sources import ReasoningGymSource
 from forge_rl.errors import TaskError
 from forge_rl.rewards.auto import Auto

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 
-from forge_rl.data.control_tokens import _longest_of
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ModelError
 from forge_rl.gateway.chat import ChatMessage, PromptBuilder, ToolCall
+from forge_rl.tokens.control_tokens import _longest_of
+from forge_rl.tokens.tokenizer import Tokenizer
 from tests.fake_backend import FakeBackend, serving, tokenizer
 from tests.security.tokenizers_of_kinds import KINDS, SPECIAL, TAGS, byte_level, save, written_by
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.data.bundled import bundled_model
-from forge_rl.data.models import resolve_model
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.errors import ModelError
+from forge_rl.models.bundled import bundled_model
+from forge_rl.models.resolve import resolve_model
+from forge_rl.tokens.tokenizer import Tokenizer
 from tests.security.other_user import NOBODY, needs_root
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.redaction import is_secret
 from forge_rl.runtime import private_network
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.isolation import Isolation, check_isolation, other_people, public_ports
+from forge_rl.system.redaction import is_secret
 from tests.security.other_user import NOBODY, ROOT, as_user, can_make_networks, connects, needs_root
 
 LISTENS = """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.data import bundled
+from forge_rl.models import bundled
 from tools import audit, licences, pins
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,7 +13,7 @@ from forge_rl.errors import ForgeError
 from forge_rl.metrics import Display, PhaseClock, RunInfo
 from forge_rl.metrics.status import Recovery
 from forge_rl.run.attach import Events, LastBatch
-from forge_rl.terminal import visible
+from forge_rl.system.terminal import visible
 from tests.security.other_user import ROOT
 
 EVIL = (

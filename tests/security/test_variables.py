@@ -15,8 +15,8 @@ from forge_rl.envs.worker import Worker
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.commands import CommandLimits, run_command
 from forge_rl.runtime.isolation import Isolation, check_isolation
-from forge_rl.supervised import supervised
-from forge_rl.variables import handed_on, kept_back
+from forge_rl.system.supervised import supervised
+from forge_rl.system.variables import handed_on, kept_back
 from tests.fake_backend import until
 from tests.security.other_user import ROOT, needs_root
 
@@ -69,7 +69,7 @@ print(json.dumps([dict(os.environ), seen]))
 STARTS = """
 import asyncio, ctypes, os, subprocess, sys
 from forge_rl.runtime.commands import CommandLimits, run_command
-from forge_rl.variables import hide
+from forge_rl.system.variables import hide
 reads, python = sys.argv[1:]
 before = dict(os.environ)
 if python:  # becomes another user, as which it would have been started, but that ours may lie where others cannot go
@@ -118,7 +118,7 @@ def test_a_process_of_the_same_user_reads_neither_variables_nor_memory():
 
 def test_what_is_told_is_in_os_environ_alone():
     check = (
-        "import ctypes, os, subprocess; from forge_rl.variables import take; take({'A_KEY': 'hunter2'})\n"
+        "import ctypes, os, subprocess; from forge_rl.system.variables import take; take({'A_KEY': 'hunter2'})\n"
         "child = subprocess.check_output('env')\n"
         "print(os.environ['A_KEY'], b'hunter2' in child, ctypes.CDLL(None).getenv(b'A_KEY'),"
         "b'hunter2' in open('/proc/self/environ', 'rb').read(),"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from forge_rl.data.bundled import bundled_model, default_cache
+from forge_rl.models.bundled import bundled_model, default_cache
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

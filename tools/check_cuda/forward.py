@@ -29,9 +29,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import layouts
-from forge_rl.data.packing import Row
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.packing.rows import Row
 from tools.check_cuda.report import report
 
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"activation_checkpointing": "full"}, {"dtype": "float32"})
@@ -73,7 +73,7 @@ def cases() -> Iterator[tuple[layouts.Case, TrainSettings]]:
 
 def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
     """Score a row like rank 0 in training, with fake tensors, and check the results."""
-    from forge_rl.data.packing import Layout, pack
+    from forge_rl.packing.rows import Layout, pack
 
     batch = layouts.batches(1)[0]
     layout = Layout(row_tokens=1024, pad_multiple=128, context_parallel=settings.context_parallel)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forge_rl.errors import TaskError
-from forge_rl.spec import split_commas
+from forge_rl.flags.texts import split_commas
 
 _FORM = "write name:key=value,key=value*weight"
 _TITLE = re.compile(r"([A-Za-z_][\w-]*)=(?=.)", flags=re.DOTALL)

@@ -5,8 +5,8 @@ build and shard the model. It imports torchtitan inside functions, so that confi
 family, add a file and a line here.
 """
 
-from forge_rl.engines.families.config import Family
 from forge_rl.engines.families.deepseek_v3 import DEEPSEEK_V3
+from forge_rl.engines.families.family import Family
 from forge_rl.engines.families.gpt_oss import GPT_OSS
 from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.families.qwen2 import QWEN2

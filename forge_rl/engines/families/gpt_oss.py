@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge_rl.engines.families.config import Architecture, ConfigFile, Experts, Family, TitanFamily
+from forge_rl.engines.families.family import Architecture, ConfigFile, Experts, Family, TitanFamily
 from forge_rl.errors import ModelError
 from forge_rl.weights.names import Names
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from forge_rl.engines.families.config import ConfigFile, Family
+from forge_rl.engines.families.family import ConfigFile, Family
 from forge_rl.engines.families.llama import LAYER, titan
 from forge_rl.weights.names import Names
 

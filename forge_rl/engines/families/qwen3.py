@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forge_rl.engines.families import llama
-from forge_rl.engines.families.config import Architecture, ConfigFile, Family, TitanFamily
+from forge_rl.engines.families.family import Architecture, ConfigFile, Family, TitanFamily
 from forge_rl.weights.names import Names
 
 LAYER = llama.LAYER | {

@@ -1,7 +1,7 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in some or all layers."""
 
 from forge_rl.engines.families import qwen3
-from forge_rl.engines.families.config import Architecture, ConfigFile, Experts, Family
+from forge_rl.engines.families.family import Architecture, ConfigFile, Experts, Family
 from forge_rl.weights.names import Names
 
 STACKS = {

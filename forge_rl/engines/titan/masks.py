@@ -6,8 +6,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import create_attention_mask
 
-from forge_rl.data.packing import Row, attends
-from forge_rl.engines.titan.attention import TreeMask, tree_masks
+from forge_rl.engines.titan.cpu_attention import TreeMask, tree_masks
+from forge_rl.packing.rows import Row, attends
 
 Mask = tuple[TreeMask, ...] | BlockMask
 """Attention mask of a row: one mask per tree on CPU, a block mask on CUDA."""

@@ -19,9 +19,9 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 
 from forge_rl.algorithms import widened
-from forge_rl.engines.families.config import Architecture
+from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.platform import device_type
-from forge_rl.engines.titan.attention import TreeMask, attend_trees
+from forge_rl.engines.titan.cpu_attention import TreeMask, attend_trees
 from forge_rl.engines.titan.head import FloatHead
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.pointwise import LeanRMSNorm, rotate

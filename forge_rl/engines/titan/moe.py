@@ -17,7 +17,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 from forge_rl.algorithms import widened
-from forge_rl.engines.families.config import Experts
+from forge_rl.engines.families.family import Experts
 from forge_rl.engines.titan.routing import ReplayRouter
 
 _GPT_OSS = ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")

@@ -16,8 +16,8 @@ from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.memory import TrainMemory, adds_up_once
 from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.attention import MASK_BYTES, TreeMask
 from forge_rl.engines.titan.checkpointing import checkpointing_of
+from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeMask
 from forge_rl.engines.titan.head import HEAD_CHUNK_BYTES
 from forge_rl.engines.titan.model import TreeAttention, build_model
 from forge_rl.engines.titan.shards import freeze

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from forge_rl.data.packing import Row
+from forge_rl.packing.rows import Row
 
 _ALIGNMENT = 16
 """Alignment in bytes of the tensors in a buffer."""

@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from forge_rl.data import mxfp4
 from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import TrainingStateReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
+from forge_rl.models import mxfp4
 
 _AGAIN = "download or export the model again"
 

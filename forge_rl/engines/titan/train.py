@@ -20,7 +20,6 @@ from torchtitan.tools.utils import set_default_dtype
 
 from forge_rl.algorithms import Loss, LossInputs, logprob_gap
 from forge_rl.algorithms.user_loss import call_loss
-from forge_rl.data.packing import Minibatch, Row
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
@@ -38,6 +37,7 @@ from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.state import load_training_state, load_weights
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics import Max, Mean, Sum, Value
+from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
 

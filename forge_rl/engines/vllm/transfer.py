@@ -24,7 +24,7 @@ from forge_rl.weights.manifest import ShardReport
 from forge_rl.weights.transports.protocol import TensorBucket
 
 if TYPE_CHECKING:
-    from forge_rl.engines.vllm.routing import RoutingCapture
+    from forge_rl.engines.vllm.cpu_routing import RoutingCapture
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class WorkerExtension:
         """Start recording the experts that each request's tokens are routed to."""
 
         def capture() -> None:
-            from forge_rl.engines.vllm.routing import RoutingCapture
+            from forge_rl.engines.vllm.cpu_routing import RoutingCapture
 
             self.forge_rl_routing = RoutingCapture(self)
 

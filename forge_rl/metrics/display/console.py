@@ -24,7 +24,7 @@ from forge_rl.metrics.phases import PhaseClock
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, Steps
 from forge_rl.metrics.status import Recovery, RolloutStatus
 from forge_rl.metrics.values import Histogram
-from forge_rl.terminal import visible
+from forge_rl.system.terminal import visible
 from forge_rl.types import Batch
 
 Mode = Literal["auto", "live", "plain", "none"]

@@ -18,7 +18,7 @@ from rich.text import Text
 from forge_rl.metrics.display.format import duration, number, sparkline
 from forge_rl.metrics.display.state import UPDATE, RunState, phases
 from forge_rl.metrics.phases import PhaseClock
-from forge_rl.terminal import visible
+from forge_rl.system.terminal import visible
 
 WIDEST = 100
 """Most columns used; wider bars would show no more."""

@@ -11,7 +11,7 @@ from rich.text import Text
 from forge_rl.metrics.display.format import duration
 from forge_rl.metrics.display.state import RunState
 from forge_rl.metrics.status import Recovery
-from forge_rl.terminal import visible
+from forge_rl.system.terminal import visible
 
 
 def print_summary(

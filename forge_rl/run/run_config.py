@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import tyro
 
 from forge_rl.data.adaptive import Adapting
-from forge_rl.data.bundled import default_cache
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
-from forge_rl.redaction import is_secret, without_credentials
+from forge_rl.system.redaction import is_secret, without_credentials
 
 _PASSED = "FORGE_RL_PASS_ENV"
 """Variable with the names that the user has added, comma-separated."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from forge_rl.data.control_tokens import ControlTokens
-from forge_rl.data.tool_text import as_text, has_tools
 from forge_rl.errors import ModelError
+from forge_rl.tokens.control_tokens import ControlTokens
+from forge_rl.tokens.tool_text import as_text, has_tools
 from forge_rl.types import TokenIds
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_rl.data.packing import Row
+from forge_rl.packing.rows import Row
 
 MASK_BYTES = 32 << 20
 """Maximum bytes of a mask, which the kernel takes in the queries' dtype; bounds the queries of a block."""

@@ -17,9 +17,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_rl.data.bundled import Progress
 from forge_rl.errors import ModelError
-from forge_rl.folders import check_own
+from forge_rl.models.bundled import Progress
+from forge_rl.system.folders import check_own
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +113,7 @@ def _tensors(
     """Yield the name and bfloat16 values of each weight of a file; a quantised weight belongs to its blocks' file."""
     import torch
 
-    from forge_rl.data import mxfp4
+    from forge_rl.models import mxfp4
 
     for name in names:
         weight = name.removesuffix(_BLOCKS)

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forge_rl.data.minibatches import deal
-from forge_rl.data.trees import Branch, Tree, assign_rows, build_trees, make_branch, round_up, row_size
 from forge_rl.errors import ConfigError
+from forge_rl.packing.minibatches import deal
+from forge_rl.packing.trees import Branch, Tree, assign_rows, build_trees, make_branch, round_up, row_size
 from forge_rl.types import Advantages, Batch, Episode, Segment
 
 

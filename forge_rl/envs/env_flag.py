@@ -14,8 +14,8 @@ from typing import Any
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.spec import split_commas
-from forge_rl.user_code import load
+from forge_rl.flags.texts import split_commas
+from forge_rl.flags.user_code import load
 
 ENVIRONMENTS: Mapping[str, str] = {
     "game": "forge_rl.envs.game:game",

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Self
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.user_code import names_code
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.commands import CommandLimits, Finished, run_command
-from forge_rl.terminal import visible
+from forge_rl.system.terminal import visible
+from forge_rl.system.variables import handed_on
 from forge_rl.types import Task
-from forge_rl.user_code import names_code
-from forge_rl.variables import handed_on
 
 _FAILED_STARTS = 8
 """Consecutive processes that end for one cause before calling the policy, after which AgentStartError is raised."""
@@ -163,7 +163,7 @@ class AgentFunction(AgentCommand):
                 f"the agent {name!r} does not name a function",
                 hint="write MODULE:FUNCTION or FILE.py:FUNCTION; for a command line, use AgentCommand(...)",
             )
-        super().__init__((sys.executable, "-m", "forge_rl.agent_child", name), limits)
+        super().__init__((sys.executable, "-m", "forge_rl.rollout.agent_child", name), limits)
 
     async def __call__(self, task: Task, session: Session) -> str | None:
         shown = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}

@@ -1,4 +1,6 @@
-"""Runs an agent function in its own process: `python -m forge_rl.agent_child MODULE:FUNCTION`, with the task on stdin.
+"""Runs an agent function in its own process, with the task on stdin.
+
+python -m forge_rl.rollout.agent_child MODULE:FUNCTION
 
 With --check, only loads the function.
 """
@@ -13,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_rl.errors import ConfigError
+from forge_rl.flags.user_code import load
 from forge_rl.types import Task
-from forge_rl.user_code import load
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from forge_rl.data.tokenizer import Tokenizer
 from forge_rl.errors import ContextError, PoisonError, ReplicaError, SpendingError
-from forge_rl.gateway.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.gateway.backend import Backend
-from forge_rl.gateway.config import GatewayConfig
 from forge_rl.gateway.errors import ENDS_ENGINES
+from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import SESSION_FULL, Session
 from forge_rl.rewards.scorer import score_again, with_score
+from forge_rl.rollout.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.services.completion import Observer
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task, TokenIds
 
 if TYPE_CHECKING:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, TypeAlias, cast
 import tyro
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.texts import split_commas, suggest
+from forge_rl.flags.user_code import load, names_code
 from forge_rl.rewards.answers import Exact, Match, Number
 from forge_rl.rewards.auto import Auto
 from forge_rl.rewards.composition import WeightedSum
@@ -22,8 +24,6 @@ from forge_rl.rewards.maths import Maths
 from forge_rl.rewards.protocol import RewardFunction, form_of
 from forge_rl.rewards.reward_model import RewardModel
 from forge_rl.rewards.verifiers import ReasoningGymReward
-from forge_rl.spec import split_commas, suggest
-from forge_rl.user_code import load, names_code
 
 REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
     "auto": Auto,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge_rl import user_code
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources import (
     Columns,
@@ -23,6 +22,7 @@ from forge_rl.data.sources import (
 from forge_rl.data.sources.files import find_files, is_path, open_tables
 from forge_rl.data.sources.reasoning_gym import has_dataset
 from forge_rl.errors import ConfigError, TaskError, check_flags
+from forge_rl.flags import user_code
 
 ONE_DIGIT_ADDITION = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false,"

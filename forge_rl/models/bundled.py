@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
-from forge_rl.folders import check_own
+from forge_rl.system.folders import check_own
 
 if TYPE_CHECKING:
     import gguf

@@ -1,0 +1,1 @@
+"""Flags: the texts that users write in them, and the code that they name."""

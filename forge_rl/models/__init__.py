@@ -1,0 +1,1 @@
+"""Model files: resolved by name, bundled, and dequantised."""

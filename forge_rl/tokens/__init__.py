@@ -1,0 +1,1 @@
+"""Tokens: where text becomes tokens, and which of them text may write."""
