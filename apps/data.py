@@ -38,9 +38,9 @@ _BAR = 40
 class Limits:
     """Length limits, with a recipe's names and defaults."""
 
-    max_model_tokens: int = 1024
+    max_model_len: int = 1024
     """Maximum tokens of a prompt and its completion together."""
-    max_new_tokens: int = 16
+    max_tokens: int = 16
     """Maximum tokens of one completion."""
 
 
@@ -78,10 +78,10 @@ class Config:
 
     def __post_init__(self) -> None:
         check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1, "held_out_tasks": 0})
-        if self.generator.max_model_tokens <= self.generator.max_new_tokens:
+        if self.generator.max_model_len <= self.generator.max_tokens:
             raise ConfigError(
-                f"--generator.max-model-tokens is {self.generator.max_model_tokens}",
-                hint="set it above --generator.max-new-tokens",
+                f"--generator.max-model-len is {self.generator.max_model_len}",
+                hint="set it above --generator.max-tokens",
             )
 
 
@@ -98,7 +98,7 @@ def show(config: Config, console: Console) -> None:
             status.update(f"{what} {fraction:.0%}")
 
         mixture = config.data.build((*config.named, *config.tasks), seed=config.seed, eval_tasks=config.eval_tasks)
-        limit = config.generator.max_model_tokens - config.generator.max_new_tokens
+        limit = config.generator.max_model_len - config.generator.max_tokens
         status.update("loading the tokenizer")
         folder = resolve_model(config.model, config.cache, progress)
         tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
@@ -154,7 +154,7 @@ def _show_source(
     lengths: Sequence[int],
     tokenizer: Tokenizer,
 ) -> None:
-    limit = config.generator.max_model_tokens - config.generator.max_new_tokens
+    limit = config.generator.max_model_len - config.generator.max_tokens
     console.rule(Text(f"{name}  {mixture.shares[name]:.0%} of the mixture", style="bold"), align="left")
     console.print(Text(visible(scan.describe(limit) if scan is not None else "generated, without end")))
     if scan is not None:

@@ -105,9 +105,9 @@ class Config:
     """Seed of the sampling and of the bootstrap."""
     lm_eval: Annotated[LmEvalConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=LmEvalConfig)
     generator: Generator.Config = field(default_factory=Generator.Config)
-    """The engines. Completions have up to --generator.max-new-tokens tokens. lm-eval's tasks set their own limit, and
+    """The engines. Completions have up to --generator.max-tokens tokens. lm-eval's tasks set their own limit, and
     their context is as long as the model and --generator.kv-cache-gib allow, up to 8192 tokens, unless
-    --generator.max-model-tokens is set."""
+    --generator.max-model-len is set."""
     reward: Reward.Config = field(default_factory=Reward.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
     out: Path | None = None
@@ -134,7 +134,7 @@ class Config:
     @property
     def digest(self) -> str:
         """Short digest of everything that results depend on, except the model."""
-        engines = {name: getattr(self.generator, name) for name in ("dtype", "max_new_tokens", "max_model_tokens")}
+        engines = {name: getattr(self.generator, name) for name in ("dtype", "max_tokens", "max_model_len")}
         code = code_digests(*parts_of(build_reward(self.rewards)).values())
         parts = (self.rewards, code, self.episodes, self.temperature, self.seed, engines)
         return _digest(json.dumps([as_json(part) for part in parts], sort_keys=True))
@@ -400,7 +400,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
     if config.lm_eval.live:
         run = await asyncio.to_thread(attach, folder)
         found = await asyncio.to_thread(run.open_gateway)
-        yield Endpoint(**found | {"folder": Path(found["folder"])}, concurrent=config.generator.max_requests)
+        yield Endpoint(**found | {"folder": Path(found["folder"])}, concurrent=config.generator.max_num_seqs)
         return
     key = secrets.token_urlsafe(32)
     served = gateway.Config(
@@ -423,8 +423,8 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
                 key=key,
                 model=server.model,
                 folder=folder,
-                max_model_tokens=generator.max_model_tokens,
-                concurrent=config.generator.max_requests * config.generator.replicas,
+                max_model_len=generator.max_model_len,
+                concurrent=config.generator.max_num_seqs * config.generator.replicas,
             )
 
 
@@ -443,7 +443,7 @@ async def _evaluate(
     evaluation = Evaluation(
         sets,
         episodes=config.episodes,
-        sampling=Sampling(max_tokens=config.generator.max_new_tokens, temperature=config.temperature),
+        sampling=Sampling(max_tokens=config.generator.max_tokens, temperature=config.temperature),
         version=0,
         on_task=keep,
     )

@@ -39,7 +39,7 @@ from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
-from forge_rl.rollout.state import RIDE_ALONG, InflightEpisode, ScheduleConfig
+from forge_rl.rollout.state import OVERLAPPED, InflightEpisode, ScheduleConfig
 from forge_rl.services.generator import Generator
 from forge_rl.types import Sampling, Task
 
@@ -50,7 +50,7 @@ _TRAIN_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Compare evaluations that ride along with blocking ones."""
+    """Compare overlapped evaluations with blocking ones."""
 
     repeats: int = 5
     """Measured pairs of runs."""
@@ -138,9 +138,9 @@ def measure(config: Config, report: Report) -> None:
     """Run both kinds on a virtual clock, then alternately on real engines."""
     steps = 2 * config.every if config.smoke else 8 * config.every
     found = {blocking: run(_virtual(config, steps, blocking)) for blocking in (True, False)}
-    report.results["ride_along_over_blocking"] = found[False].seconds / found[True].seconds
+    report.results["overlapped_over_blocking"] = found[False].seconds / found[True].seconds
     report.results["other_versions"] = found[False].other_versions
-    print(f"virtual clock: {report.results['ride_along_over_blocking']:.3f}", flush=True)
+    print(f"virtual clock: {report.results['overlapped_over_blocking']:.3f}", flush=True)
     asyncio.run(_real(config, report))
 
 
@@ -149,8 +149,8 @@ async def _real(config: Config, report: Report) -> None:
     generator = Generator.Config(
         replicas=on.engines,
         dtype="bfloat16",
-        max_model_tokens=4 * on.most_tokens + 128,  # room for turns that stop early
-        max_requests=on.budget,
+        max_model_len=4 * on.most_tokens + 128,  # room for turns that stop early
+        max_num_seqs=on.budget,
         kv_cache_gib=0.5,
     )
     steps = 2 * config.every if config.smoke else config.steps
@@ -166,14 +166,14 @@ async def _real(config: Config, report: Report) -> None:
             for blocking in (True, False) if pair % 2 == 0 else (False, True):
                 outcome = await _real_run(config, served, steps=steps, train_s=train_s, blocking=blocking)
                 warm_up = pair == 0 and not config.smoke
-                kind = "blocking" if blocking else "ride_along"
+                kind = "blocking" if blocking else "overlapped"
                 report.rows.append({"kind": kind, "pair": pair, "warm_up": warm_up, **vars(outcome)})
                 print(f"{kind}: {outcome.seconds:.1f} s, other versions {outcome.other_versions:.1%}", flush=True)
                 if not warm_up:
                     found[blocking].append(outcome)
     ratios = [ours.seconds / theirs.seconds for ours, theirs in zip(found[False], found[True], strict=True)]
-    report.measure("real_ride_along_over_blocking", ratios)
-    report.measure("real_ride_along_s", [outcome.seconds for outcome in found[False]])
+    report.measure("real_overlapped_over_blocking", ratios)
+    report.measure("real_overlapped_s", [outcome.seconds for outcome in found[False]])
     report.measure("real_blocking_s", [outcome.seconds for outcome in found[True]])
     report.measure("real_other_versions", [outcome.other_versions for outcome in found[False]])
 
@@ -183,7 +183,7 @@ async def _real_run(config: Config, served: Engines, *, steps: int, train_s: flo
 
     def tokens(episode: InflightEpisode) -> int:
         batch, *rest = episode.place
-        number = batch if episode.group.batch == RIDE_ALONG else batch - first
+        number = batch if episode.group.batch == OVERLAPPED else batch - first
         place = "/".join(map(str, (config.seed, number, *rest)))
         return draw_tokens(random.Random(place), episode.group.task.source, config.on)
 

@@ -82,13 +82,13 @@ class StagedBackend:
     Args:
         token: id of the token.
         interval_s: seconds between two tokens.
-        max_model_tokens: the model's context length.
+        max_model_len: the model's context length.
     """
 
     model = "staged"
 
-    def __init__(self, token: int, interval_s: float, max_model_tokens: int = 4096) -> None:
-        self.max_model_tokens = max_model_tokens
+    def __init__(self, token: int, interval_s: float, max_model_len: int = 4096) -> None:
+        self.max_model_len = max_model_len
         self._token = token
         self._interval_s = interval_s
 
@@ -164,7 +164,7 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
     pairs = [False, True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
     model = resolve_model(config.model, default_cache())
     tokenizer = Tokenizer(model)
-    engine = Generator.Config(dtype="bfloat16", max_requests=config.requests)
+    engine = Generator.Config(dtype="bfloat16", max_num_seqs=config.requests)
     async with (
         _engine(engine, model) as generator,
         Gateway(GatewayConfig(), GeneratorBackend(generator, model.name), tokenizer, open_to_all=True) as gateway,

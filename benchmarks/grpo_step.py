@@ -81,8 +81,8 @@ class Config(BenchmarkConfig):
     def size(self) -> Size:
         """Shape of a step."""
         if self.smoke:
-            return Size(groups=2, group_size=4, max_new_tokens=16, warm_up=1, measured=1)
-        return Size(groups=8, group_size=8, max_new_tokens=16, warm_up=self.warm_up, measured=self.steps)
+            return Size(groups=2, group_size=4, max_tokens=16, warm_up=1, measured=1)
+        return Size(groups=8, group_size=8, max_tokens=16, warm_up=self.warm_up, measured=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Size:
 
     groups: int
     group_size: int
-    max_new_tokens: int
+    max_tokens: int
     warm_up: int
     measured: int
 
@@ -194,7 +194,7 @@ def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:
         "trainer.dtype": dtype,
         "trainer.optimizer.lr": LR,
         "generator.dtype": dtype,
-        "generator.max-new-tokens": size.max_new_tokens,
+        "generator.max-new-tokens": size.max_tokens,
         "generator.temperature": 1.0,
         "display": "none",
         "out": out,
@@ -224,7 +224,7 @@ def trl_settings(
         "steps": size.steps,
         "groups_per_batch": size.groups,
         "group_size": size.group_size,
-        "max_new_tokens": size.max_new_tokens,
+        "max_tokens": size.max_tokens,
         "completions_per_forward": completions_per_forward,
         "dtype": dtype,
         "lr": optimizer.lr,

@@ -105,7 +105,7 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
     began = time.perf_counter()
     values = batch_metrics(batch)
     sink.log(1, values, batch)
-    packed = await asyncio.to_thread(pack, batch, advantages, Layout(shares=len(ranks), row_tokens=4 * _EPISODE_TOKENS))
+    packed = await asyncio.to_thread(pack, batch, advantages, Layout(shares=len(ranks), seq_len=4 * _EPISODE_TOKENS))
     async with asyncio.TaskGroup() as group:
         for rank, replica in enumerate(ranks):
             group.create_task(replica.send(packed.rows[rank :: len(ranks)], for_call="step", deadline_s=300.0))

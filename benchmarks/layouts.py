@@ -127,32 +127,40 @@ class Case:
     def settings(self) -> TrainSettings:
         """Engine settings: the longest row has the same number of tokens in all layouts."""
         degrees: dict[str, Any] = dict(self.degrees)
-        degrees["row_tokens"] = _ROW_TOKENS // degrees.get("context_parallel", 1)
+        degrees["seq_len"] = _ROW_TOKENS // degrees.get("context_parallel_degree", 1)
         return TrainSettings(dtype="float64", optimizer=_OPTIMIZER, **degrees)
 
 
 LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
     ("FSDP", 2, {}),
-    ("TP", 2, {"tensor_parallel": 2}),
-    ("CP", 2, {"context_parallel": 2}),
-    ("DDP", 2, {"replicate": 2}),
-    ("HSDP", 4, {"replicate": 2}),
-    ("FSDP x TP", 4, {"tensor_parallel": 2}),
-    ("FSDP x CP", 4, {"context_parallel": 2}),
-    ("TP x CP", 4, {"tensor_parallel": 2, "context_parallel": 2}),
-    ("HSDP x TP", 8, {"replicate": 2, "tensor_parallel": 2}),
-    ("HSDP x CP", 8, {"replicate": 2, "context_parallel": 2}),
-    ("TP x FSDP x CP", 8, {"tensor_parallel": 2, "context_parallel": 2}),
-    ("EP", 2, {"expert_parallel": 2}),
-    ("FSDP x EP", 4, {"expert_parallel": 2}),
-    ("FSDP x EP x CP", 4, {"expert_parallel": 2, "context_parallel": 2}),
-    ("FSDP x EP x TP", 4, {"expert_parallel": 2, "tensor_parallel": 2}),
-    ("HSDP x EP", 4, {"expert_parallel": 2, "replicate": 2}),
-    ("TP, router replay", 2, {"tensor_parallel": 2, "router_replay": True}),
-    ("CP, router replay", 2, {"context_parallel": 2, "router_replay": True}),
-    ("EP, router replay", 2, {"expert_parallel": 2, "router_replay": True}),
-    ("FSDP x EP x CP, router replay", 4, {"expert_parallel": 2, "context_parallel": 2, "router_replay": True}),
-    ("FSDP x EP x TP, router replay", 4, {"expert_parallel": 2, "tensor_parallel": 2, "router_replay": True}),
+    ("TP", 2, {"tensor_parallel_degree": 2}),
+    ("CP", 2, {"context_parallel_degree": 2}),
+    ("DDP", 2, {"data_parallel_replicate_degree": 2}),
+    ("HSDP", 4, {"data_parallel_replicate_degree": 2}),
+    ("FSDP x TP", 4, {"tensor_parallel_degree": 2}),
+    ("FSDP x CP", 4, {"context_parallel_degree": 2}),
+    ("TP x CP", 4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
+    ("HSDP x TP", 8, {"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2}),
+    ("HSDP x CP", 8, {"data_parallel_replicate_degree": 2, "context_parallel_degree": 2}),
+    ("TP x FSDP x CP", 8, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
+    ("EP", 2, {"expert_parallel_degree": 2}),
+    ("FSDP x EP", 4, {"expert_parallel_degree": 2}),
+    ("FSDP x EP x CP", 4, {"expert_parallel_degree": 2, "context_parallel_degree": 2}),
+    ("FSDP x EP x TP", 4, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    ("HSDP x EP", 4, {"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}),
+    ("TP, router replay", 2, {"tensor_parallel_degree": 2, "router_replay": True}),
+    ("CP, router replay", 2, {"context_parallel_degree": 2, "router_replay": True}),
+    ("EP, router replay", 2, {"expert_parallel_degree": 2, "router_replay": True}),
+    (
+        "FSDP x EP x CP, router replay",
+        4,
+        {"expert_parallel_degree": 2, "context_parallel_degree": 2, "router_replay": True},
+    ),
+    (
+        "FSDP x EP x TP, router replay",
+        4,
+        {"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "router_replay": True},
+    ),
 )
 """Name, ranks and degrees of each layout."""
 
@@ -190,7 +198,7 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
         Case(family=family, name=name, ranks=ranks, degrees=tuple(degrees.items()))
         for family, (name, ranks, degrees) in itertools.product(families, LAYOUTS)
         if ranks <= most_ranks
-        and (is_mixture(family) or "expert_parallel" not in degrees)
+        and (is_mixture(family) or "expert_parallel_degree" not in degrees)
         and (family == "qwen3_moe" or "router_replay" not in degrees)
     ]
 
@@ -263,9 +271,9 @@ def packed(case: Case, batch: Batch) -> Packed:
     settings = case.settings
     layout = Layout(
         shares=case.ranks // settings.peers,
-        row_tokens=settings.row_tokens,
-        context_parallel=settings.context_parallel,
-        tensor_parallel=settings.tensor_parallel,
+        seq_len=settings.seq_len,
+        context_parallel_degree=settings.context_parallel_degree,
+        tensor_parallel_degree=settings.tensor_parallel_degree,
     )
     return pack(batch, batch.rewards - batch.rewards.mean(dim=1, keepdim=True), layout)
 

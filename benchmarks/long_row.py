@@ -74,7 +74,7 @@ def main() -> None:
     checkpointing = cast(Literal["none", "selective", "full"], "none" if how == "before" else how)
     settings = TrainSettings(
         dtype="float32",
-        row_tokens=tokens,
+        seq_len=tokens,
         activation_checkpointing=checkpointing,
         optimizer=OptimizerConfig(lr=1e-5),
     )

@@ -63,7 +63,7 @@ def measure(config: Config, report: Report) -> None:
         _make_model(model, config.layers)
 
         def planned(how: str, tokens: int) -> int:
-            settings = TrainSettings(dtype="float32", row_tokens=tokens)
+            settings = TrainSettings(dtype="float32", seq_len=tokens)
             settings = replace(settings, activation_checkpointing=how)  # type: ignore[arg-type]
             return plan_training(model, settings, ranks=1, reference=False).total
 

@@ -320,7 +320,7 @@ async def _services(config: Config) -> AsyncIterator[Services]:
                 Environment.Config(), cluster, faults, factory=SingleTurn, deadline_s=_DEADLINE_S
             )
             generator = await Generator.start(
-                Generator.Config(replicas=2, max_new_tokens=ANSWER_TOKENS, max_requests=512),
+                Generator.Config(replicas=2, max_tokens=ANSWER_TOKENS, max_num_seqs=512),
                 cluster,
                 faults,
                 model=resolve_model("smollm2-135m", default_cache()),

@@ -213,8 +213,8 @@ async def _measure(config: Config, report: Report) -> None:
     generator = Generator.Config(
         replicas=2,
         dtype=config.dtype,
-        max_model_tokens=4 * config.tokens[1] + 128,  # room for turns that stop early
-        max_requests=config.requests,
+        max_model_len=4 * config.tokens[1] + 128,  # room for turns that stop early
+        max_num_seqs=config.requests,
         kv_cache_gib=0.75,
         restart=Restart(healthy_s=0),  # each death counts as the first
     )

@@ -66,7 +66,7 @@ def measure(config: Config, report: Report) -> None:
         turns = asyncio.run(_decode(folder, config))
         batch = _batch(turns)
         advantages = torch.tensor([[-1.0, 1.0]] * len(batch.groups))
-        rows = pack(batch, advantages, Layout(row_tokens=1024)).rows
+        rows = pack(batch, advantages, Layout(seq_len=1024)).rows
         init_distributed(0, 1, "127.0.0.1", 0)
         dtypes: tuple[Dtype, ...] = ("bfloat16", "float32")
         for dtype, replays in product(dtypes, (False, True)):
@@ -117,7 +117,7 @@ def _make_model(folder: Path, config: Config) -> None:
 async def _decode(folder: Path, config: Config) -> list[Turn]:
     """Decode completions, two consecutive ones per prompt."""
     settings = Generator.Config(
-        dtype="bfloat16", max_model_tokens=512, max_new_tokens=config.tokens, kv_cache_gib=0.25, routed_experts=True
+        dtype="bfloat16", max_model_len=512, max_tokens=config.tokens, kv_cache_gib=0.25, routed_experts=True
     )
     drawn = np.random.default_rng(0)
     prompts = [drawn.integers(3, 49152, 16, dtype=np.int32) for _ in range(config.completions // 2)]
@@ -142,7 +142,7 @@ def _score(folder: Path, rows: tuple[Row, ...], dtype: Dtype, *, replays: bool) 
     from forge_rl.engines.titan.routing import routing_counts
     from forge_rl.engines.titan.train import TitanEngine
 
-    engine = TitanEngine(folder, TrainSettings(dtype=dtype, row_tokens=1024, router_replay=replays))
+    engine = TitanEngine(folder, TrainSettings(dtype=dtype, seq_len=1024, router_replay=replays))
     gaps, counts = [], []
     for row in rows:
         (logprobs,) = engine.logprobs([row], temperature=1.0)

@@ -63,8 +63,8 @@ async def _measure(config: Real, policies: Mapping[str, ScheduleConfig], report:
     generator = Generator.Config(
         replicas=config.engines,
         dtype="bfloat16",
-        max_model_tokens=4 * config.most_tokens + 128,  # room for turns that stop early
-        max_requests=config.budget,
+        max_model_len=4 * config.most_tokens + 128,  # room for turns that stop early
+        max_num_seqs=config.budget,
         kv_cache_gib=0.5,
     )
     async with engines(generator, config.model) as served:

@@ -91,7 +91,7 @@ class StagedGenerator:
     """
 
     sampling = Sampling(max_tokens=1 << 20)
-    max_model_tokens = 1 << 21
+    max_model_len = 1 << 21
 
     def __init__(self, *, engines: int, budget: int) -> None:
         self.version = 0

@@ -60,8 +60,8 @@ class Watched:
         return self._generator.sampling
 
     @property
-    def max_model_tokens(self) -> int:
-        return self._generator.max_model_tokens
+    def max_model_len(self) -> int:
+        return self._generator.max_model_len
 
     @property
     def version(self) -> int | None:

@@ -72,7 +72,7 @@ class Config(RunConfig):
     steps: int = 4
     evaluation: EvalConfig = field(default_factory=lambda: EvalConfig(every=4, tasks=64))
     trainer: Trainer.Config = field(default_factory=lambda: Trainer.Config(minibatches=2))
-    generator: Generator.Config = field(default_factory=lambda: Generator.Config(max_new_tokens=40))
+    generator: Generator.Config = field(default_factory=lambda: Generator.Config(max_tokens=40))
 
     def __post_init__(self) -> None:
         super().__post_init__()

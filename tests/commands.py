@@ -111,7 +111,7 @@ def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str, r
     command = Command(
         recipe,
         *("--model", str(model), "--out", str(out), "--display", "plain"),
-        *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
+        *("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25"),
         *arguments,
     )
     commands.append(command)

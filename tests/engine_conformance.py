@@ -463,7 +463,7 @@ class Trainers:
 
 
 def step(engine: TrainEngine, seed: int) -> None:
-    laid = packed(random_batch(seed, vocab=43), row_tokens=256)
+    laid = packed(random_batch(seed, vocab=43), seq_len=256)
     train_batch(engine, laid)
 
 

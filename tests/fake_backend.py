@@ -72,7 +72,7 @@ class FakeBackend:
 
     answers: Sequence[str | Sequence[int] | Script] = ("Hello there.",)
     model: str = "fake"
-    max_model_tokens: int = 4096
+    max_model_len: int = 4096
     chunk_tokens: int = 1
     fail: Exception | None = None
     fail_after: int = 0

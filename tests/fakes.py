@@ -84,10 +84,10 @@ def random_batch(seed: int, *, vocab: int, groups: int = 2, group_size: int = 3,
     return batch_of(*made)
 
 
-def packed(batch: Batch, *, row_tokens: int = 64, drop_uniform: bool = True, **layout: Any) -> Packed:
+def packed(batch: Batch, *, seq_len: int = 64, drop_uniform: bool = True, **layout: Any) -> Packed:
     """Packed with centered rewards as advantages."""
     advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
-    return pack(batch, advantages, Layout(row_tokens=row_tokens, **layout), drop_uniform=drop_uniform)
+    return pack(batch, advantages, Layout(seq_len=seq_len, **layout), drop_uniform=drop_uniform)
 
 
 def train_batch(

@@ -60,7 +60,7 @@ async def gaps_to(engine: DecodeEngine, dtype: Dtype, *folders: Path) -> list[fl
 
 
 async def main(folder: Path, other: Path, scratch: Path, dtype: Dtype) -> None:
-    settings = DecodeSettings(dtype=dtype, max_model_tokens=256, kv_cache_gib=0.25)
+    settings = DecodeSettings(dtype=dtype, max_model_len=256, kv_cache_gib=0.25)
     engine = await start_decode_engine(folder, settings, seed=0)
     try:
         (started,) = await gaps_to(engine, dtype, folder)

@@ -68,7 +68,7 @@ class StagedGenerator:
     sampling = Sampling(max_tokens=4)
 
     version = 0
-    max_model_tokens = 1024
+    max_model_len = 1024
 
     def __init__(self, *, truncated: bool = False) -> None:
         self.seen: list[tuple[tuple[int, ...], Sampling]] = []

@@ -306,7 +306,7 @@ def test_an_agent_whose_first_prompt_is_too_long_is_no_failure_of_the_agent():
         async with attempts_of(agent) as attempts:
             with pytest.raises(ContextError, match="maximum context length") as caught:
                 await attempts(TASK, PolicyClient(FakeBackend()))
-            assert "--generator.max-model-tokens" in caught.value.hint
+            assert "--generator.max-model-len" in caught.value.hint
 
     asyncio.run(check())
 
@@ -338,7 +338,7 @@ def test_the_recipe_trains_an_agent_that_knows_only_the_openai_package(
         *("--model", str(tiny_model), "--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1"),
         *("--steps", "1", "--groups-per-batch", "2", "--group-size", "4", "--evaluation.tasks", "0"),
         *("--checkpoint-every", "0", "--display", "plain", "--out", str(tmp_path)),
-        *("--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"),
+        *("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25"),
     )
     commands.append(command)
     assert command.end(500) == 0, command.output

@@ -328,7 +328,7 @@ NOTHING_LEFT: dict[str, tuple[list[str], dict[str, object], int, str]] = {
         ["long " * 300] * 3,
         {},
         100,
-        "no task of 'a' can be trained on.*raise --generator.max-model-tokens",
+        "no task of 'a' can be trained on.*raise --generator.max-model-len",
     ),
     "all are held out": (["one?"], {"held_out_share": 0.999999}, 100, "no task of 'a' can be trained on.*lower"),
     "too many are bad": (

@@ -56,7 +56,7 @@ def test_a_batch_has_its_quotas_and_batches_are_open_up_to_the_lag() -> None:
 
 
 def test_a_group_that_is_replaced_is_told_of_and_so_is_the_one_in_its_place() -> None:
-    plan = Plan(max_lag=1, replace_uniform=True)
+    plan = Plan(max_lag=1, dynamic_sampling=True)
     plan.planner.fill(0, idle=False)
     first = plan.planned[0]
     plan.complete(first, uniform=True)

@@ -23,17 +23,17 @@ def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
 
 
 def test_a_context_beyond_the_positions_is_refused(architecture: Architecture) -> None:
-    check_context(architecture, DecodeSettings(max_model_tokens=4096))
+    check_context(architecture, DecodeSettings(max_model_len=4096))
     with pytest.raises(ConfigError, match="4097, and the model has 4096 positions") as caught:
-        check_context(architecture, DecodeSettings(max_model_tokens=4097))
-    assert "--generator.max-model-tokens to 4096" in caught.value.hint
+        check_context(architecture, DecodeSettings(max_model_len=4097))
+    assert "--generator.max-model-len to 4096" in caught.value.hint
     yarn = {**architecture.rope, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-    check_context(replace(architecture, rope=yarn), DecodeSettings(max_model_tokens=16384))
+    check_context(replace(architecture, rope=yarn), DecodeSettings(max_model_len=16384))
 
 
 def test_a_sequence_without_room_is_refused(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "device_type", lambda: "cpu")
-    settings = DecodeSettings(dtype="float32", max_model_tokens=4096)
+    settings = DecodeSettings(dtype="float32", max_model_len=4096)
     needed = 4 * 4096 * 2 * 2 * 16 * 4  # layers, tokens, k and v, heads, elements, bytes
     assert sequence_bytes(architecture, settings) == needed
     check_context(architecture, replace(settings, kv_cache_gib=needed / 2**30))
@@ -43,7 +43,7 @@ def test_a_sequence_without_room_is_refused(architecture: Architecture, monkeypa
 
 
 def test_windows_and_latents_take_less(architecture: Architecture) -> None:
-    settings = DecodeSettings(dtype="bfloat16", max_model_tokens=1024)
+    settings = DecodeSettings(dtype="bfloat16", max_model_len=1024)
     windowed = replace(architecture, window=128, window_layers=(0, 2))
     assert sequence_bytes(windowed, settings) == (2 * 1024 + 2 * 128) * 2 * 2 * 16 * 2
     latent = LatentAttention(q_rank=0, kv_rank=24, nope_dim=8, rope_dim=8, value_dim=8, interleaved=True)
@@ -54,15 +54,15 @@ def test_on_a_gpu_the_weights_come_first(architecture: Architecture, monkeypatch
     monkeypatch.setattr(context, "device_type", lambda: "cuda")
     monkeypatch.setattr(context, "gpu_bytes", lambda: 2 * architecture.weights * 2)
     with pytest.raises(ConfigError, match="0 GiB for them") as caught:
-        check_context(architecture, DecodeSettings(dtype="bfloat16", memory_share=0.5))
-    assert "--generator.memory-share" in caught.value.hint
+        check_context(architecture, DecodeSettings(dtype="bfloat16", gpu_memory_utilization=0.5))
+    assert "--generator.gpu-memory-utilization" in caught.value.hint
 
 
 def test_each_device_of_an_engine_holds_its_share(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = DecodeSettings(dtype="float32", max_model_tokens=4096, tensor_parallel=2)
+    settings = DecodeSettings(dtype="float32", max_model_len=4096, tensor_parallel_size=2)
     whole = 4 * 4096 * 2 * 2 * 16 * 4
     assert sequence_bytes(architecture, settings) == whole // 2
-    assert sequence_bytes(architecture, replace(settings, tensor_parallel=4)) == whole // 2, (
+    assert sequence_bytes(architecture, replace(settings, tensor_parallel_size=4)) == whole // 2, (
         "no device has less than one head"
     )
     monkeypatch.setattr(context, "device_type", lambda: "cpu")
@@ -71,4 +71,4 @@ def test_each_device_of_an_engine_holds_its_share(architecture: Architecture, mo
         check_context(architecture, replace(settings, kv_cache_gib=whole / 2**30 - 1e-6))
     monkeypatch.setattr(context, "device_type", lambda: "cuda")
     monkeypatch.setattr(context, "gpu_bytes", lambda: architecture.weights * 4 // 2 + whole // 2)
-    check_context(architecture, replace(settings, memory_share=1.0))
+    check_context(architecture, replace(settings, gpu_memory_utilization=1.0))

@@ -26,9 +26,9 @@ def check(folder: Path, config: dict[str, int], *, engines: int = 1, **settings:
     ("config", "settings"),
     [
         (SMOLLM2, {}),
-        (SMOLLM2, {"tensor_parallel": 3, "data_parallel": 2}),
-        (SMALL, {"tensor_parallel": 4}),  # pairs of workers hold the same key head
-        (MOE, {"tensor_parallel": 2, "data_parallel": 3, "expert_parallel": True}),
+        (SMOLLM2, {"tensor_parallel_size": 3, "data_parallel_size": 2}),
+        (SMALL, {"tensor_parallel_size": 4}),  # pairs of workers hold the same key head
+        (MOE, {"tensor_parallel_size": 2, "data_parallel_size": 3, "enable_expert_parallel": True}),
     ],
 )
 def test_layouts_that_work(config: dict[str, int], settings: dict[str, int], tmp_path: Path) -> None:
@@ -38,13 +38,23 @@ def test_layouts_that_work(config: dict[str, int], settings: dict[str, int], tmp
 @pytest.mark.parametrize(
     ("config", "settings", "message", "hint"),
     [
-        (SMOLLM2, {"tensor_parallel": 2}, "2 devices .* 9 heads, 3 key heads", "one of 1, 3$"),
-        (SMALL, {"tensor_parallel": 8}, "8 devices", "one of 1, 2, 4$"),
-        (MOE, {"tensor_parallel": 2}, "of width 64 and 36", "one of 1$"),
+        (SMOLLM2, {"tensor_parallel_size": 2}, "2 devices .* 9 heads, 3 key heads", "one of 1, 3$"),
+        (SMALL, {"tensor_parallel_size": 8}, "8 devices", "one of 1, 2, 4$"),
+        (MOE, {"tensor_parallel_size": 2}, "of width 64 and 36", "one of 1$"),
         (SMALL, {"routed_experts": True}, "no experts to be returned", "--generator.routed-experts"),
-        (SMALL, {"tensor_parallel": 2, "expert_parallel": True}, "has no experts", "--generator.expert-parallel"),
-        (MOE, {"expert_parallel": True}, "a single device cannot be", "raise --generator.tensor-parallel"),
-        (MOE, {"tensor_parallel": 2, "data_parallel": 4, "expert_parallel": True}, "8 devices .* 6 experts", "lower"),
+        (
+            SMALL,
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "has no experts",
+            "--generator.enable-expert-parallel",
+        ),
+        (MOE, {"enable_expert_parallel": True}, "a single device cannot be", "raise --generator.tensor-parallel-size"),
+        (
+            MOE,
+            {"tensor_parallel_size": 2, "data_parallel_size": 4, "enable_expert_parallel": True},
+            "8 devices .* 6 experts",
+            "lower",
+        ),
     ],
 )
 def test_layouts_that_do_not(
@@ -59,10 +69,10 @@ def test_engines_have_no_more_gpus_than_there_are(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(decode_layout, "device_type", lambda: "cuda")
     monkeypatch.setattr(decode_layout, "gpus", lambda: 4)
     with pytest.raises(ConfigError, match="2 x 3 devices needs 6 GPUs, and there are 4"):
-        check(tmp_path, SMALL, tensor_parallel=2, data_parallel=3)
-    check(tmp_path, SMALL, engines=2, tensor_parallel=2)
+        check(tmp_path, SMALL, tensor_parallel_size=2, data_parallel_size=3)
+    check(tmp_path, SMALL, engines=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="3 x an engine of 2 x 1 devices needs 6 GPUs, and there are 4") as caught:
-        check(tmp_path, SMALL, engines=3, tensor_parallel=2)
+        check(tmp_path, SMALL, engines=3, tensor_parallel_size=2)
     assert "--generator.replicas" in caught.value.hint
 
 
@@ -71,4 +81,4 @@ def test_an_engine_decodes_more_requests_at_a_time_on_a_gpu(
     device: str, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator, "device_type", lambda: device)
-    assert generator.Generator.Config().max_requests == requests
+    assert generator.Generator.Config().max_num_seqs == requests

@@ -49,7 +49,7 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
             optimizer=8 * weights,
             reference=reference * weights,
             gathered=2 * weights if ranks == 1 else 2 * WEIGHTS[model] // 24,
-            activations=round(kept * GIB * settings.row_tokens / 1024),
+            activations=round(kept * GIB * settings.seq_len / 1024),
             head=GIB // 2,
             masks=0,
             heap=0,
@@ -62,8 +62,12 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
 def chosen(model: str, gpu: str, *, there: int = 1, reference: int = 0, **settings: Any) -> tuple[RunConfig, list[str]]:
     ranks = settings.pop("ranks", 1)
     replicas = settings.pop("replicas", 1)
-    given = {each: settings.pop(each) for each in ("row_tokens", "cpu_offload") if each in settings}
-    share = {"memory_share": settings.pop("memory_share")} if "memory_share" in settings else {}
+    given = {each: settings.pop(each) for each in ("seq_len", "enable_cpu_offload") if each in settings}
+    share = (
+        {"gpu_memory_utilization": settings.pop("gpu_memory_utilization")}
+        if "gpu_memory_utilization" in settings
+        else {}
+    )
     config = RunConfig(
         trainer=Trainer.Config(ranks=ranks, **given),
         generator=Generator.Config(replicas=replicas, **share),
@@ -76,8 +80,8 @@ def chosen(model: str, gpu: str, *, there: int = 1, reference: int = 0, **settin
 
 def told(config: RunConfig) -> tuple[int, bool, bool, float, str]:
     trainer = config.trainer
-    share = config.generator.memory_share
-    return trainer.row_tokens, trainer.stays_on_device, trainer.cpu_offload, share, config.placement
+    share = config.generator.gpu_memory_utilization
+    return trainer.seq_len, trainer.stays_on_device, trainer.enable_cpu_offload, share, config.placement
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,9 @@ def test_on_gpus_that_both_share_rows_state_and_engines_get_what_there_is(
     config, lines = chosen(model, gpu, ranks=ranks, replicas=ranks, there=ranks)
     assert told(config) == expected
     recomputes = config.trainer.activation_checkpointing == "full"
-    assert recomputes == (config.trainer.cpu_offload or (model, gpu) == ("30B-A3B", "80 GB")), "before CPU offload"
+    assert recomputes == (config.trainer.enable_cpu_offload or (model, gpu) == ("30B-A3B", "80 GB")), (
+        "before CPU offload"
+    )
     assert len(lines) == 2 + config.trainer.stays_on_device + recomputes
     again, nothing = choose(
         config, SimpleNamespace(weights=WEIGHTS[model]), gpu=GPUS[gpu], there=ranks, memory=plan_of(model, ranks)
@@ -111,10 +117,10 @@ def test_on_gpus_that_both_share_rows_state_and_engines_get_what_there_is(
 
 
 def test_what_the_user_gave_stays():
-    config, lines = chosen("135M", "80 GB", row_tokens=1024, memory_share=0.5, placement="colocated")
+    config, lines = chosen("135M", "80 GB", seq_len=1024, gpu_memory_utilization=0.5, placement="colocated")
     assert told(config) == (1024, True, False, 0.5, "colocated")
     assert len(lines) == 1
-    config, _ = chosen("135M", "24 GB", memory_share=0.89, placement="colocated")
+    config, _ = chosen("135M", "24 GB", gpu_memory_utilization=0.89, placement="colocated")
     assert not config.trainer.stays_on_device, "the engines' share leaves it no room"
 
 
@@ -123,7 +129,7 @@ def test_turns_are_taken_on_shared_gpus_where_that_costs_nothing():
     assert told(config) == (8192, True, False, 0.9, "colocated")
     assert "on 1 of 2 GPUs" in lines[0]
     apart, lines = chosen("8B", "141 GB", there=2)
-    assert (apart.placement, apart.generator.memory_share) == ("auto", 0.9)
+    assert (apart.placement, apart.generator.gpu_memory_utilization) == ("auto", 0.9)
     assert not any("placement" in line for line in lines), "its state would move each time"
     for settings in ({"ranks": 2}, {"placement": "separate"}, {"schedule": ScheduleConfig(kind="one_step")}):
         found, _ = chosen("135M", "80 GB", there=4, **settings)  # type: ignore[arg-type]
@@ -134,14 +140,14 @@ def test_turns_are_taken_on_shared_gpus_where_that_costs_nothing():
 def test_a_reference_leaves_engines_less():
     without, _ = chosen("8B", "80 GB", ranks=8, replicas=8, there=8)
     with_one, _ = chosen("8B", "80 GB", ranks=8, replicas=8, there=8, reference=2)
-    assert with_one.generator.memory_share < without.generator.memory_share
+    assert with_one.generator.gpu_memory_utilization < without.generator.gpu_memory_utilization
 
 
 def test_rows_hold_the_longest_episode():
-    config = RunConfig(trainer=Trainer.Config(), generator=Generator.Config(max_model_tokens=10_000))
+    config = RunConfig(trainer=Trainer.Config(), generator=Generator.Config(max_model_len=10_000))
     architecture: Any = SimpleNamespace(weights=WEIGHTS["135M"])
     found, _ = choose(config, architecture, gpu=GPUS["24 GB"], there=1, memory=plan_of("135M", 1))
-    assert found.trainer.row_tokens == 10_112, "a multiple of 128, and longer than rows need be"
+    assert found.trainer.seq_len == 10_112, "a multiple of 128, and longer than rows need be"
 
 
 def test_without_a_run_an_engine_takes_most_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -149,9 +155,9 @@ def test_without_a_run_an_engine_takes_most_of_a_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("forge_rl.engines.context.gpu_bytes", lambda: 1000)
     architecture: Any = SimpleNamespace(weights=100)
     alone = Generator.Config(dtype="bfloat16")
-    assert (alone.memory_share, alone.gpu_share) == (0, 0.9)
+    assert (alone.gpu_memory_utilization, alone.gpu_share) == (0, 0.9)
     assert _cache_bytes(architecture, alone) == 700
-    assert _cache_bytes(architecture, replace(alone, memory_share=0.5)) == 300
+    assert _cache_bytes(architecture, replace(alone, gpu_memory_utilization=0.5)) == 300
     assert DecodeSettings().gpu_share == 0.4
 
 
@@ -159,12 +165,12 @@ def test_on_a_cpu_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch):
     for module in (trainer_config, generator_service):
         monkeypatch.setattr(module, "device_type", platform.device_type)
     config = RunConfig()
-    assert (config.trainer.row_tokens, config.generator.memory_share) == (1024, 0.4)
+    assert (config.trainer.seq_len, config.generator.gpu_memory_utilization) == (1024, 0.4)
     assert with_defaults(config, Path("nowhere"), reference=True) == (config, [])
 
 
 @pytest.mark.parametrize("tokens", [128, 1000])
 def test_rows_that_flex_attention_cannot_take_are_refused(tokens: int):
     with pytest.raises(ConfigError, match="cannot be packed") as caught:
-        Trainer.Config(row_tokens=tokens)
+        Trainer.Config(seq_len=tokens)
     assert "a multiple of 128, from 256" in caught.value.hint

@@ -24,7 +24,7 @@ ROWS = [{"problem": f"What is {n} + {m}?", "solution": str(n + m)} for n in rang
 
 SMALL = (
     *("--steps", "1", "--groups-per-batch", "2", "--group-size", "2", "--evaluation.tasks", "0", "--display", "plain"),
-    *("--generator.max-model-tokens", "512", "--generator.max-new-tokens", "8", "--generator.kv-cache-gib", "0.25"),
+    *("--generator.max-model-len", "512", "--generator.max-tokens", "8", "--generator.kv-cache-gib", "0.25"),
     *("--checkpoint-every", "0"),
 )
 

@@ -71,7 +71,7 @@ class VLLMHost(ServiceActor):
 async def hosted(host: type[ServiceActor], folder: Path, devices: Mapping[str, int]) -> AsyncIterator[RunCheck]:
     """Starts an engine on the tiny model; yields what runs a check on it."""
     model = make_tiny_model(folder / "model", bundled_model(default_cache()), tied=False)
-    settings = DecodeSettings(dtype="float32", max_model_tokens=512, kv_cache_gib=0.25, **devices)
+    settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=0.25, **devices)
     loop = asyncio.get_running_loop()
     async with cluster(folder) as (made, faults):
         service = Service("engines", made, faults)
@@ -89,8 +89,8 @@ async def hosted(host: type[ServiceActor], folder: Path, devices: Mapping[str, i
     scope="module",
     params=[
         pytest.param((VLLMHost, {}), id="one-device"),
-        pytest.param((VLLMHost, {"tensor_parallel": 2}), id="tensor-parallel", marks=pytest.mark.long),
-        pytest.param((VLLMHost, {"data_parallel": 2}), id="data-parallel", marks=pytest.mark.long),
+        pytest.param((VLLMHost, {"tensor_parallel_size": 2}), id="tensor-parallel", marks=pytest.mark.long),
+        pytest.param((VLLMHost, {"data_parallel_size": 2}), id="data-parallel", marks=pytest.mark.long),
     ],
 )
 def run_on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCheck]:
@@ -113,7 +113,7 @@ def test_a_decode_engine(check: str, run_on_engine: RunCheck) -> None:
 def test_a_train_engine(check: str, family: str, tied: bool, tmp_path: Path) -> None:
     make_model(tmp_path / "hf", family, tie_word_embeddings=tied)
     optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, decay="cosine")
-    settings = TrainSettings(dtype="float32", row_tokens=256, optimizer=optimizer)
+    settings = TrainSettings(dtype="float32", seq_len=256, optimizer=optimizer)
     trainers = Trainers(
         lambda: make_train_engine(tmp_path / "hf", settings), folder=tmp_path / "hf", scratch=tmp_path / "saved"
     )

@@ -56,9 +56,9 @@ def check_routing(model: torch.nn.Module, turn: Turn) -> None:
 @pytest.mark.parametrize(
     "devices",
     [
-        {"tensor_parallel": 2},
-        {"tensor_parallel": 2, "expert_parallel": True},
-        {"data_parallel": 2, "expert_parallel": True},
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"data_parallel_size": 2, "enable_expert_parallel": True},
     ],
     ids=lambda devices: "-".join(devices),
 )
@@ -69,7 +69,7 @@ def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_cho
         model = make_moe(tmp_path / "moe", tiny_model)
         config = Generator.Config(
             dtype="float32",
-            max_model_tokens=256,
+            max_model_len=256,
             kv_cache_gib=0.25,
             routed_experts=True,
             **devices,  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_cho
                     for turn in turns:
                         check_routing(model, turn)
                 assert len(generator.bytes_read) == config.devices
-                assert sum(generator.bytes_read) < config.data_parallel * 1.02 * manifest.bytes
+                assert sum(generator.bytes_read) < config.data_parallel_size * 1.02 * manifest.bytes
             finally:
                 faults.closing = True
                 await generator.stop()
@@ -112,7 +112,7 @@ def test_a_run_goes_on_when_a_worker_of_its_engine_is_killed(
     commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
 ) -> None:
     before = shared_memory()
-    arguments = ("--steps", "8", "--generator.tensor-parallel", "2", "--weights.shm", str(shm))
+    arguments = ("--steps", "8", "--generator.tensor-parallel-size", "2", "--weights.shm", str(shm))
     command = tiny_run(commands, tiny_model, tmp_path / "run", *arguments)
     command.wait_for("step +2/")
     first, second = workers_of(command)

@@ -58,7 +58,7 @@ def evaluator_of(
 ) -> Evaluator:
     warn = (warnings if warnings is not None else []).append
     executor = cast(RolloutExecutor, rollouts)
-    return Evaluator(EvalConfig(**config), sets, executor, max_new_tokens=16, warn=warn)
+    return Evaluator(EvalConfig(**config), sets, executor, max_tokens=16, warn=warn)
 
 
 def evaluated(evaluator: Evaluator, *, step: int = 4, version: int = 3) -> EvaluationResult:
@@ -137,7 +137,7 @@ def test_only_the_first_evaluation_and_those_of_runs_in_rounds_are_of_one_versio
     for step, in_rounds, expected in ((0, False, True), (5, False, False), (5, True, True)):
         rollouts = Rollouts({})
         rollouts.config = ScheduleConfig(max_lag=0 if in_rounds else 1)
-        evaluator = evaluator_of(rollouts, {"held_out": tasks("a", "1")}, max_new_tokens=7)
+        evaluator = evaluator_of(rollouts, {"held_out": tasks("a", "1")}, max_tokens=7)
         evaluator.start(step, version=3)
         (evaluation,) = rollouts.started
         assert evaluation.one_version is expected
@@ -164,11 +164,11 @@ def test_one_task_may_be_in_two_sets_and_its_pass_at_k_counts_what_the_user_call
         ({"episodes": 0}, "--evaluation.episodes"),
         ({"episodes": 4}, "4 greedy episodes of a task are equal"),
         ({"temperature": -0.5}, "--evaluation.temperature"),
-        ({"max_new_tokens": 0}, "--evaluation.max-new-tokens"),
-        ({"max_new_tokens": 512}, "--evaluation.max-new-tokens is 512"),
+        ({"max_tokens": 0}, "--evaluation.max-tokens"),
+        ({"max_tokens": 512}, "--evaluation.max-tokens is 512"),
     ],
 )
 def test_settings_that_cannot_be_name_their_flag(changes: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag) as caught:
-        RunConfig(evaluation=EvalConfig(**changes), generator=Generator.Config(max_model_tokens=512))
+        RunConfig(evaluation=EvalConfig(**changes), generator=Generator.Config(max_model_len=512))
     assert caught.value.hint

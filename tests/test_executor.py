@@ -144,7 +144,7 @@ def test_an_episode_that_outgrows_the_context_is_truncated_and_its_environment_m
             return Step(messages=({"role": "user", "content": "go on"},), done=False)
 
     generator = StagedGenerator()
-    generator.max_model_tokens = 12
+    generator.max_model_len = 12
     executor = rollouts(generator=generator, environment=StagedEnvironment(Endless))
     episode = asyncio.run(executor.episode(CountingSource().draw(), Sampling(max_tokens=10, seed=8888)))
     assert (episode.outcome, episode.reward, len(episode.turns)) == (Outcome.TRUNCATED, -1.0, 2)
@@ -170,7 +170,7 @@ def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_counted() 
             return Observation(messages=({"role": "user", "content": "x" * length},))
 
     generator = StagedGenerator()
-    generator.max_model_tokens = 20
+    generator.max_model_len = 20
     warnings: list[str] = []
     executor = rollouts(generator=generator, environment=StagedEnvironment(LongPrompts), warn=warnings.append)
 
@@ -179,13 +179,13 @@ def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_counted() 
         assert [group.task.id for group in batch.groups] == ["1", "4", "3"]
         assert executor.metrics()["groups/replaced_too_long"] == 1
         assert warnings == ["counting 2: skipped: a prompt of 99 tokens leaves no room for an answer in 20"]
-        generator.max_model_tokens = 2
+        generator.max_model_len = 2
         generator.version = 1
         await executor.next_batch()
 
     with pytest.raises(TaskError, match="a prompt of 3 tokens leaves no room") as caught:
         asyncio.run(main())
-    assert "--generator.max-model-tokens" in caught.value.hint
+    assert "--generator.max-model-len" in caught.value.hint
 
 
 def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once() -> None:
@@ -216,7 +216,7 @@ def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
         for generator.version in range(2):
             await executor.next_batch()
         (warning,) = warnings
-        assert "12 of 12 episodes were truncated, by --generator.max-new-tokens 4" in warning
+        assert "12 of 12 episodes were truncated, by --generator.max-tokens 4" in warning
 
     asyncio.run(main())
 
@@ -239,7 +239,7 @@ def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> Non
     def even_tasks_teach(task: Task, text: str) -> float:
         return float(int(text) % 7) if int(task.id) % 2 == 0 else 1.0
 
-    schedule = ScheduleConfig(max_lag=0, replace_uniform=True)
+    schedule = ScheduleConfig(max_lag=0, dynamic_sampling=True)
     executor = rollouts(reward=StagedReward(even_tasks_teach), schedule=schedule)
     batch = asyncio.run(executor.next_batch())
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
@@ -250,7 +250,7 @@ def test_a_group_whose_turns_differ_in_value_teaches_although_its_rewards_are_eq
     def by_turn(task: Task, episode: Episode) -> Score:
         return Score(total=1.0, turns=(float(int(episode.text) % 7),) if int(task.id) % 2 == 0 else ())
 
-    schedule = ScheduleConfig(max_lag=0, replace_uniform=True)
+    schedule = ScheduleConfig(max_lag=0, dynamic_sampling=True)
     executor = rollouts(reward=StagedReward(by_turn, "episode"), schedule=schedule)
     batch = asyncio.run(executor.next_batch())
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]

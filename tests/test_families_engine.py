@@ -47,7 +47,7 @@ def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: st
     make_model(folder, family, **(LARGE | OWN.get(family, {}) | {"tie_word_embeddings": tied}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model(default_cache()) / name, folder / name)
-    engine = TitanEngine(folder, TrainSettings(dtype="float32", row_tokens=128, optimizer=OptimizerConfig(lr=1e-2)))
+    engine = TitanEngine(folder, TrainSettings(dtype="float32", seq_len=128, optimizer=OptimizerConfig(lr=1e-2)))
     train_batch(engine, packed(random_batch(0, vocab=43)))
     for part in ("training", "model"):
         (saved / part).mkdir(parents=True)

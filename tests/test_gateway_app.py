@@ -21,7 +21,7 @@ from forge_rl.services.generator import Generator
 from tests.conftest import ROOT
 from tests.security.other_user import can_make_networks
 
-ENGINE = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.25)
+ENGINE = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25)
 HI: Any = {"role": "user", "content": "Hi"}
 
 
@@ -36,7 +36,7 @@ def test_a_signal_ends_the_server_with_a_request_in_flight(
     if isolation and not can_make_networks():
         pytest.skip("this machine does not let its users make networks of their own")
     command = [sys.executable, "-m", "apps.gateway", "--model", str(tiny_model), "--port", "0", "--out", str(tmp_path)]
-    flags = [*isolation, "--generator.max-model-tokens", "256", "--generator.kv-cache-gib", "0.25"]
+    flags = [*isolation, "--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25"]
     environment = {**os.environ, "FORGE_RL_API_KEY": "secret"}
     server = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
     try:

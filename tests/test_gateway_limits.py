@@ -190,7 +190,7 @@ def test_a_thousand_streams_are_held_at_once():
 
 def test_a_slow_client_holds_up_its_own_answer_and_loses_it_in_the_end():
     async def check() -> None:
-        backend = FakeBackend([letters_of("x" * 100_000)], max_model_tokens=200_000, chunk_tokens=100)
+        backend = FakeBackend([letters_of("x" * 100_000)], max_model_len=200_000, chunk_tokens=100)
         async with serving(backend, client_deadline_s=1.0) as gateway:
             slow = socket.socket()
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -213,7 +213,7 @@ def test_a_slow_client_holds_up_its_own_answer_and_loses_it_in_the_end():
 
 def test_a_long_prompt_does_not_hold_up_the_others():
     async def check() -> None:
-        backend = FakeBackend(max_model_tokens=1_000_000)
+        backend = FakeBackend(max_model_len=1_000_000)
         async with (
             serving(backend) as gateway,
             httpx.AsyncClient(base_url=gateway.base_url, timeout=60) as client,

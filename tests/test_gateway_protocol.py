@@ -269,7 +269,7 @@ def test_a_run_serves_whoever_has_attached_by_one_key_until_it_ends():
         await policy.close()  # a run that nobody asked
         found, again = await asyncio.gather(policy.open(), policy.open())
         assert found == again
-        assert (found["model"], found["max_model_tokens"]) == ("fake", 4096)
+        assert (found["model"], found["max_model_len"]) == ("fake", 4096)
         assert (Path(str(found["folder"])) / "tokenizer.json").is_file()
         url, key = str(found["url"]), str(found["key"])
         assert url.startswith("http://127.0.0.1:")

@@ -71,7 +71,7 @@ def served_engine(
 ) -> Iterator[Serving]:
     before = started_processes()
     engine = Generator.Config(
-        dtype="float32", max_model_tokens=256, max_new_tokens=8, kv_cache_gib=0.25, tensor_parallel=request.param
+        dtype="float32", max_model_len=256, max_tokens=8, kv_cache_gib=0.25, tensor_parallel_size=request.param
     )
     config = Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path_factory.mktemp("gateway"))
     with asyncio.Runner() as runner:
@@ -182,7 +182,7 @@ async def _check_constraints(generator: Generator) -> None:
 
 @pytest.mark.long
 def test_an_engine_whose_step_hangs_is_replaced(tiny_model: Path, tmp_path: Path, nothing_left: None) -> None:
-    engine = Generator.Config(dtype="float32", max_model_tokens=256, kv_cache_gib=0.25, stall_s=10)
+    engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25, stall_s=10)
 
     async def check() -> None:
         async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:

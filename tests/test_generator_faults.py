@@ -76,7 +76,7 @@ async def stage(
     (tmp_path / "logs").mkdir()
     os.environ[FOLDER] = str(tmp_path)
     config = Generator.Config(
-        replicas=engines, max_model_tokens=256, restart=Restart(max_restarts=max_restarts, backoff_s=0.01)
+        replicas=engines, max_model_len=256, restart=Restart(max_restarts=max_restarts, backoff_s=0.01)
     )
     async with cluster(tmp_path / "logs") as (made, faults):
         generator = await Generator.start(

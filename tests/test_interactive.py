@@ -28,7 +28,7 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
         evaluation=EvalConfig(tasks=4),
         out=tmp_path / "run",
         display="none",
-        generator=Generator.Config(max_model_tokens=512, kv_cache_gib=0.25),
+        generator=Generator.Config(max_model_len=512, kv_cache_gib=0.25),
     )
     sources, reward = config.data.build(config.tasks, seed=config.seed), build_reward(config.rewards)
 

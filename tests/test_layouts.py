@@ -86,7 +86,9 @@ def test_products_of_layouts_train_as_one_process(tmp_path: Path):
 
 @pytest.mark.long
 def test_a_loss_over_whole_sequences_has_one_gradient_where_rows_are_split(tmp_path: Path):
-    cases = [case for case in layouts.cases(["llama"], most_ranks=4) if dict(case.degrees).get("context_parallel")]
+    cases = [
+        case for case in layouts.cases(["llama"], most_ranks=4) if dict(case.degrees).get("context_parallel_degree")
+    ]
     assert len(cases) > 1
     check(tmp_path, cases, SequenceRatios())
 
@@ -180,7 +182,7 @@ def test_logprobs_of_a_split_vocabulary_are_those_of_the_whole():
 def test_a_part_of_a_row_has_its_part_of_the_mask():
     from forge_rl.engines.titan.masks import attention_mask
 
-    (row,) = packed(random_batch(0, vocab=43, groups=3), row_tokens=256, context_parallel=4).rows
+    (row,) = packed(random_batch(0, vocab=43, groups=3), seq_len=256, context_parallel_degree=4).rows
     size = len(row) // 4
     found = torch.zeros(len(row), len(row), dtype=torch.bool)
     for part in range(4):
@@ -195,12 +197,12 @@ def test_a_part_of_a_row_has_its_part_of_the_mask():
 
 
 RUNS = {
-    "tensor": ("llama", {"num_key_value_heads": 2}, "--trainer.tensor-parallel", "2"),
-    "context": ("llama", {}, "--trainer.context-parallel", "2", "--trainer.row-tokens", "160"),
+    "tensor": ("llama", {"num_key_value_heads": 2}, "--trainer.tensor-parallel-degree", "2"),
+    "context": ("llama", {}, "--trainer.context-parallel-degree", "2", "--trainer.seq-len", "160"),
     "expert": (
         "qwen3_moe",
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-        *("--trainer.expert-parallel", "2", "--trainer.router-replay"),
+        *("--trainer.expert-parallel-degree", "2", "--trainer.router-replay"),
     ),
 }
 
@@ -239,14 +241,14 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     [
         ({}, 1, 1),
         ({"ranks": 4}, 4, 4),
-        ({"tensor_parallel": 3}, 3, 1),
-        ({"tensor_parallel": 2, "context_parallel": 2}, 4, 1),
-        ({"ranks": 8, "tensor_parallel": 2, "context_parallel": 2}, 8, 2),
-        ({"replicate": 2}, 2, 2),
-        ({"replicate": 2, "context_parallel": 3, "ranks": 12}, 12, 4),
-        ({"expert_parallel": 2}, 2, 2),
-        ({"expert_parallel": 4, "context_parallel": 2}, 4, 2),
-        ({"expert_parallel": 2, "tensor_parallel": 2, "replicate": 2}, 4, 2),
+        ({"tensor_parallel_degree": 3}, 3, 1),
+        ({"tensor_parallel_degree": 2, "context_parallel_degree": 2}, 4, 1),
+        ({"ranks": 8, "tensor_parallel_degree": 2, "context_parallel_degree": 2}, 8, 2),
+        ({"data_parallel_replicate_degree": 2}, 2, 2),
+        ({"data_parallel_replicate_degree": 2, "context_parallel_degree": 3, "ranks": 12}, 12, 4),
+        ({"expert_parallel_degree": 2}, 2, 2),
+        ({"expert_parallel_degree": 4, "context_parallel_degree": 2}, 4, 2),
+        ({"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 4, 2),
     ],
 )
 def test_parallel_flags_alone_raise_the_ranks_to_what_they_need(degrees: Mapping[str, int], ranks: int, shares: int):
@@ -257,10 +259,14 @@ def test_parallel_flags_alone_raise_the_ranks_to_what_they_need(degrees: Mapping
 @pytest.mark.parametrize(
     ("degrees", "said", "works"),
     [
-        ({"ranks": 3, "tensor_parallel": 2}, "3 ranks", "to 2 or a multiple"),
-        ({"ranks": 4, "replicate": 2, "context_parallel": 4}, "--trainer.context-parallel 4", "to 8 or a multiple"),
-        ({"ranks": 6, "expert_parallel": 4}, "--trainer.expert-parallel 4", "to 4 or a multiple"),
-        ({"tensor_parallel": 0}, "--trainer.tensor-parallel is 0", "1 or more"),
+        ({"ranks": 3, "tensor_parallel_degree": 2}, "3 ranks", "to 2 or a multiple"),
+        (
+            {"ranks": 4, "data_parallel_replicate_degree": 2, "context_parallel_degree": 4},
+            "--trainer.context-parallel-degree 4",
+            "to 8 or a multiple",
+        ),
+        ({"ranks": 6, "expert_parallel_degree": 4}, "--trainer.expert-parallel-degree 4", "to 4 or a multiple"),
+        ({"tensor_parallel_degree": 0}, "--trainer.tensor-parallel-degree is 0", "1 or more"),
     ],
 )
 def test_ranks_that_cannot_be_laid_out_are_refused(degrees: Mapping[str, int], said: str, works: str):
@@ -273,11 +279,23 @@ def test_ranks_that_cannot_be_laid_out_are_refused(degrees: Mapping[str, int], s
 def test_a_model_that_cannot_be_split_so_is_refused_with_the_numbers_that_work(tmp_path: Path):
     make_model(tmp_path, hidden_size=72, intermediate_size=96, num_attention_heads=9, num_key_value_heads=3)
     architecture = read_architecture(tmp_path)
-    check_model(TrainSettings(tensor_parallel=3, context_parallel=2), 6, architecture)
+    check_model(TrainSettings(tensor_parallel_degree=3, context_parallel_degree=2), 6, architecture)
     for settings, said, works in (
-        (TrainSettings(tensor_parallel=2), "9 heads and 3 key heads", "--trainer.tensor-parallel to 1 or 3"),
-        (TrainSettings(tensor_parallel=9), "9 heads and 3 key heads", "--trainer.tensor-parallel to 1 or 3"),
-        (TrainSettings(expert_parallel=2), "the model has no experts", "leave --trainer.expert-parallel out"),
+        (
+            TrainSettings(tensor_parallel_degree=2),
+            "9 heads and 3 key heads",
+            "--trainer.tensor-parallel-degree to 1 or 3",
+        ),
+        (
+            TrainSettings(tensor_parallel_degree=9),
+            "9 heads and 3 key heads",
+            "--trainer.tensor-parallel-degree to 1 or 3",
+        ),
+        (
+            TrainSettings(expert_parallel_degree=2),
+            "the model has no experts",
+            "leave --trainer.expert-parallel-degree out",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             check_model(settings, 2, architecture)
@@ -287,10 +305,10 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_numbers_that_work(t
 
 def test_episodes_longer_than_what_the_trainers_devices_hold_are_refused_with_both_flags():
     with pytest.raises(ConfigError) as error:
-        RunConfig(trainer=Trainer.Config(row_tokens=512))
-    assert "--trainer.row-tokens" in error.value.hint
-    assert "--trainer.context-parallel to 2 or more" in error.value.hint
-    assert RunConfig(trainer=Trainer.Config(row_tokens=512, context_parallel=2)).trainer.ranks == 2
+        RunConfig(trainer=Trainer.Config(seq_len=512))
+    assert "--trainer.seq-len" in error.value.hint
+    assert "--trainer.context-parallel-degree to 2 or more" in error.value.hint
+    assert RunConfig(trainer=Trainer.Config(seq_len=512, context_parallel_degree=2)).trainer.ranks == 2
 
 
 def test_a_rank_that_is_killed_is_reported_at_once():

@@ -150,7 +150,7 @@ def test_prompts_go_as_token_ids_with_the_bos_that_lm_evals_own_model_has(
         }
         (folder / "tokenizer.json").write_text(json.dumps(told))
     endpoint = Endpoint(
-        url="http://127.0.0.1:1/v1", key="k", model="m", folder=folder, max_model_tokens=512, concurrent=256
+        url="http://127.0.0.1:1/v1", key="k", model="m", folder=folder, max_model_len=512, concurrent=256
     )
     config = LmEvalConfig(lm_eval=("arc_easy", "gsm8k"), limit=7, chat_template=chat, include_path=ROOT / "tests")
     found = lm_eval_settings(config, endpoint, tmp_path)
@@ -160,7 +160,7 @@ def test_prompts_go_as_token_ids_with_the_bos_that_lm_evals_own_model_has(
     assert (arguments["max_length"], arguments["num_concurrent"]) == (512, 64)
     assert (found["tasks"], found["limit"], found["num_fewshot"]) == (["arc_easy", "gsm8k"], 7, None)
     assert (found["apply_chat_template"], found["include_path"]) == (chat, str(ROOT / "tests"))
-    long = lm_eval_settings(config, replace(endpoint, max_model_tokens=1 << 20), tmp_path)["model_args"]["max_length"]
+    long = lm_eval_settings(config, replace(endpoint, max_model_len=1 << 20), tmp_path)["model_args"]["max_length"]
     assert 512 < long < 1 << 20, "what the gateway scores"
 
 
@@ -169,11 +169,11 @@ def test_the_context_is_as_long_as_model_and_memory_allow_unless_it_is_given(tin
 
     def longest(positions: int, **given: Any) -> int:
         (tmp_path / "config.json").write_text(json.dumps(read | {"max_position_embeddings": positions}))
-        return lm_eval.with_longest_context(Generator.Config(**given), tmp_path).max_model_tokens
+        return lm_eval.with_longest_context(Generator.Config(**given), tmp_path).max_model_len
 
     assert longest(3000) == 3000
     assert longest(1 << 17) == 8192
-    assert longest(1 << 17, max_model_tokens=512) == 512
+    assert longest(1 << 17, max_model_len=512) == 512
     a = read_architecture(tiny_model)
     bytes_each = a.layers * 2 * a.head_dim * a.kv_heads * 4
     assert longest(1 << 17, kv_cache_gib=5000 * bytes_each / 2**30, dtype="float32") == 4096

@@ -53,7 +53,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_rows_of_all_lengths_share_one_graph_of_each_kind_under_masks_that_are_the_dense_one(graphs: Counter[str]):
     compile_once()
     for seed, length in enumerate((512, 768, 1280)):
-        (row,) = packed(random_batch(seed, vocab=43), row_tokens=length, pad_multiple=length).rows
+        (row,) = packed(random_batch(seed, vocab=43), seq_len=length, pad_multiple=length).rows
         chunk = slice(length // 2, length)  # of the second of two ranks that split the row
         sizes = (4, length // 2), (2, length), (2, length)
         for window in (None, 4):
@@ -69,9 +69,11 @@ def test_rows_of_all_lengths_share_one_graph_of_each_kind_under_masks_that_are_t
 
 
 def test_rows_on_gpus_have_two_blocks_which_no_graph_is_made_for_alone():
-    short = packed(random_batch(0, vocab=43), row_tokens=512, pad_multiple=128, least_tokens=256)
+    short = packed(random_batch(0, vocab=43), seq_len=512, pad_multiple=128, least_tokens=256)
     assert {len(row) for row in short.rows} == {256}
-    split = packed(random_batch(0, vocab=43), row_tokens=512, pad_multiple=128, least_tokens=256, context_parallel=2)
+    split = packed(
+        random_batch(0, vocab=43), seq_len=512, pad_multiple=128, least_tokens=256, context_parallel_degree=2
+    )
     assert {len(row) for row in split.rows} == {512}, "each device has two"
     assert Layout().least_tokens == 1
 

@@ -41,17 +41,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-    given = {"dtype": "float32", "row_tokens": 64, "optimizer": optimizer, **settings}
+    given = {"dtype": "float32", "seq_len": 64, "optimizer": optimizer, **settings}
     return TitanEngine(folder, TrainSettings(**given), reference=True)
 
 
 def step(engine: TitanEngine, seed: int, ranks: int = 1) -> dict[str, Value]:
-    laid = packed(random_batch(seed, vocab=43, groups=3), shares=ranks, row_tokens=32)
+    laid = packed(random_batch(seed, vocab=43, groups=3), shares=ranks, seq_len=32)
     return train_batch(engine, laid, LOSS, total_updates=4)
 
 
 def logprobs(engine: TitanEngine) -> torch.Tensor:
-    rows = packed(random_batch(7, vocab=43), row_tokens=256).rows
+    rows = packed(random_batch(7, vocab=43), seq_len=256).rows
     return torch.cat(engine.logprobs(rows, temperature=1.0))
 
 
@@ -234,7 +234,7 @@ def test_what_finds_no_room_can_come_back_later(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
     with pytest.raises(ForgeError, match=r"no room to bring .* back to cpu: CUDA out of memory") as caught:
         offloaded.bring_back()
-    assert "--generator.memory-share" in caught.value.hint
+    assert "--generator.gpu-memory-utilization" in caught.value.hint
     offloaded.bring_back()
     assert calls == [40] * 4
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))

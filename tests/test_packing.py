@@ -284,7 +284,7 @@ def test_tokens_without_a_finite_logprob_are_context_only_and_counted():
 
 def test_a_tree_longer_than_a_row_is_split_and_its_prefix_copied():
     prompt = [*range(10, 20)]
-    result = packed(batch_of(simple([[20, 21, 22, 23]] * 4, prompt)), Layout(row_tokens=18))
+    result = packed(batch_of(simple([[20, 21, 22, 23]] * 4, prompt)), Layout(seq_len=18))
     # prefix 9, branches of 4: two fit into 18
     assert [len(row) for row in result.rows] == [17, 17]
     assert all(row.token_ids[:9].tolist() == prompt[:9] for row in result.rows)
@@ -293,28 +293,28 @@ def test_a_tree_longer_than_a_row_is_split_and_its_prefix_copied():
 
 def test_a_segment_longer_than_a_row_is_refused_with_the_flag_and_what_is_needed():
     with pytest.raises(ConfigError) as error:
-        packed(batch_of(simple([[20] * 8, [30]], [10, 11, 12])), Layout(row_tokens=8, pad_multiple=4))
+        packed(batch_of(simple([[20] * 8, [30]], [10, 11, 12])), Layout(seq_len=8, pad_multiple=4))
     assert "10 tokens" in error.value.message
-    assert "row_tokens is 8" in error.value.message
-    assert "--trainer.row-tokens to at least 12" in error.value.hint
-    assert "--trainer.context-parallel to at least 2" in error.value.hint
+    assert "seq_len is 8" in error.value.message
+    assert "--trainer.seq-len to at least 12" in error.value.hint
+    assert "--trainer.context-parallel-degree to at least 2" in error.value.hint
 
 
 def test_a_row_that_devices_split_holds_what_is_longer_than_the_part_of_one():
     batch = batch_of(simple([[20] * 8, [30]], [10, 11, 12]))
-    result = packed(batch, Layout(row_tokens=8, context_parallel=2, pad_multiple=4))
+    result = packed(batch, Layout(seq_len=8, context_parallel_degree=2, pad_multiple=4))
     assert [len(row) for row in result.rows] == [16], "each part is padded to a multiple of 4"
-    (row,) = packed(batch, Layout(row_tokens=8, context_parallel=2, pad_multiple=4, tensor_parallel=3)).rows
+    (row,) = packed(batch, Layout(seq_len=8, context_parallel_degree=2, pad_multiple=4, tensor_parallel_degree=3)).rows
     assert len(row) == 24, "and to one of 3"
     with pytest.raises(ConfigError) as error:
-        packed(batch, Layout(row_tokens=4, context_parallel=2, pad_multiple=4))
-    assert "row_tokens is 4 on each of 2 devices" in error.value.message
-    assert "--trainer.row-tokens to at least 8" in error.value.hint
-    assert "--trainer.context-parallel to at least 3" in error.value.hint
+        packed(batch, Layout(seq_len=4, context_parallel_degree=2, pad_multiple=4))
+    assert "seq_len is 4 on each of 2 devices" in error.value.message
+    assert "--trainer.seq-len to at least 8" in error.value.hint
+    assert "--trainer.context-parallel-degree to at least 3" in error.value.hint
 
 
 def test_a_segment_that_just_fits_is_packed():
-    result = packed(batch_of(simple([[20] * 6, [30]], [10, 11, 12])), Layout(row_tokens=8, pad_multiple=4))
+    result = packed(batch_of(simple([[20] * 6, [30]], [10, 11, 12])), Layout(seq_len=8, pad_multiple=4))
     assert result.trained_tokens == 7
 
 
@@ -334,14 +334,14 @@ def test_ranks_without_work_get_a_row_of_padding():
 
 def test_ranks_run_rows_of_about_equal_length_side_by_side():
     groups = [simple([[20] * (5 + 7 * p), [30] * (9 + 5 * p)], [10] * 9) for p in range(12)]
-    result = packed(batch_of(*groups), Layout(shares=2, row_tokens=180))
+    result = packed(batch_of(*groups), Layout(shares=2, seq_len=180))
     loads = [sum(len(row) for row in result.rows[rank::2]) for rank in range(2)]
     assert max(loads) <= 1.1 * min(loads)
 
 
 def test_packing_twice_gives_the_same_rows():
     batch = batch_of(*[simple([[20] * (1 + (p * g) % 5) for g in range(4)], [10, 11, p]) for p in range(5)])
-    first, second = (packed(batch, Layout(shares=2, row_tokens=32)) for _ in range(2))
+    first, second = (packed(batch, Layout(shares=2, seq_len=32)) for _ in range(2))
     assert len(first.rows) == len(second.rows)
     for a, b in zip(first.rows, second.rows, strict=True):
         names = Row.__dataclass_fields__.keys() - {"routed"}
@@ -364,7 +364,7 @@ def test_unpack_returns_each_episode_in_token_order():
     prompt = [10, 11, 12]
     turns = [turn(prompt, [20, 21]), turn([10, 13, 13, 13, 13], [22, 23, 24])]
     batch = batch_of([(0.0, turns), (1.0, [turn(prompt, [30])])], simple([[40, 41], [50]], prompt))
-    result = packed(batch, Layout(shares=3, row_tokens=16))
+    result = packed(batch, Layout(shares=3, seq_len=16))
     back = unpack(result, [row.targets for row in result.rows])
     assert {e: values.tolist() for e, values in back.items()} == {
         0: [20, 21, 22, 23, 24],
@@ -380,7 +380,7 @@ def test_advantages_of_another_batch_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("field", "flag"), [("shares", "ranks"), *((n, n) for n in ("row_tokens", "context_parallel", "pad_multiple"))]
+    ("field", "flag"), [("shares", "ranks"), *((n, n) for n in ("seq_len", "context_parallel_degree", "pad_multiple"))]
 )
 def test_a_layout_of_nothing_is_refused_with_its_flag(field: str, flag: str):
     with pytest.raises(ConfigError, match="--trainer." + flag.replace("_", "-")):
@@ -389,7 +389,7 @@ def test_a_layout_of_nothing_is_refused_with_its_flag(field: str, flag: str):
 
 def test_rows_that_padding_would_make_too_long_are_refused():
     with pytest.raises(ConfigError, match=r"--trainer\.row-tokens to 1024"):
-        Layout(row_tokens=1000, pad_multiple=128)
+        Layout(seq_len=1000, pad_multiple=128)
 
 
 @st.composite
@@ -419,8 +419,8 @@ _BLANK = {"behaviour": 0, "advantages": 0, "versions": -1, "episodes": -1, "segm
 layouts = st.builds(
     Layout,
     shares=st.integers(1, 4),
-    row_tokens=st.sampled_from([48, 64, 256]),
-    context_parallel=st.integers(1, 3),
+    seq_len=st.sampled_from([48, 64, 256]),
+    context_parallel_degree=st.integers(1, 3),
     pad_multiple=st.sampled_from([1, 4, 16]),
     share_prefixes=st.booleans(),
 )
@@ -462,8 +462,8 @@ def test_each_trained_token_is_a_target_once_and_sees_exactly_what_came_before_i
 def test_rows_keep_to_their_layout_and_padding_is_inert(batch, layout):
     result = pack(batch, centered(batch), layout, drop_uniform=False)
     lengths = [len(row) for row in result.rows]
-    assert max(lengths) <= layout.row_tokens * layout.context_parallel
-    assert all(length % (layout.pad_multiple * layout.context_parallel) == 0 for length in lengths)
+    assert max(lengths) <= layout.seq_len * layout.context_parallel_degree
+    assert all(length % (layout.pad_multiple * layout.context_parallel_degree) == 0 for length in lengths)
     for row in result.rows:
         visible, padding = dense_mask(row), row.trees == -1
         assert visible.diagonal().all()
@@ -544,7 +544,7 @@ def lone_logprobs(model: TinyModel, episode: Episode) -> torch.Tensor:
 def test_a_model_scores_packed_episodes_as_it_scores_each_alone(share_prefixes):
     torch.manual_seed(5)
     model, batch = TinyModel().double(), two_turn_batch()
-    layout = Layout(shares=2, row_tokens=64, pad_multiple=8, share_prefixes=share_prefixes)
+    layout = Layout(shares=2, seq_len=64, pad_multiple=8, share_prefixes=share_prefixes)
     result = packed(batch, layout)
     found = packed_logprobs(model, result, [dense_mask(row) for row in result.rows])
     alone = [lone_logprobs(model, episode) for episode in batch.episodes]
@@ -561,7 +561,7 @@ def test_a_model_scores_packed_episodes_as_it_scores_each_alone(share_prefixes):
 def test_a_model_that_sees_across_branches_scores_differently():
     torch.manual_seed(5)
     model, batch = TinyModel(), two_turn_batch()
-    result = packed(batch, Layout(row_tokens=64))
+    result = packed(batch, Layout(seq_len=64))
     same_tree = [
         torch.ones(len(row), len(row), dtype=torch.bool).tril() & (row.trees[:, None] == row.trees[None, :])
         for row in result.rows

@@ -62,7 +62,7 @@ def test_the_plan_is_what_an_update_allocates(
 ):
     monkeypatch.setattr(titan_head, "HEAD_CHUNK_BYTES", 1 << 20)
     make_model(tmp_path, family, **SHAPE)
-    settings = TrainSettings(dtype="float32", row_tokens=768, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+    settings = TrainSettings(dtype="float32", seq_len=768, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
     planned = plan_training(tmp_path, settings, ranks=1, reference=False)
     engine = TitanEngine(tmp_path, settings)
     few, many = row_of(16, 3000), row_of(768, 3000)
@@ -77,17 +77,17 @@ def test_the_plan_is_what_an_update_allocates(
 
 def test_a_plan_splits_states_over_ranks_and_counts_a_reference_and_what_is_frozen(tmp_path: Path):
     make_model(tmp_path, **SHAPE)
-    settings = TrainSettings(dtype="bfloat16", row_tokens=128)
+    settings = TrainSettings(dtype="bfloat16", seq_len=128)
     one = plan_training(tmp_path, settings, ranks=1, reference=True)
     two = plan_training(tmp_path, settings, ranks=2, reference=True)
     assert (two.weights, two.optimizer, two.reference) == (one.weights // 2, one.optimizer // 2, one.weights // 4)
     assert one.reference == one.weights // 2, "the reference is in bfloat16, as is what is computed with it"
-    split = replace(settings, row_tokens=64, context_parallel=2)
+    split = replace(settings, seq_len=64, context_parallel_degree=2)
     assert plan_training(tmp_path, split, ranks=2, reference=True).weights == two.weights
     assert two.activations == one.activations
     assert one.gathered == one.weights // 2, "a single rank casts all to bfloat16, and keeps it"
     assert 0 < two.gathered < one.gathered
-    frozen = TrainSettings(dtype="bfloat16", row_tokens=128, frozen=("model.embed_tokens.*", "lm_head.*"))
+    frozen = TrainSettings(dtype="bfloat16", seq_len=128, frozen=("model.embed_tokens.*", "lm_head.*"))
     less = plan_training(tmp_path, frozen, ranks=1, reference=False)
     assert less.weights == one.weights
     assert one.gradients - less.gradients == 2 * 4 * 3000 * 96
@@ -101,7 +101,7 @@ def test_a_plan_of_longer_rows_grows_by_what_is_kept(tmp_path: Path):
         totals = [
             plan_training(
                 tmp_path,
-                TrainSettings(dtype="float32", row_tokens=tokens, activation_checkpointing=checkpointing),  # type: ignore[arg-type]
+                TrainSettings(dtype="float32", seq_len=tokens, activation_checkpointing=checkpointing),  # type: ignore[arg-type]
                 ranks=1,
                 reference=False,
             ).activations
@@ -170,10 +170,10 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
     monkeypatch.setattr(plan, "resolve_model", lambda *_: tmp_path)  # it has no tokenizer
     show_plan(Config(model=str(tmp_path)))
     shown = capsys.readouterr().out
-    assert "chosen: --trainer.row-tokens 8192" in shown
+    assert "chosen: --trainer.seq-len 8192" in shown
     assert "activations of 8192 tokens" in shown
     assert "state that comes here" not in shown, "it stays where both have room"
-    given = Trainer.Config(row_tokens=1024)
+    given = Trainer.Config(seq_len=1024)
     config = Config(model=str(tmp_path), trainer=given, generator=Generator.Config(dtype="bfloat16"))
     rank = plan_training(tmp_path, config.trainer, ranks=1, reference=True)
     weights = 2 * read_architecture(tmp_path).weights
@@ -185,7 +185,7 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
         "store of weights: versions": 2 * weights,
     }
     assert host(config) == moving
-    inside = replace(config, trainer=replace(config.trainer, cpu_offload=True))
+    inside = replace(config, trainer=replace(config.trainer, enable_cpu_offload=True))
     del moving[f"{trainer}state that comes here while engines decode"]
     always = {"weights, float32": rank.weights, "gradients": rank.gradients, "optimizer state": rank.optimizer}
     always |= {"frozen reference": rank.reference}

@@ -50,7 +50,7 @@ def random_experts(seed: int = 0, layers: int = LAYERS, experts: int = EXPERTS, 
 
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
-    return TitanEngine(folder, TrainSettings(dtype="float64", row_tokens=64, **settings))
+    return TitanEngine(folder, TrainSettings(dtype="float64", seq_len=64, **settings))
 
 
 def own_choices(engine: TitanEngine, laid: Packed) -> Packed:
@@ -70,7 +70,7 @@ def test_rows_carry_the_experts_of_each_input_token() -> None:
     unknown = (1, 1)  # an episode of the second group
     draw = random_experts()
     batch = with_experts(random_batch(0, vocab=43), lambda g, e, t, n: None if (g, e) == unknown else draw(g, e, t, n))
-    laid = packed(batch, tensor_parallel=8)
+    laid = packed(batch, tensor_parallel_degree=8)
     checked = 0
     for row in laid.rows:
         assert row.routed is not None
@@ -99,7 +99,7 @@ def test_rows_carry_the_experts_of_each_input_token() -> None:
 def test_a_replay_of_the_trainers_own_choice_changes_nothing(family: str, tmp_path: Path) -> None:
     make_model(tmp_path, family)
     plain, replaying = engine_of(tmp_path), engine_of(tmp_path, router_replay=True)
-    laid = packed(random_batch(0, vocab=43), row_tokens=32)
+    laid = packed(random_batch(0, vocab=43), seq_len=32)
     known = own_choices(plain, laid)
     if family == "deepseek_v3":  # the first layer is dense: what stands there is of no use
         known = replace(
@@ -206,7 +206,7 @@ def test_tokens_whose_experts_are_not_known_go_where_the_trainer_sends_them(tmp_
     make_model(tmp_path, "qwen3_moe")
     engine = engine_of(tmp_path, router_replay=True)
     batch = with_experts(random_batch(0, vocab=43), random_experts())
-    (row,) = packed(batch, row_tokens=128).rows
+    (row,) = packed(batch, seq_len=128).rows
     assert row.routed is not None
     (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
     (none,) = engine.logprobs([replace(row, routed=torch.full_like(row.routed, -1))], temperature=1.0)
@@ -216,8 +216,8 @@ def test_tokens_whose_experts_are_not_known_go_where_the_trainer_sends_them(tmp_
     (found,) = engine.logprobs([replace(row, routed=partly)], temperature=1.0)
     assert torch.allclose(found[row.trees == 1], own[row.trees == 1], rtol=0, atol=1e-12)
     assert (found - own)[row.trees == 0].abs().max() > 0.01
-    laid = replace(packed(batch, row_tokens=128), minibatches=())
-    minibatch = packed(batch, row_tokens=128).minibatches[0]
+    laid = replace(packed(batch, seq_len=128), minibatches=())
+    minibatch = packed(batch, seq_len=128).minibatches[0]
     laid = replace(laid, minibatches=(replace(minibatch, rows=(replace(row, routed=partly),)),))
     metrics = reduce(train_batch(engine, laid))
     assert metrics["experts/replayed"] == pytest.approx(float((row.trees == 0).sum() / (row.trees >= 0).sum()))
@@ -227,7 +227,7 @@ def test_tokens_whose_experts_are_not_known_go_where_the_trainer_sends_them(tmp_
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_what_is_computed_again_is_routed_as_before(checkpointing: str, tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3_moe")
-    laid = packed(with_experts(random_batch(0, vocab=43), random_experts()), row_tokens=32)
+    laid = packed(with_experts(random_batch(0, vocab=43), random_experts()), seq_len=32)
     assert len(laid.rows) > 1
     plain = engine_of(tmp_path, router_replay=True)
     again = engine_of(tmp_path, router_replay=True, activation_checkpointing=checkpointing)
@@ -241,7 +241,7 @@ def test_what_is_computed_again_is_routed_as_before(checkpointing: str, tmp_path
 
 def test_the_reference_chooses_for_itself(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3_moe")
-    engine = TitanEngine(tmp_path, TrainSettings(dtype="float64", row_tokens=64, router_replay=True), reference=True)
+    engine = TitanEngine(tmp_path, TrainSettings(dtype="float64", seq_len=64, router_replay=True), reference=True)
     row = packed(with_experts(random_batch(0, vocab=43), random_experts())).rows[0]
     (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
     (reference,) = engine._logprobs(engine._reference, [row], 1.0)

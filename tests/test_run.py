@@ -155,9 +155,9 @@ def run_here(recipe: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> int:
         (("--out", "/proc/forge_rl"), "--out"),
         (("--loss.kl-kind", "k3"), "--loss.kl-kind"),
         (("--trainer.recompute",), "--trainer.activation-checkpointing full"),
-        (("--plan", "--trainer.row-tokens", "262144"), "for each trainer rank, but this machine has"),
+        (("--plan", "--trainer.seq-len", "262144"), "for each trainer rank, but this machine has"),
         (("--generator.kv-cache-gib", "1e6"), "--generator.kv-cache-gib"),
-        (("--trainer.cpu-offload",), "--trainer.cpu-offload"),
+        (("--trainer.enable-cpu-offload",), "--trainer.enable-cpu-offload"),
     ],
 )
 def test_a_wrong_value_is_one_clear_message(

@@ -21,7 +21,7 @@ class Optimizer:
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
     ranks: int = 1
-    row_tokens: int = 32
+    seq_len: int = 32
     optimizer: Optimizer = field(default_factory=Optimizer)
 
 
@@ -73,13 +73,13 @@ def test_what_errors_advise_may_change_and_is_told(tmp_path: Path) -> None:
     advised = Config(
         steps=5,
         display="plain",
-        trainer=Trainer(row_tokens=64, ranks=2, optimizer=Optimizer(lr=0.2)),
+        trainer=Trainer(seq_len=64, ranks=2, optimizer=Optimizer(lr=0.2)),
         weights=Weights(shm="/mnt"),
         rewards=("length",),
     )
     _, (note,) = choose_folder(advised, "grpo", tmp_path / "run")
     for said in (
-        "--trainer.row-tokens was 32, is 64",
+        "--trainer.seq-len was 32, is 64",
         "--trainer.ranks",
         "--trainer.optimizer.lr",
         "--steps",

@@ -149,7 +149,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
 def test_a_phase_that_takes_too_long_names_what_it_waits_for(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
-    arguments = (*FOR_EVER, "--phase-deadline-s", "1", "--generator.max-new-tokens", "200")
+    arguments = (*FOR_EVER, "--phase-deadline-s", "1", "--generator.max-tokens", "200")
     command = tiny_run(commands, tiny_model, tmp_path / "run", *arguments)
     assert command.end(240) == 1
     assert re.search(r"phase \w+: .*did not end within its 1 s", command.output), command.output

@@ -15,7 +15,7 @@ from benchmarks.virtual_time import run
 from forge_rl.errors import ConfigError, TaskError
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.scheduler import Scheduler
-from forge_rl.rollout.state import RIDE_ALONG, GroupState, InflightEpisode, ScheduleConfig
+from forge_rl.rollout.state import OVERLAPPED, GroupState, InflightEpisode, ScheduleConfig
 from forge_rl.types import Episode, Outcome, Sampling, Task, Turn
 
 
@@ -68,7 +68,7 @@ def end(scheduler: Scheduler, episode: InflightEpisode, reward: float | None = N
 
 
 def evaluate(scheduler: Scheduler, tasks: int, *, episodes: int = 1) -> Evaluation:
-    """Let an evaluation ride along."""
+    """Overlap an evaluation with the batches."""
     named = [Task(id=f"e{number}", source="held", messages=()) for number in range(tasks)]
     evaluation = Evaluation({"held_out": named}, episodes=episodes, sampling=Sampling(max_tokens=4), version=0)
     scheduler.add_evaluation(evaluation.groups["held_out"])
@@ -77,7 +77,7 @@ def evaluate(scheduler: Scheduler, tasks: int, *, episodes: int = 1) -> Evaluati
 
 def kinds(episodes: list[InflightEpisode]) -> list[object]:
     """Batch of each episode, or "eval"."""
-    return ["eval" if episode.group.batch == RIDE_ALONG else episode.group.batch for episode in episodes]
+    return ["eval" if episode.group.batch == OVERLAPPED else episode.group.batch for episode in episodes]
 
 
 def names(groups: list[GroupState] | None) -> list[str]:
@@ -221,7 +221,7 @@ def test_surplus_groups_are_carried_on_and_the_mixture_stays_exact():
 
 
 def test_a_uniform_group_is_replaced_within_its_source_and_place():
-    scheduler = schedule(max_lag=1, replace_uniform=True)
+    scheduler = schedule(max_lag=1, dynamic_sampling=True)
     episodes = [episode for episode in begin(scheduler) if episode.group.batch == 0]
     for episode in episodes:
         end(scheduler, episode, 1.0 if episode.group.task.id == "a2" else None)
@@ -275,7 +275,7 @@ def test_a_source_that_only_fails_ends_the_run_with_its_name_and_what_to_mend():
 def test_dynamic_sampling_survives_where_most_groups_teach_nothing():
     for seed in range(2):
         rng = random.Random(seed)
-        scheduler = schedule(groups=8, max_lag=1, replace_uniform=True)
+        scheduler = schedule(groups=8, max_lag=1, dynamic_sampling=True)
         batches = 0
         while batches < 6:
             for episode in begin(scheduler) or [e for g in scheduler.planner.groups() for e in g.episodes]:
@@ -289,7 +289,7 @@ def test_dynamic_sampling_survives_where_most_groups_teach_nothing():
 
 
 def test_a_source_of_nothing_but_equal_rewards_is_named():
-    scheduler = schedule(max_lag=0, replace_uniform=True, most_replaced=2)
+    scheduler = schedule(max_lag=0, dynamic_sampling=True, max_replaced=2)
 
     def play() -> None:
         for _ in range(100):
@@ -301,7 +301,7 @@ def test_a_source_of_nothing_but_equal_rewards_is_named():
         TaskError, match=r"yielded 7 unusable groups in a row; .*all rewards of the last one were 1"
     ) as caught:
         play()
-    assert "--schedule.most-replaced" in caught.value.hint
+    assert "--schedule.max-replaced" in caught.value.hint
 
 
 def test_a_batch_of_equal_rewards_is_delivered_where_groups_are_not_replaced():
@@ -475,7 +475,7 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     kind=st.sampled_from(["pipelined", "synchronous", "one_step", "asynchronous"]),
     max_lag=st.integers(1, 3),
     over_sampling=st.sampled_from([1.0, 1.5, 2.0]),
-    replace_uniform=st.booleans(),
+    dynamic_sampling=st.booleans(),
     slots=st.integers(1, 40),
     groups=st.integers(1, 5),
     publishes=st.sampled_from([(1,), (0,), (2,), (0, 1), (1, 2), (0, 1, 2, 3)]),
@@ -487,7 +487,7 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     kind="pipelined",
     max_lag=3,
     over_sampling=1.5,
-    replace_uniform=False,
+    dynamic_sampling=False,
     slots=6,
     groups=1,
     publishes=(0, 1),
@@ -496,15 +496,15 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     seed=0,
 )
 def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_nothing_is_lost(
-    kind, max_lag, over_sampling, replace_uniform, slots, groups, publishes, evaluates, changes, seed
+    kind, max_lag, over_sampling, dynamic_sampling, slots, groups, publishes, evaluates, changes, seed
 ):
     """A batch may be followed by any number of publishes; some come while one is waited for. Bounds may change.
-    Evaluations ride along, and some are awaited."""
+    Evaluations overlap with batches, and some are awaited."""
     rng = random.Random(seed)
     tasks = Drawn()
     over_sampling = over_sampling if kind == "pipelined" else 1.0
     policy = ScheduleConfig(
-        kind=kind, max_lag=max_lag, over_sampling=over_sampling, replace_uniform=replace_uniform, max_episodes=64
+        kind=kind, max_lag=max_lag, over_sampling=over_sampling, dynamic_sampling=dynamic_sampling, max_episodes=64
     )
     largest = (policy.lag + 2) * over_sampling
     scheduler = schedule(groups=groups, episodes=2, tasks=tasks, **vars(policy))
@@ -524,7 +524,7 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
         scheduler.finish_turn(episode, interrupted=(again := rng.random() < 0.3) and rng.random() < 0.1)
         if again:
             scheduler.request_decode(episode)
-        elif episode.group.batch != RIDE_ALONG:
+        elif episode.group.batch != OVERLAPPED:
             scheduler.record_result(episode, result(episode, float(rng.random() < 0.5), outcome))
         elif outcome is Outcome.COMPLETED:
             assert evaluation is not None
@@ -539,7 +539,7 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
         if evaluation is not None and not scheduler.capacity.evaluating and rng.random() < 0.01:
             scheduler.await_evaluation(True)
         for episode in scheduler.pop_starts():
-            assert episode.group.batch == RIDE_ALONG or not scheduler.capacity.evaluating
+            assert episode.group.batch == OVERLAPPED or not scheduler.capacity.evaluating
             begun[episode] = served if episode.tries == 0 else min(begun[episode], served)
             scheduler.request_decode(episode)
         in_flight += scheduler.pop_grants()

@@ -108,8 +108,8 @@ def titan_logits(folder: Path, token_ids: torch.Tensor, model: torch.nn.Module |
         return model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
 
 
-def engine_of(folder: Path, row_tokens: int = 128) -> TitanEngine:
-    settings = TrainSettings(dtype="float64", row_tokens=row_tokens, optimizer=OptimizerConfig())
+def engine_of(folder: Path, seq_len: int = 128) -> TitanEngine:
+    settings = TrainSettings(dtype="float64", seq_len=seq_len, optimizer=OptimizerConfig())
     return TitanEngine(folder, settings)
 
 
@@ -179,7 +179,7 @@ def test_attention_by_tree_and_in_blocks_is_attention_under_the_whole_mask(
     laid = pack(
         batch := random_batch(0, vocab=43, groups=3),
         torch.ones(batch.rewards.shape),
-        Layout(row_tokens=1024, pad_multiple=pad_multiple),
+        Layout(seq_len=1024, pad_multiple=pad_multiple),
         drop_uniform=False,
     )
     (row,) = laid.rows
@@ -211,7 +211,7 @@ def test_attention_by_tree_and_in_blocks_is_attention_under_the_whole_mask(
 def test_sinks_and_windows_over_trees_are_a_softmax_with_one_more_score(window: int | None):
     from torchtitan.models.gpt_oss.model import apply_attention_sink_rescale
 
-    (row,) = packed(random_batch(0, vocab=43, groups=3), row_tokens=1024).rows
+    (row,) = packed(random_batch(0, vocab=43, groups=3), seq_len=1024).rows
     mask = dense_mask(row)
     if window is not None:
         mask &= row.positions[:, None] - row.positions < window
@@ -349,7 +349,7 @@ def test_a_packed_episode_has_the_logprobs_that_it_has_alone(family: str, tmp_pa
     make_model(tmp_path, family)
     engine = engine_of(tmp_path)
     batch = random_batch(5, vocab=43, groups=3, group_size=4)
-    shared, alone = packed(batch, row_tokens=128), packed(batch, row_tokens=32, share_prefixes=False)
+    shared, alone = packed(batch, seq_len=128), packed(batch, seq_len=32, share_prefixes=False)
     assert shared.packed_tokens < alone.packed_tokens
     assert len(alone.rows) > len(shared.rows)
     together = unpack(shared, engine.logprobs(shared.rows, temperature=1.0))

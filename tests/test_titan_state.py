@@ -49,7 +49,7 @@ TwoRanks = tuple[Path, list[dict[str, Any]], dict[str, torch.Tensor]]
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, decay="cosine")
-    given = {"dtype": "float32", "row_tokens": 256, "optimizer": config, **settings}
+    given = {"dtype": "float32", "seq_len": 256, "optimizer": config, **settings}
     return TitanEngine(folder, TrainSettings(**given))
 
 

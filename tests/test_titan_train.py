@@ -39,7 +39,7 @@ ODD: dict[str, object] = {
 
 
 def engine_of(folder: Path, *, reference: bool = False, **settings: Any) -> TitanEngine:
-    given = {"dtype": "float64", "row_tokens": 64, "optimizer": OPTIMIZER, **settings}
+    given = {"dtype": "float64", "seq_len": 64, "optimizer": OPTIMIZER, **settings}
     return TitanEngine(folder, TrainSettings(**given), reference=reference)
 
 
@@ -59,7 +59,7 @@ def moved(engine: TitanEngine, before: dict[str, torch.Tensor]) -> float:
 
 def plain_steps(plain: PlainTrainer, batch: Batch, loss: ClippedSurrogate = LOSS, **how: Any) -> list[dict[str, float]]:
     """Loss, gradient norm and learning rate of a batch's one update in plain PyTorch, with centered rewards."""
-    whole = packed(batch, row_tokens=256, drop_uniform=False)
+    whole = packed(batch, seq_len=256, drop_uniform=False)
     assert [each.tokens for each in whole.minibatches] == [sum(each.response_tokens for each in batch.episodes)]
     assert [each.sequences for each in whole.minibatches] == [len(batch.episodes)]
     centered = (batch.rewards - batch.rewards.mean(dim=1, keepdim=True)).flatten().tolist()
@@ -85,7 +85,7 @@ def test_steps_are_those_of_plain_pytorch(family: str, tied: bool, temperature: 
     # Warm-up over 2 steps to 1e-3, then linear over the 3 that are left.
     for seed, lr in enumerate([0.5e-3, 1e-3, 1e-3]):
         batch = random_batch(seed, vocab=43)
-        laid = packed(batch, row_tokens=32)
+        laid = packed(batch, seq_len=32)
         assert len(laid.rows) > 1
         metrics = reduce(step(engine, laid, loss=loss, temperature=temperature))
         (expected,) = plain_steps(plain, batch, loss, temperature=temperature)
@@ -167,7 +167,7 @@ AGGREGATIONS = [Aggregation(), Aggregation(kind="sequence_mean"), Aggregation(ki
 def test_the_scale_counts_groups_that_are_left_out_whatever_the_rows(aggregation: Aggregation, tmp_path: Path):
     model, loss = make_model(tmp_path), ClippedSurrogate(aggregation=aggregation)
     (expected,) = plain_steps(PlainTrainer(model, engine_of(tmp_path).model, OPTIMIZER), mixed_batch(0), loss)
-    for laid in (packed(mixed_batch(0), row_tokens=32), packed(mixed_batch(0), row_tokens=256, drop_uniform=False)):
+    for laid in (packed(mixed_batch(0), seq_len=32), packed(mixed_batch(0), seq_len=256, drop_uniform=False)):
         found = reduce(step(engine_of(tmp_path), laid, loss=loss))
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
@@ -178,7 +178,7 @@ def test_minibatches_and_epochs_are_updates_of_plain_pytorch(aggregation: Aggreg
     engine = engine_of(tmp_path)
     plain = PlainTrainer(model, engine.model, OPTIMIZER)
     batch = mixed_batch(1)
-    laid = packed(batch, row_tokens=32, minibatches=2)
+    laid = packed(batch, seq_len=32, minibatches=2)
     dealt = [{e // 3 for row in part.rows for e in row.episodes[row.mask].tolist()} for part in laid.minibatches]
     assert [len(part) for part in dealt] == [1, 1], "two groups have equal rewards"
     assert [part.sequences for part in laid.minibatches] == [6, 6]
@@ -214,7 +214,7 @@ class Recording(ClippedSurrogate):
 def test_a_loss_sees_the_row_and_the_policy_from_before_the_first_update(tmp_path: Path):
     make_model(tmp_path)
     engine = engine_of(tmp_path)
-    laid = packed(random_batch(0, vocab=43, groups=4), minibatches=2, row_tokens=32)
+    laid = packed(random_batch(0, vocab=43, groups=4), minibatches=2, seq_len=32)
     before = engine.logprobs(laid.rows, temperature=0.7)
     loss = Recording(aggregation=Aggregation(kind="sequence_mean"))
     step(engine, laid, loss=loss, epochs=2, temperature=0.7)
@@ -242,8 +242,8 @@ def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
     make_model(tmp_path)
     start = None
     results = []
-    for settings in ({"row_tokens": 256}, {"row_tokens": 32}, {"row_tokens": 64, "share_prefixes": False}):
-        engine = engine_of(tmp_path, row_tokens=256)
+    for settings in ({"seq_len": 256}, {"seq_len": 32}, {"seq_len": 64, "share_prefixes": False}):
+        engine = engine_of(tmp_path, seq_len=256)
         start = hf_weights(engine.model)
         laids = [packed(random_batch(seed, vocab=43, groups=3), **settings) for seed in range(2)]
         metrics = [reduce(step(engine, laids[0]))]
@@ -281,7 +281,7 @@ def test_recomputing_activations_runs_the_layers_twice(tmp_path: Path):
         for module in engine.model.modules():
             if type(module).__name__ == "TreeAttention":
                 module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        step(engine, packed(random_batch(0, vocab=43), row_tokens=256))
+        step(engine, packed(random_batch(0, vocab=43), seq_len=256))
         counts.append(len(calls))
     assert counts == [2, 4]
 
@@ -408,12 +408,12 @@ def train_as_rank(
         engine = engine_of(folder, activation_checkpointing=checkpointing, frozen=FROZEN_OF.get(name, ()))
         metrics = []
         for batch, loss, epochs, minibatches in zip(batches(), (LOSS, SEQUENCES), (1, 2), (1, 2), strict=False):
-            laid = packed(batch, shares=2, row_tokens=32, minibatches=minibatches)
+            laid = packed(batch, shares=2, seq_len=32, minibatches=minibatches)
             assert len(laid.rows) > 2
             with Reductions() as several:
                 metrics.append(step(engine, laid, loss=loss, epochs=epochs))
-        (laid,) = packed(batches()[2], row_tokens=256).minibatches
-        last = packed(batches()[2], row_tokens=256)
+        (laid,) = packed(batches()[2], seq_len=256).minibatches
+        last = packed(batches()[2], seq_len=256)
         with Reductions() as one:
             metrics.append(step(engine, replace(last, minibatches=(replace(laid, rows=(laid.rows[0], empty_row())),))))
         assert several.count == 4 * one.count > 0, "once an update, whatever the number of its rows"
@@ -455,8 +455,8 @@ class Failing(ClippedSurrogate):
 def test_a_step_that_fails_leaves_nothing_behind(dtype: str, tmp_path: Path):
     make_model(tmp_path)
     clean, failed = (engine_of(tmp_path, dtype=dtype) for _ in range(2))
-    bad = packed(random_batch(0, vocab=43, groups=4), row_tokens=32)
-    good = packed(random_batch(1, vocab=43, groups=4), row_tokens=32)
+    bad = packed(random_batch(0, vocab=43, groups=4), seq_len=32)
+    good = packed(random_batch(1, vocab=43, groups=4), seq_len=32)
     first, again = (reduce(step(engine, good)) for engine in (clean, failed))
     assert first == again
     before = training_state(failed.model, failed.optimizer, {})
@@ -498,7 +498,7 @@ def test_a_step_that_fails_before_the_first_forward_pass_says_why(tmp_path: Path
 def test_updates_before_the_one_that_fails_stay_and_count(tmp_path: Path):
     make_model(tmp_path)
     engine, plain = (engine_of(tmp_path) for _ in range(2))
-    laid = packed(random_batch(0, vocab=43, groups=4), row_tokens=64, minibatches=2)
+    laid = packed(random_batch(0, vocab=43, groups=4), seq_len=64, minibatches=2)
     first, _ = laid.minibatches
     with pytest.raises(LossError):
         step(engine, laid, loss=Failing(at=len(first.rows) + 1))
@@ -534,7 +534,7 @@ def test_a_reference_in_the_format_of_the_forward_pass_scores_as_the_weights_tha
     family: str, tmp_path: Path
 ):
     make_model(tmp_path, family)
-    rows = packed(random_batch(0, vocab=43), row_tokens=64).rows
+    rows = packed(random_batch(0, vocab=43), seq_len=64).rows
     for name in ("bfloat16", "float32"):
         engine = engine_of(tmp_path, dtype=name, reference=True)
         assert engine._reference is not None
@@ -558,11 +558,11 @@ def test_two_ranks_train_as_one(tmp_path: Path):
             make_model(folders[name], family, tie_word_embeddings=tied, **ODD)
     ranks = run_ranks(train_as_rank, 2, folders)
     for name, folder in folders.items():
-        engine = engine_of(folder, row_tokens=256, frozen=FROZEN_OF.get(name, ()))
+        engine = engine_of(folder, seq_len=256, frozen=FROZEN_OF.get(name, ()))
         before = hf_weights(engine.model)
         for index, batch in enumerate(batches()):
             many = index == 1
-            laid = packed(batch, row_tokens=256, minibatches=1 + many)
+            laid = packed(batch, seq_len=256, minibatches=1 + many)
             alone = reduce(step(engine, laid, loss=SEQUENCES if many else LOSS, epochs=1 + many))
             parts = [rank[name][0][index] for rank in ranks]
             assert parts[0]["grad_norm"] == parts[1]["grad_norm"]

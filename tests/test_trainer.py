@@ -39,7 +39,7 @@ async def open_trainer(
     """A trainer on a random model, and a store whose segments lie in the folder."""
     (folder / "shm").mkdir()
     optimizer = OptimizerConfig(lr=1e-2, decay="linear")
-    config = Trainer.Config(ranks=ranks, row_tokens=256, frozen=frozen, optimizer=optimizer, **settings)
+    config = Trainer.Config(ranks=ranks, seq_len=256, frozen=frozen, optimizer=optimizer, **settings)
     async with cluster(folder) as (made, faults), contextlib.AsyncExitStack() as stack:
         kept = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
         store = await WeightStore.start(kept, made, faults, deadline_s=60)
@@ -85,7 +85,7 @@ def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):
             }
             assert all(torch.equal(weights[name], start[name].bfloat16()) for name in start)
             batch = random_batch(0, vocab=43)
-            await trainer.step(packed(batch, shares=RANKS, row_tokens=256), ClippedSurrogate())
+            await trainer.step(packed(batch, shares=RANKS, seq_len=256), ClippedSurrogate())
             assert await trainer.publish(store, dtype="bfloat16") == trainer.version == 1
             second, weights = await read(store)
             assert {name for name in start if torch.equal(weights[name], start[name].bfloat16())} == frozen
@@ -97,7 +97,7 @@ def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("degree", ["tensor_parallel", "context_parallel"])
+@pytest.mark.parametrize("degree", ["tensor_parallel_degree", "context_parallel_degree"])
 def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp_path: Path):
     model = make_model(tmp_path / "hf")
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -106,7 +106,7 @@ def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp
 
     async def run() -> None:
         async with open_trainer(tmp_path, dtype="float64", **{degree: 2}) as (trainer, store):
-            laid = packed(batch, **vars(trainer.layout) | {"row_tokens": 32})
+            laid = packed(batch, **vars(trainer.layout) | {"seq_len": 32})
             assert len(laid.rows) > 1
             found = unpack(laid, await trainer.logprobs(laid))
             for index, episode in enumerate(batch.episodes):
@@ -246,7 +246,7 @@ class Counting:
 @pytest.mark.parametrize(("device", "moved"), [("cuda", 7), ("cpu", 0)])
 def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("forge_rl.services.trainer_actor.device_type", lambda: device)
-    settings = TrainSettings(dtype="float32", row_tokens=1, optimizer=OptimizerConfig())
+    settings = TrainSettings(dtype="float32", seq_len=1, optimizer=OptimizerConfig())
     actor = TrainerActor(Path(), settings, False, 1)
     actor._engine = Counting(held=7)  # type: ignore[assignment]
 
@@ -278,7 +278,7 @@ def test_a_step_without_room_says_which_flags_help() -> None:
         def train_batch(self, *_: object, **__: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    settings = TrainSettings(dtype="float32", row_tokens=1, optimizer=OptimizerConfig())
+    settings = TrainSettings(dtype="float32", seq_len=1, optimizer=OptimizerConfig())
     actor = TrainerActor(Path(), settings, False, 1)
     actor._engine = Full()  # type: ignore[assignment]
     actor._parcel.append(pickle.dumps([]))
@@ -286,7 +286,7 @@ def test_a_step_without_room_says_which_flags_help() -> None:
     arguments = [None] * (len(inspect.signature(step).parameters) - 1)
     with pytest.raises(ForgeError, match=r"ran out of device memory: CUDA out of memory\. Tried .*GiB\.\n") as caught:
         asyncio.run(step(actor, *arguments))
-    assert "--trainer.row-tokens" in caught.value.hint
+    assert "--trainer.seq-len" in caught.value.hint
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

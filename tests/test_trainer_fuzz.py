@@ -115,7 +115,7 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
     )
     minibatches, epochs = drawn.randint(1, prompts), drawn.choice([1, 1, 2])
     longest = max(len(segment.token_ids) for each in batch.episodes for segment in each.segments)
-    row_tokens = max(2, longest) + drawn.choice([0, 0, 3, 40])
+    seq_len = max(2, longest) + drawn.choice([0, 0, 3, 40])
     optimizer = OptimizerConfig(
         lr=3e-3,
         weight_decay=drawn.choice([0.0, 0.1]),
@@ -128,10 +128,10 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
         batch=batch,
         scale=drawn.choice(["std", "none"]),
         loss=loss,
-        layout=Layout(row_tokens=row_tokens, minibatches=minibatches, share_prefixes=drawn.random() < 0.8),
+        layout=Layout(seq_len=seq_len, minibatches=minibatches, share_prefixes=drawn.random() < 0.8),
         settings=TrainSettings(
             dtype="float64",
-            row_tokens=row_tokens,
+            seq_len=seq_len,
             activation_checkpointing=drawn.choice(["none", "selective", "full"]),
             frozen=drawn.choice([(), (), ("model.layers.0.*",)]),
             optimizer=optimizer,
@@ -210,7 +210,7 @@ def cases_of(seeds: range, model: torch.nn.Module, titan: torch.nn.Module) -> li
 def check_plain(family: str, seeds: range, folder: Path) -> None:
     """Train on the case of each seed as plain PyTorch does, and print how far they are apart."""
     model = make_model(folder, family)
-    titan = TitanEngine(folder, TrainSettings(dtype="float64", row_tokens=256)).model
+    titan = TitanEngine(folder, TrainSettings(dtype="float64", seq_len=256)).model
     trained = 0
     for case in cases_of(seeds, model, titan):
         laid = case.packed()
@@ -246,7 +246,12 @@ def check_plain(family: str, seeds: range, folder: Path) -> None:
     assert trained > 0.7 * len(seeds), "too few cases train anything"
 
 
-LAYOUTS = {"TP": {"tensor_parallel": 2}, "CP": {"context_parallel": 2}, "EP": {"expert_parallel": 2}, "FSDP": {}}
+LAYOUTS = {
+    "TP": {"tensor_parallel_degree": 2},
+    "CP": {"context_parallel_degree": 2},
+    "EP": {"expert_parallel_degree": 2},
+    "FSDP": {},
+}
 
 
 def train_in_layouts(
@@ -256,10 +261,10 @@ def train_in_layouts(
     results = []
     for case, name in itertools.product(cases, names):
         degrees = LAYOUTS[name]
-        row_tokens = -(-case.layout.row_tokens // degrees.get("context_parallel", 1))
-        settings = replace(case.settings, row_tokens=row_tokens, **degrees)
+        seq_len = -(-case.layout.seq_len // degrees.get("context_parallel_degree", 1))
+        settings = replace(case.settings, seq_len=seq_len, **degrees)
         shares = 2 // settings.peers
-        laid = case.packed(row_tokens=row_tokens, shares=shares, **{k: v for k, v in degrees.items() if k[0] != "e"})
+        laid = case.packed(seq_len=seq_len, shares=shares, **{k: v for k, v in degrees.items() if k[0] != "e"})
         engine = TitanEngine(folder, settings, reference=case.loss.kl_coef > 0)
         metrics = updates_of(engine, case, laid, slice(rank // settings.peers, None, shares))
         results.append((metrics, layouts.shards_of(engine)))
@@ -271,7 +276,7 @@ def train_in_layouts(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_settings_train_in_each_layout_as_in_one_process(family: str, tmp_path: Path):
     model = make_model(tmp_path, family)
-    titan = TitanEngine(tmp_path, TrainSettings(dtype="float64", row_tokens=256)).model
+    titan = TitanEngine(tmp_path, TrainSettings(dtype="float64", seq_len=256)).model
     cases = [case for case in cases_of(range(200, 206), model, titan) if case.packed().minibatches]
     names = ["TP", "CP", "EP" if "num_experts_per_tok" in layouts.FAMILIES[family] else "FSDP"]
     by_rank = run_ranks(train_in_layouts, 2, tmp_path, cases, names, deadline_s=600)

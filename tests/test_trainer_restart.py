@@ -90,7 +90,7 @@ async def open_trainer(folder: Path, *, ranks: int = 2, **config: int) -> AsyncI
     make_model(folder / "hf")
     async with cluster(folder) as (made, faults):
         trainer = await Trainer.start(
-            Trainer.Config(ranks=ranks, row_tokens=64, optimizer=OptimizerConfig(lr=1e-2), **config),
+            Trainer.Config(ranks=ranks, seq_len=64, optimizer=OptimizerConfig(lr=1e-2), **config),
             made,
             faults,
             model=folder / "hf",

@@ -47,7 +47,7 @@ def test_what_one_engine_compiled_serves_others(tmp_path: Path, monkeypatch: pyt
     configs = []
     for pid in (7, 8):
         monkeypatch.setattr(engine.os, "getpid", lambda pid=pid: pid)
-        arguments = engine._arguments(tmp_path, DecodeSettings(max_model_tokens=64), seed=pid)
+        arguments = engine._arguments(tmp_path, DecodeSettings(max_model_len=64), seed=pid)
         arguments.skip_tokenizer_init = True
         configs.append(arguments.create_engine_config())
     assert [config.additional_config.pid for config in configs] == [7, 8]

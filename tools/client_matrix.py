@@ -44,7 +44,7 @@ def environment(folder: Path) -> Path:
 @contextmanager
 def gateway(model: str, logs: Path) -> Iterator[str]:
     """Serve a model with a real engine; yield the base URL."""
-    flags = ("--port", "0", "--generator.max-model-tokens", "8192", "--generator.kv-cache-gib", "1")
+    flags = ("--port", "0", "--generator.max-model-len", "8192", "--generator.kv-cache-gib", "1")
     command = [sys.executable, "-m", "apps.gateway", "--model", model, "--out", str(logs), *flags]
     variables = {**os.environ, "FORGE_RL_API_KEY": KEY}
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=variables)

@@ -23,7 +23,7 @@ from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.attach import attach
 
-_ROOMY = ("--trainer.row-tokens", "4096", "--generator.max-requests", "256", "--evaluation.every", "0")
+_ROOMY = ("--trainer.seq-len", "4096", "--generator.max-num-seqs", "256", "--evaluation.every", "0")
 _KEPT = ("logprob_gap", "reward", "grad_norm", "utilisation", "tokens_per_s", "transition/", "seconds/", "memory")
 """Prefixes of metrics whose medians are kept."""
 _WAIT_S = 600.0
@@ -43,8 +43,8 @@ def large() -> dict[str, float]:
         bundled = resolve_model("smollm2-135m", default_cache())
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
             shutil.copy(bundled / name, folder / name)
-        lengths = ("--generator.max-new-tokens", "1024", "--generator.max-model-tokens", "2048")
-        rows = ("--trainer.row-tokens", "8192", "--generator.max-requests", "256", "--evaluation.every", "0")
+        lengths = ("--generator.max-tokens", "1024", "--generator.max-model-len", "2048")
+        rows = ("--trainer.seq-len", "8192", "--generator.max-num-seqs", "256", "--evaluation.every", "0")
         shapes = ("--groups-per-batch", "16", "--checkpoint-every", "5")
         return _run("--steps", "5", "--model", str(folder), "--placement", "colocated", *lengths, *rows, *shapes)
 
@@ -57,9 +57,11 @@ def sharded() -> dict[str, float]:
 def split() -> dict[str, float]:
     """Run the demo with context parallelism, and with tensor parallelism of 3 if there are enough GPUs."""
     shared = ("--steps", "5", "--placement", "colocated", *_ROOMY)
-    found = {f"context_{name}": value for name, value in _run(*shared, "--trainer.context-parallel", "2").items()}
+    found = {
+        f"context_{name}": value for name, value in _run(*shared, "--trainer.context-parallel-degree", "2").items()
+    }
     if gpus() > 2:  # the bundled model has 9 heads
-        tensor = _run(*shared, "--trainer.tensor-parallel", "3")
+        tensor = _run(*shared, "--trainer.tensor-parallel-degree", "3")
         found |= {f"tensor_{name}": value for name, value in tensor.items()}
     return found
 

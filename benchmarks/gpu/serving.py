@@ -22,7 +22,7 @@ def engine() -> dict[str, float]:
 
 
 async def _measure() -> dict[str, float]:
-    config = Generator.Config(max_requests=_REQUESTS, max_model_tokens=1024, max_new_tokens=_TOKENS)
+    config = Generator.Config(max_num_seqs=_REQUESTS, max_model_len=1024, max_tokens=_TOKENS)
     found: dict[str, float] = {}
     greedy: list[tuple[int, ...]] = []
     for name in ("first", "second"):

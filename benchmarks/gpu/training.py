@@ -43,20 +43,20 @@ def random_model(folder: Path, **shape: object) -> None:
 def small() -> dict[str, float]:
     """Measure updates of a model with 4 layers, on rows of 1,024 tokens."""
     shape = QWEN3_1_7B | {"vocab_size": 32000, "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 3072}
-    return _measure(shape, row_tokens=1024)
+    return _measure(shape, seq_len=1024)
 
 
 def large() -> dict[str, float]:
     """Measure updates of a model with Qwen3-1.7B's shapes, on rows of 8,192 tokens."""
-    return _measure(QWEN3_1_7B | {"vocab_size": 151936}, row_tokens=8192)
+    return _measure(QWEN3_1_7B | {"vocab_size": 151936}, seq_len=8192)
 
 
-def _measure(shape: dict[str, object], *, row_tokens: int, rows: int = 2) -> dict[str, float]:
+def _measure(shape: dict[str, object], *, seq_len: int, rows: int = 2) -> dict[str, float]:
     speed = products()["bfloat16_tflop_s"] * 1e12
     folder = Path(tempfile.mkdtemp(prefix="forge_rl-model-"))
     try:
         random_model(folder / "model", **shape)
-        return _updates(folder, shape, speed, TrainSettings(dtype="bfloat16", row_tokens=row_tokens), rows)
+        return _updates(folder, shape, speed, TrainSettings(dtype="bfloat16", seq_len=seq_len), rows)
     finally:
         shutil.rmtree(folder)
 
@@ -68,7 +68,7 @@ def _updates(
     planned = plan_training(folder / "model", settings, ranks=1, reference=False)
     engine = make_train_engine(folder / "model", settings)
     vocab = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
-    row = row_of(settings.row_tokens, vocab)
+    row = row_of(settings.seq_len, vocab)
     minibatch = Minibatch(rows=(row,) * rows, tokens=rows * len(row), sequences=rows)
 
     def update() -> float:

@@ -337,5 +337,5 @@ def _from_json(found: dict[str, Any]) -> Scan:
 
 def _hint(scan: Scan) -> str:
     if scan.too_long:
-        return "raise --generator.max-model-tokens, or lower --generator.max-new-tokens"
+        return "raise --generator.max-model-len, or lower --generator.max-tokens"
     return "provide more rows, or lower --data.held-out-share"

@@ -16,31 +16,31 @@ def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
     Raises:
         ConfigError: the context is too long.
     """
-    tokens, positions = settings.max_model_tokens, _positions(architecture)
+    tokens, positions = settings.max_model_len, _positions(architecture)
     if tokens > positions:
         raise ConfigError(
-            f"--generator.max-model-tokens is {tokens}, and the model has {positions} positions",
-            hint=f"set --generator.max-model-tokens to {positions} or less",
+            f"--generator.max-model-len is {tokens}, and the model has {positions} positions",
+            hint=f"set --generator.max-model-len to {positions} or less",
         )
     needed, room = sequence_bytes(architecture, settings), _cache_bytes(architecture, settings)
     if needed > room:
-        flag = "--generator.memory-share" if device_type() == "cuda" else "--generator.kv-cache-gib"
+        flag = "--generator.gpu-memory-utilization" if device_type() == "cuda" else "--generator.kv-cache-gib"
         raise ConfigError(
             f"keys and values of one sequence of {tokens} tokens need {needed / 2**30:.3g} GiB, and a device of the "
             f"engine has {max(0, room) / 2**30:.3g} GiB for them",
-            hint=f"raise {flag}, or lower --generator.max-model-tokens",
+            hint=f"raise {flag}, or lower --generator.max-model-len",
         )
 
 
 def sequence_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
-    """Return the minimum KV cache, in bytes per device, of one sequence of max_model_tokens."""
-    a, tokens = architecture, settings.max_model_tokens
+    """Return the minimum KV cache, in bytes per device, of one sequence of max_model_len."""
+    a, tokens = architecture, settings.max_model_len
     windowed = len(a.window_layers) if a.window else 0
     seen = (a.layers - windowed) * tokens + windowed * min(tokens, a.window or tokens)
     if a.latent:
         values = a.latent.kv_rank + a.latent.rope_dim
     else:
-        values = 2 * a.head_dim * max(1, a.kv_heads // settings.tensor_parallel)
+        values = 2 * a.head_dim * max(1, a.kv_heads // settings.tensor_parallel_size)
     return seen * values * resolve_dtype(settings.dtype).itemsize
 
 
@@ -56,5 +56,5 @@ def _cache_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
     """Return the maximum KV cache of one device of an engine, in bytes."""
     if device_type() == "cpu":
         return int(settings.kv_cache_gib * 2**30 / settings.devices)
-    weights = architecture.weights * resolve_dtype(settings.dtype).itemsize // settings.tensor_parallel
+    weights = architecture.weights * resolve_dtype(settings.dtype).itemsize // settings.tensor_parallel_size
     return int(settings.gpu_share * gpu_bytes()) - weights

@@ -30,12 +30,12 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
     """
     if device_type() == "cuda" and engines * settings.devices > gpus():
         raise ConfigError(
-            f"{engines} x an engine of {settings.tensor_parallel} x {settings.data_parallel} devices needs "
+            f"{engines} x an engine of {settings.tensor_parallel_size} x {settings.data_parallel_size} devices needs "
             f"{engines * settings.devices} GPUs, and there are {gpus()}",
-            hint="lower --generator.replicas, --generator.tensor-parallel or --generator.data-parallel; "
-            "--generator.max-requests has one engine decode more at a time",
+            hint="lower --generator.replicas, --generator.tensor-parallel-size or --generator.data-parallel-size; "
+            "--generator.max-num-seqs has one engine decode more at a time",
         )
-    if settings.devices == 1 and not (settings.expert_parallel or settings.routed_experts):
+    if settings.devices == 1 and not (settings.enable_expert_parallel or settings.routed_experts):
         return
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -46,19 +46,19 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error!r}", hint="give a model folder") from error
     if settings.routed_experts and not experts:
         raise ConfigError("the model has no experts to be returned", hint="leave out --generator.routed-experts")
-    if settings.expert_parallel:
+    if settings.enable_expert_parallel:
         _check_experts(experts, settings)
 
     def works(size: int) -> bool:
         shares_heads = heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
         return shares_heads and all(size == 1 or width % (_WORD_ITEMS * size) == 0 for width in widths)
 
-    if not works(settings.tensor_parallel):
+    if not works(settings.tensor_parallel_size):
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if works(size))
         raise ConfigError(
-            f"{settings.tensor_parallel} devices cannot share the model's {heads} heads, {key_heads} key heads and "
-            f"layers of width {' and '.join(map(str, widths))} evenly",
-            hint=f"set --generator.tensor-parallel to one of {sizes}",
+            f"{settings.tensor_parallel_size} devices cannot share the model's {heads} heads, {key_heads} key heads "
+            f"and layers of width {' and '.join(map(str, widths))} evenly",
+            hint=f"set --generator.tensor-parallel-size to one of {sizes}",
         )
 
 
@@ -75,22 +75,22 @@ def _dimensions(config: Mapping[str, int], settings: DecodeSettings) -> tuple[in
     widths = [heads * int(config.get("head_dim") or config["hidden_size"] // heads)]
     if not _experts(config):
         widths.append(int(config["intermediate_size"]))
-    elif not settings.expert_parallel:
+    elif not settings.enable_expert_parallel:
         widths.append(int(config.get("moe_intermediate_size") or config["intermediate_size"]))
     return heads, key_heads, widths
 
 
 def _check_experts(experts: int, settings: DecodeSettings) -> None:
     if not experts:
-        raise ConfigError("the model has no experts to be shared", hint="leave out --generator.expert-parallel")
+        raise ConfigError("the model has no experts to be shared", hint="leave out --generator.enable-expert-parallel")
     if settings.devices == 1:
         raise ConfigError(
             "an engine on a single device cannot be expert-parallel",
-            hint="raise --generator.tensor-parallel or --generator.data-parallel, or leave out "
-            "--generator.expert-parallel",
+            hint="raise --generator.tensor-parallel-size or --generator.data-parallel-size, or leave out "
+            "--generator.enable-expert-parallel",
         )
     if settings.devices > experts:
         raise ConfigError(
             f"{settings.devices} devices cannot share {experts} experts",
-            hint="lower --generator.tensor-parallel or --generator.data-parallel",
+            hint="lower --generator.tensor-parallel-size or --generator.data-parallel-size",
         )

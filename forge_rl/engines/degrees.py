@@ -12,7 +12,7 @@ from forge_rl.errors import ConfigError
 
 def least_ranks(settings: TrainSettings) -> int:
     """Return the smallest number of ranks that the parallel flags allow; its multiples work too."""
-    return settings.replicate * math.lcm(settings.peers, settings.expert_parallel)
+    return settings.data_parallel_replicate_degree * math.lcm(settings.peers, settings.expert_parallel_degree)
 
 
 def check_ranks(settings: TrainSettings, ranks: int) -> None:
@@ -23,7 +23,12 @@ def check_ranks(settings: TrainSettings, ranks: int) -> None:
     """
     least = least_ranks(settings)
     if ranks % least:
-        names = "tensor_parallel", "context_parallel", "expert_parallel", "replicate"
+        names = (
+            "tensor_parallel_degree",
+            "context_parallel_degree",
+            "expert_parallel_degree",
+            "data_parallel_replicate_degree",
+        )
         flags = [f"{_flag(name)} {getattr(settings, name)}" for name in names if getattr(settings, name) > 1]
         raise ConfigError(
             f"{ranks} ranks do not fit {' '.join(flags)}",
@@ -38,18 +43,18 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
         ConfigError: they do not; names the flags and the numbers that work.
     """
     a = architecture
-    _divides("tensor_parallel", settings.tensor_parallel, {"heads": a.heads, "key heads": a.kv_heads})
-    if settings.expert_parallel > 1 and a.experts is None:
+    _divides("tensor_parallel_degree", settings.tensor_parallel_degree, {"heads": a.heads, "key heads": a.kv_heads})
+    if settings.expert_parallel_degree > 1 and a.experts is None:
         raise ConfigError(
-            f"--trainer.expert-parallel is {settings.expert_parallel}, and the model has no experts",
-            hint="leave --trainer.expert-parallel out",
+            f"--trainer.expert-parallel-degree is {settings.expert_parallel_degree}, and the model has no experts",
+            hint="leave --trainer.expert-parallel-degree out",
         )
     if settings.router_replay and a.experts is None:
         raise ConfigError(
             "--trainer.router-replay is set, and the model has no experts", hint="leave --trainer.router-replay out"
         )
     if a.experts is not None:
-        _divides("expert_parallel", settings.expert_parallel, {"experts in a layer": a.experts.count})
+        _divides("expert_parallel_degree", settings.expert_parallel_degree, {"experts in a layer": a.experts.count})
     if 0 < gpus() < ranks:
         raise ConfigError(
             f"{ranks} ranks need a GPU each, and this machine has {gpus()}",

@@ -36,24 +36,24 @@ class DecodeSettings:
 
     dtype: Dtype = "auto"
     """Dtype of the engines' weights and activations. auto is bfloat16 on CUDA, float32 on CPU."""
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     """Devices that split each layer of an engine's model. Must divide the number of heads, and divide or be a multiple
     of the number of key heads."""
-    data_parallel: int = 1
-    """Copies of the model in one engine, each on tensor_parallel devices; requests are spread over them."""
-    expert_parallel: bool = False
+    data_parallel_size: int = 1
+    """Copies of the model in one engine, each on tensor_parallel_size devices; requests are spread over them."""
+    enable_expert_parallel: bool = False
     """Give each device of an engine whole experts instead of a part of each. For mixture-of-experts models."""
-    max_model_tokens: int = 1024
+    max_model_len: int = 1024
     """Maximum tokens of a prompt and its completion together."""
-    max_requests: int = 64
-    """Maximum requests that each data_parallel copy of an engine decodes at a time; further ones wait."""
+    max_num_seqs: int = 64
+    """Maximum requests that each data_parallel_size copy of an engine decodes at a time; further ones wait."""
     kv_cache_gib: float = 1.0
-    """Size of an engine's KV cache on CPU, in GiB; on CUDA the cache takes what memory_share leaves."""
-    memory_share: float = 0.4
+    """Size of an engine's KV cache on CPU, in GiB; on CUDA the cache takes what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float = 0.4
     """Share of a GPU's memory that an engine may take; trainer and engine may share a GPU."""
     routed_experts: bool = False
     """Return the experts that each token was routed to with each completion, for router replay in training."""
-    eager: bool = False
+    enforce_eager: bool = False
     """Disable compilation and CUDA graphs: starts sooner, decodes slower. Always the case on CPU."""
     stall_s: float = 180.0
     """Timeout for one step of an engine, including long prompts; an engine that exceeds it is replaced."""
@@ -61,12 +61,12 @@ class DecodeSettings:
     @property
     def gpu_share(self) -> float:
         """Share of a GPU's memory that an engine may take."""
-        return self.memory_share or _WHOLE_GPU
+        return self.gpu_memory_utilization or _WHOLE_GPU
 
     @property
     def devices(self) -> int:
         """Number of devices of an engine, each with one worker."""
-        return self.tensor_parallel * self.data_parallel
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 class DecodeEngine(Protocol):
@@ -131,12 +131,12 @@ class TrainSettings:
     dtype: TrainDtype = "auto"
     """Dtype of forward and backward. auto is bfloat16 on CUDA, float32 on CPU. Weights and optimizer state are float32,
     or float64 with float64, which is CPU only and meant for comparisons free of rounding."""
-    row_tokens: int = 1024
+    seq_len: int = 1024
     """Maximum tokens of a packed row on one device; a row is one microbatch, and no episode is longer."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass to save memory. full keeps only each layer's input, for a third more
     compute; selective also keeps the results of attention and of every second matmul; none keeps all."""
-    cpu_offload: bool = False
+    enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU when needed (FSDP2's
     CPU offload). For models that do not fit: slower, and the optimizer runs on the CPU."""
     stays_on_device: bool = False
@@ -146,16 +146,16 @@ class TrainSettings:
     """Weights not to train, as patterns of Hugging Face names such as "model.embed_tokens.*" "model.layers.[0-9].*".
     Frozen weights are published once."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    tensor_parallel: int = 1
+    tensor_parallel_degree: int = 1
     """Ranks that split each matrix: its heads, hidden units and vocabulary. Must divide the model's heads and key
     heads."""
-    context_parallel: int = 1
-    """Ranks that split each row, which then has up to this many times row_tokens: for episodes longer than one device
+    context_parallel_degree: int = 1
+    """Ranks that split each row, which then has up to this many times seq_len: for episodes longer than one device
     can hold."""
-    expert_parallel: int = 1
+    expert_parallel_degree: int = 1
     """Ranks that split the experts of a mixture-of-experts model. No additional ranks are needed: it divides the same
     ranks as the other degrees."""
-    replicate: int = 1
+    data_parallel_replicate_degree: int = 1
     """Copies of the policy, each sharded over its own part of the ranks (HSDP); 1 shards it over all."""
     router_replay: bool = False
     """Route each token to the experts that the engine chose for it, with gate weights from the trainer's own router.
@@ -165,12 +165,12 @@ class TrainSettings:
     @property
     def peers(self) -> int:
         """Number of ranks that train the same rows, each with its part of the model or of the row."""
-        return self.tensor_parallel * self.context_parallel
+        return self.tensor_parallel_degree * self.context_parallel_degree
 
     @property
     def longest_row(self) -> int:
         """Maximum tokens of a row over all ranks that split it."""
-        return self.row_tokens * self.context_parallel
+        return self.seq_len * self.context_parallel_degree
 
 
 class TrainEngine(Protocol):

@@ -19,7 +19,7 @@ class Backend(Protocol):
         """Name of the model in requests and in /v1/models."""
 
     @property
-    def max_model_tokens(self) -> int:
+    def max_model_len(self) -> int:
         """Maximum tokens of a prompt and its completion together."""
 
     async def decode(
@@ -48,8 +48,8 @@ class GeneratorBackend:
         self.model = model
 
     @property
-    def max_model_tokens(self) -> int:
-        return self._generator.config.max_model_tokens
+    def max_model_len(self) -> int:
+        return self._generator.config.max_model_len
 
     async def decode(
         self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, session: str | None, gather_s: float

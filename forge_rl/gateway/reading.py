@@ -33,14 +33,14 @@ class Reader:
 
     Args:
         tokenizer: the model's tokenizer.
-        max_model_tokens: length of the model's context.
+        max_model_len: length of the model's context.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
         self._tokenizer = tokenizer
-        self._limit = max_model_tokens
+        self._limit = max_model_len
         self._longest_token = max(map(len, tokenizer.hf.get_vocab()))
-        self._most_values = max(_MOST_VALUES, 2 * max_model_tokens)
+        self._most_values = max(_MOST_VALUES, 2 * max_model_len)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="gateway-requests")
         """One thread, so that clients' requests cannot take the event loop's core."""
         self._threads: set[int] = set()

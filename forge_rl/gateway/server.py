@@ -83,7 +83,7 @@ class Gateway:
         self._backend = backend
         self._tokenizer = tokenizer
         self._models = tuple(dict.fromkeys((backend.model, *config.aliases)))
-        self._reader = Reader(tokenizer, backend.max_model_tokens)
+        self._reader = Reader(tokenizer, backend.max_model_len)
         self._constraints = constraints or ConstraintChecker(tokenizer)
         self._owns_constraints = constraints is None
         self._vllm: VLLMServer | None = None
@@ -308,7 +308,7 @@ class Gateway:
             "object": "model",
             "created": self._started_s,
             "owned_by": "forge_rl",
-            "max_model_len": self._backend.max_model_tokens,
+            "max_model_len": self._backend.max_model_len,
             "type": "model",
             "display_name": name,
             "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started_s)),

@@ -88,7 +88,7 @@ class VLLMServer:
         hf = get_cached_tokenizer(tokenizer.hf)
         model = SimpleNamespace(
             model=backend.model,
-            max_model_len=backend.max_model_tokens,
+            max_model_len=backend.max_model_len,
             hf_config=SimpleNamespace(model_type=tokenizer.model_type),
             hf_text_config=SimpleNamespace(model_type=tokenizer.model_type),
             generation_config="vllm",

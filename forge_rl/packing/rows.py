@@ -28,17 +28,17 @@ class Layout:
     shares: int = 1
     """Number of data-parallel shares, each trained by one rank or by several that split its rows or the model; the
     number of rows is a multiple of it."""
-    row_tokens: int = 2048
+    seq_len: int = 2048
     """Maximum tokens of a row per device, padding included."""
-    context_parallel: int = 1
-    """Number of devices that split a row, whose maximum length is row_tokens times this."""
+    context_parallel_degree: int = 1
+    """Number of devices that split a row, whose maximum length is seq_len times this."""
     pad_multiple: int = 1
     """Multiple to which a device's part of a row is padded: 128 if FlexAttention's blocks need it."""
     least_tokens: int = 1
     """Minimum tokens of a device's part of a row, padding included: 256 if shorter ones would need extra graphs."""
-    tensor_parallel: int = 1
+    tensor_parallel_degree: int = 1
     """Number of devices that split the activations of one part of a row; its length is also padded to a multiple of
-    this, and row_tokens does not count that padding."""
+    this, and seq_len does not count that padding."""
     minibatches: int = 1
     """Number of minibatches per batch, each for one update. A group is in one minibatch; each source's groups are
     spread over the minibatches as evenly as possible."""
@@ -50,21 +50,29 @@ class Layout:
     """Store and compute a common prefix once. If off, each segment is its own tree with one branch."""
 
     def __post_init__(self) -> None:
-        sizes = "shares", "row_tokens", "context_parallel", "pad_multiple", "tensor_parallel", "minibatches", "epochs"
+        sizes = (
+            "shares",
+            "seq_len",
+            "context_parallel_degree",
+            "pad_multiple",
+            "tensor_parallel_degree",
+            "minibatches",
+            "epochs",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 flag = "--trainer." + name.replace("_", "-").replace("shares", "ranks")
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
-        if self.row_tokens % self.pad_multiple:
+        if self.seq_len % self.pad_multiple:
             raise ConfigError(
-                f"row_tokens is {self.row_tokens}, not a multiple of pad_multiple {self.pad_multiple}",
-                hint=f"set --trainer.row-tokens to {round_up(self.row_tokens, self.pad_multiple)}",
+                f"seq_len is {self.seq_len}, not a multiple of pad_multiple {self.pad_multiple}",
+                hint=f"set --trainer.seq-len to {round_up(self.seq_len, self.pad_multiple)}",
             )
 
     @property
     def longest(self) -> int:
         """Maximum tokens of a row, summed over the devices that split it."""
-        return self.row_tokens * self.context_parallel
+        return self.seq_len * self.context_parallel_degree
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -226,12 +234,12 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
     packed = [branch for group in groups for tree in group.trees for branch in tree.branches]
     needed = max((branch.inputs for branch in packed), default=0)
     if needed > layout.longest:
-        on_one = round_up(-(-needed // layout.context_parallel), layout.pad_multiple)
+        on_one = round_up(-(-needed // layout.context_parallel_degree), layout.pad_multiple)
         raise ConfigError(
-            f"an episode needs a row of {needed} tokens, but row_tokens is {layout.row_tokens}"
-            + (f" on each of {layout.context_parallel} devices" if layout.context_parallel > 1 else ""),
-            hint=f"set --trainer.row-tokens to at least {on_one}, or --trainer.context-parallel to at least "
-            f"{-(-needed // layout.row_tokens)} to split each row over that many devices; or shorten episodes",
+            f"an episode needs a row of {needed} tokens, but seq_len is {layout.seq_len}"
+            + (f" on each of {layout.context_parallel_degree} devices" if layout.context_parallel_degree > 1 else ""),
+            hint=f"set --trainer.seq-len to at least {on_one}, or --trainer.context-parallel-degree to at least "
+            f"{-(-needed // layout.seq_len)} to split each row over that many devices; or shorten episodes",
         )
     sources, has_trees = [group.task.source for group in batch.groups], [bool(group.trees) for group in groups]
     epochs = layout.epochs if layout.minibatches > 1 else 1
@@ -290,9 +298,9 @@ class _Group:
 def _minibatch(groups: list[_Group], layout: Layout) -> Minibatch:
     lengths = {episode: length for group in groups for episode, length in group.lengths.items()}
     trees = [tree for group in groups for tree in group.trees]
-    rows = assign_rows(trees, row_tokens=layout.longest, shares=layout.shares)
-    multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel) * layout.context_parallel
-    least = layout.least_tokens * layout.context_parallel
+    rows = assign_rows(trees, seq_len=layout.longest, shares=layout.shares)
+    multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel_degree) * layout.context_parallel_degree
+    least = layout.least_tokens * layout.context_parallel_degree
     return Minibatch(
         rows=tuple(_row(row, multiple, least, lengths) for row in rows),
         tokens=sum(lengths.values()),

@@ -133,7 +133,7 @@ def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
     return int(differs.argmax()) if differs.any() else size
 
 
-def assign_rows(trees: list[Tree], *, row_tokens: int, shares: int) -> list[list[Tree]]:
+def assign_rows(trees: list[Tree], *, seq_len: int, shares: int) -> list[list[Tree]]:
     """Assign trees to rows: as many as first-fit decreasing needs, rounded up to a multiple of shares, then balanced.
 
     Shares process their rows in lockstep, so a plan's cost is the length of the longest row of each step, summed over
@@ -141,8 +141,8 @@ def assign_rows(trees: list[Tree], *, row_tokens: int, shares: int) -> list[list
     """
     if not trees:
         return []
-    pieces = [piece for tree in trees for piece in tree.fit(row_tokens)]
-    first = _first_fit(pieces, row_tokens)
+    pieces = [piece for tree in trees for piece in tree.fit(seq_len)]
+    first = _first_fit(pieces, seq_len)
     count = round_up(len(first), shares)
     plans: list[list[list[Tree]]] = [first + [[] for _ in range(count - len(first))]]
     fair = max(1.0, sum(tree.size for tree in trees) / count)
@@ -150,7 +150,7 @@ def assign_rows(trees: list[Tree], *, row_tokens: int, shares: int) -> list[list
         finer = [part for piece in pieces for part in piece.split(max(1, math.ceil(piece.size * grain / fair)))]
         bins = _balance([piece.size for piece in finer], count)
         plan = [_merge([finer[i] for i in bin_]) for bin_ in bins]
-        if max(row_size(row) for row in plan) <= row_tokens:
+        if max(row_size(row) for row in plan) <= seq_len:
             plans.append(plan)
 
     def cost(plan: list[list[Tree]]) -> tuple[int, int]:

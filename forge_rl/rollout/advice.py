@@ -39,7 +39,7 @@ class Advice:
         lasting = len(self._cut_rewards) >= _CUT_BATCHES and mean_reward <= self._cut_rewards[0]
         if cut > _NEARLY_ALL * len(episodes) or lasting:
             found["cut"] = (
-                f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-new-tokens {self._longest()} or "
+                f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {self._longest()} or "
                 "by the context: raise it if answers need more"
             )
         if all(max(group.rewards) == min(group.rewards) for group in batch.groups):

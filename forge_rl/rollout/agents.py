@@ -62,7 +62,7 @@ class SessionBackend:
 
     def __init__(self, outside: Backend) -> None:
         self.model = outside.model
-        self.max_model_tokens = outside.max_model_tokens
+        self.max_model_len = outside.max_model_len
         self._outside = outside
         self._clients: dict[str, tuple[PolicyClient, asyncio.Lock]] = {}
 
@@ -156,7 +156,7 @@ class AgentEpisodeRunner:
             return Outcome.INFRASTRUCTURE_ERROR, "", failure
         if failure and session.refusal is not None:
             if session.refusal.code == "context_length_exceeded" and last is None:
-                raise ContextError(session.refusal.message, hint="raise --generator.max-model-tokens")
+                raise ContextError(session.refusal.message, hint="raise --generator.max-model-len")
             if session.refusal.code in ("context_length_exceeded", SESSION_FULL) and last is not None:
                 return Outcome.TRUNCATED, last.text, ""
             if session.refusal.code == ENDS_ENGINES:

@@ -228,7 +228,7 @@ class BatchPlanner:
         self._unused[group.task.source, "failed"] = self._unused[group.task.source, "too_long"] = 0
         if not group.is_uniform:
             self._unused[group.task.source, "uniform"] = 0
-        elif self._config.replace_uniform and not self._config.in_rounds:
+        elif self._config.dynamic_sampling and not self._config.in_rounds:
             self._replace_uniform([group])
 
     def replace(
@@ -255,7 +255,7 @@ class BatchPlanner:
         batch.completed -= group.completed is not None
         self._drop(group, reason)
         self._unused[source, reason] += 1
-        batches = self._config.most_replaced if reason == "uniform" else _MOST_FAILED
+        batches = self._config.max_replaced if reason == "uniform" else _MOST_FAILED
         if (found := self._unused[source, reason]) > batches * self._groups:
             self._unused[source, reason] = 0
             raise error(f"source {source} yielded {found} unusable groups in a row; {problem}", hint=hint)
@@ -285,7 +285,7 @@ class BatchPlanner:
         """Choose the groups of the batch; None while it is incomplete."""
         if batch.completed < (len(batch.groups) if self._config.in_rounds else self._groups):
             return None
-        if self._config.in_rounds and self._config.replace_uniform:
+        if self._config.in_rounds and self._config.dynamic_sampling:
             uniform = [group for group in batch.groups if group.is_uniform]
             self._replace_uniform(uniform)
             if uniform:
@@ -329,8 +329,8 @@ class BatchPlanner:
                 "uniform",
                 f"all rewards of the last one were {group.results[0].reward:g}",
                 "its tasks may be too easy or too hard for this model, or its answers not recognised: see "
-                "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.most-replaced, or drop "
-                "--schedule.replace-uniform",
+                "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.max-replaced, or drop "
+                "--schedule.dynamic-sampling",
             )
 
     def _drop_aged(self) -> None:

@@ -22,7 +22,7 @@ class Decoder(Protocol):
     def sampling(self) -> Sampling: ...
 
     @property
-    def max_model_tokens(self) -> int: ...
+    def max_model_len(self) -> int: ...
 
     @property
     def version(self) -> int | None: ...
@@ -103,12 +103,12 @@ class PolicyClient:
         Raises:
             ContextError: the context has no room for a single token.
         """
-        longest = self.dispatcher.generator.max_model_tokens
+        longest = self.dispatcher.generator.max_model_len
         room = longest - len(prompt_ids)
         if room < 1:
             raise ContextError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {longest}",
-                hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
+                hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
             )
         sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
         return ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer).run(self._decode)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from forge_rl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
 from forge_rl.errors import ConfigError, ForgeError, check_flags
-from forge_rl.rollout.state import RIDE_ALONG, GroupState, InflightEpisode
+from forge_rl.rollout.state import OVERLAPPED, GroupState, InflightEpisode
 from forge_rl.types import Episode, Outcome, Sampling, Task
 
 
@@ -24,8 +24,8 @@ class EvalConfig:
     """k: episodes per task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k if answers are extracted."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy. Seeds are the same in every evaluation."""
-    max_new_tokens: int | None = None
-    """Maximum tokens per completion; by default --generator.max-new-tokens."""
+    max_tokens: int | None = None
+    """Maximum tokens per completion; by default --generator.max-tokens."""
     success: float = 1.0
     """Minimum reward of a successful episode, for pass@k."""
     blocking: bool = False
@@ -39,7 +39,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         least = {"every": 0, "tasks": 0, "episodes": 1, "temperature": 0}
-        least |= {"max_new_tokens": 1} if self.max_new_tokens is not None else {}
+        least |= {"max_tokens": 1} if self.max_tokens is not None else {}
         check_flags(self, "--evaluation.", least=least, below={"temperature": 10})
         if self.episodes > 1 and self.temperature == 0:
             raise ConfigError(
@@ -80,7 +80,7 @@ class Evaluation:
         """Number of unfinished episodes, and of all episodes."""
         for number, (name, tasks) in enumerate(sets.items()):
             groups = [
-                GroupState(task, RIDE_ALONG, (RIDE_ALONG, number, place), order=place)
+                GroupState(task, OVERLAPPED, (OVERLAPPED, number, place), order=place)
                 for place, task in enumerate(tasks)
             ]
             for group in groups:

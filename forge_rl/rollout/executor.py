@@ -32,11 +32,11 @@ from forge_rl.rollout.dispatcher import Decoder, Dispatcher, PolicyClient
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
-from forge_rl.rollout.state import RIDE_ALONG, InflightEpisode, ScheduleConfig
+from forge_rl.rollout.state import OVERLAPPED, InflightEpisode, ScheduleConfig
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
-_LONGER = "raise --generator.max-model-tokens, or choose tasks with shorter prompts"
+_LONGER = "raise --generator.max-model-len, or choose tasks with shorter prompts"
 _WAVE = 64
 """Maximum episodes started per event loop iteration, so that others get their turn."""
 
@@ -351,7 +351,7 @@ class RolloutExecutor:
             idle = self._failure is not None or self._giving_up is not None or self._more is not None
             starts = [] if idle else scheduler.pop_starts(most=_WAVE)
             for episode in starts:
-                running = self._evaluate(episode) if episode.group.batch == RIDE_ALONG else self._run(episode)
+                running = self._evaluate(episode) if episode.group.batch == OVERLAPPED else self._run(episode)
                 task = self._running[episode] = loop.create_task(running)
                 task.add_done_callback(functools.partial(self._forget, episode))
             if len(starts) == _WAVE:

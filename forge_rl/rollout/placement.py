@@ -177,6 +177,6 @@ def shares_devices(
         raise ConfigError(
             f"{ranks} trainer ranks and {engines} engine devices need {needed} separate GPUs, but there are {there}",
             hint=f"choose {share}, or fewer --trainer.ranks or --generator.replicas, or a lower "
-            "--generator.tensor-parallel or --generator.data-parallel",
+            "--generator.tensor-parallel-size or --generator.data-parallel-size",
         )
     return placement == "colocated" or (placement == "auto" and 0 < there < needed)

@@ -15,7 +15,7 @@ from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError, UnscoredError
 from forge_rl.rollout.batch_planner import BatchPlanner, Reason
 from forge_rl.rollout.capacity import EngineCapacity
-from forge_rl.rollout.state import EVALUATION, RIDE_ALONG, GroupState, InflightEpisode, ScheduleConfig, State
+from forge_rl.rollout.state import EVALUATION, OVERLAPPED, GroupState, InflightEpisode, ScheduleConfig, State
 from forge_rl.types import Episode, Outcome, Task
 
 _MEMORY = 0.95
@@ -27,7 +27,7 @@ _NO_EPISODES: dict[State, int] = dict.fromkeys(get_args(State), 0)
 class Scheduler:
     """Decides which episodes start and decode, for the planner's batches and for evaluations.
 
-    Episodes of an evaluation ride along: they use the capacity that the awaited batch leaves free, take precedence over
+    Episodes of an overlapped evaluation use the capacity that the awaited batch leaves free, take precedence over
     later batches, and pause with them. While the evaluation itself is awaited, they go first, and no episode of a batch
     starts.
 
@@ -100,7 +100,7 @@ class Scheduler:
         self._set_state(episode, "done")
 
     def add_evaluation(self, groups: Iterable[GroupState]) -> None:
-        """Add an evaluation's episodes, in this order; the groups' batch is RIDE_ALONG."""
+        """Add an evaluation's episodes, in this order; the groups' batch is OVERLAPPED."""
         for group in groups:
             self.evaluation_states["new"] += len(group.episodes)
             self._to_evaluate += group.episodes
@@ -124,11 +124,11 @@ class Scheduler:
             episode.ticket = self._tickets
         rank: float = episode.group.batch
         heap = self._waiting
-        if rank == RIDE_ALONG and self.capacity.evaluating:
+        if rank == OVERLAPPED and self.capacity.evaluating:
             rank = EVALUATION
         elif episode.interrupted:
             rank = EVALUATION if rank == EVALUATION else EVALUATION + 0.5
-        elif rank == RIDE_ALONG:
+        elif rank == OVERLAPPED:
             heap = self._riding
         heapq.heappush(heap, (rank, episode.ticket, episode))
 
@@ -145,7 +145,7 @@ class Scheduler:
             return
         self._set_state(episode, "new")
         episode.engine = None
-        if episode.group.batch == RIDE_ALONG:
+        if episode.group.batch == OVERLAPPED:
             self._to_evaluate.appendleft(episode)
         else:
             self._queue(episode)
@@ -223,7 +223,7 @@ class Scheduler:
                 break
             if episode is None:
                 break
-            if episode.group.batch != RIDE_ALONG:
+            if episode.group.batch != OVERLAPPED:
                 self.planner.start(episode.group)
             self._set_state(episode, "in_env")
             found.append(episode)

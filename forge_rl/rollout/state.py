@@ -24,10 +24,10 @@ class ScheduleConfig:
     over_sampling: float = 1.0
     """Start this many times the groups that a batch needs; the first to complete form the batch, and the others carry
     over to the next. The rare group that is then too old is dropped and counted as groups/replaced_aged."""
-    replace_uniform: bool = False
+    dynamic_sampling: bool = False
     """Dynamic sampling: replace a group whose rewards are all equal by another task of the same source."""
-    most_replaced: int = 64
-    """Stop after this many batches' worth of consecutive groups of a source were replaced by replace_uniform."""
+    max_replaced: int = 64
+    """Stop after this many batches' worth of consecutive groups of a source were replaced by dynamic_sampling."""
     retries: int = 2
     """Restarts of an episode after a failure that is not the policy's, before its group is replaced. If scoring fails,
     only the score is retried, then the group is replaced."""
@@ -38,7 +38,7 @@ class ScheduleConfig:
         check_flags(
             self,
             "--schedule.",
-            least={"max_lag": 0, "over_sampling": 1, "most_replaced": 1, "retries": 0, "max_episodes": 1},
+            least={"max_lag": 0, "over_sampling": 1, "max_replaced": 1, "retries": 0, "max_episodes": 1},
             most={"over_sampling": 8},
         )
         if self.over_sampling > 1 and (self.kind != "pipelined" or self.max_lag == 0):
@@ -78,7 +78,7 @@ done: has a result, or is no longer needed."""
 
 EVALUATION = -1
 """Batch number of episodes that belong to no batch and go first."""
-RIDE_ALONG = -2
+OVERLAPPED = -2
 """Batch number of an evaluation's episodes: they go after the awaited batch and before later ones, or first while the
 evaluation is awaited."""
 
@@ -92,7 +92,7 @@ class GroupState:
     """Number of the batch that the group is planned for; a surplus group moves on to the next."""
     place: tuple[int, int, int]
     """Original batch number, place in the batch, and number of groups replaced at that place; the same in every run
-    with the same seed. For evaluations: RIDE_ALONG, number of the set, and place in it."""
+    with the same seed. For evaluations: OVERLAPPED, number of the set, and place in it."""
     order: int
     """Number of groups planned before this one."""
     episodes: list[InflightEpisode] = field(default_factory=list)

@@ -96,7 +96,7 @@ class AttachedRun:
         """Let the run serve its current policy over OpenAI's API, on this machine, until the run ends.
 
         Returns:
-            "url", "key" and "model" for clients, the model's "folder", and "max_model_tokens".
+            "url", "key" and "model" for clients, the model's "folder", and "max_model_len".
         """
         found: dict[str, Any] = self.ask("open_gateway")
         return found

@@ -68,9 +68,9 @@ def choose(
         memory: plans the memory of a trainer rank.
     """
     trainer, generator, lines = config.trainer, config.generator, list[str]()
-    needed = max(LEAST_ROW, round_up(-(-generator.max_model_tokens // trainer.context_parallel), PAD_MULTIPLE))
-    tokens = trainer.row_tokens or needed
-    found = memory(replace(trainer, row_tokens=tokens))
+    needed = max(LEAST_ROW, round_up(-(-generator.max_model_len // trainer.context_parallel_degree), PAD_MULTIPLE))
+    tokens = trainer.seq_len or needed
+    found = memory(replace(trainer, seq_len=tokens))
     engines = generator.replicas * generator.devices
     turns = not config.schedule.decodes_while_training
     shared = shares_devices(
@@ -82,9 +82,9 @@ def choose(
     )
 
     beside = gpu - round(found.state / _USABLE) - _CONTEXT_BYTES
-    weights = 2 * architecture.weights // generator.tensor_parallel
-    wanted = generator.memory_share * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
-    stays = trainer.stays_on_device or (turns and not trainer.cpu_offload and beside >= wanted)
+    weights = 2 * architecture.weights // generator.tensor_parallel_size
+    wanted = generator.gpu_memory_utilization * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
+    stays = trainer.stays_on_device or (turns and not trainer.enable_cpu_offload and beside >= wanted)
     if config.placement == "auto" and turns and not shared and stays and trainer.ranks == engines:
         shared = True
         lines.append(
@@ -101,30 +101,35 @@ def choose(
     def on_device(of: TrainMemory) -> TrainMemory:
         return replace(of, weights=0, gradients=0, optimizer=0, reference=0)
 
-    if trainer.cpu_offload:
+    if trainer.enable_cpu_offload:
         found = on_device(found)
     elif not room(found, tokens):
-        less = replace(trainer, row_tokens=tokens, activation_checkpointing="full")
-        for other in (less, replace(less, cpu_offload=True)):
-            planned = on_device(memory(other)) if other.cpu_offload else memory(other)
+        less = replace(trainer, seq_len=tokens, activation_checkpointing="full")
+        for other in (less, replace(less, enable_cpu_offload=True)):
+            planned = on_device(memory(other)) if other.enable_cpu_offload else memory(other)
             if room(planned, tokens):
-                trainer, found = replace(other, row_tokens=trainer.row_tokens), planned
-                stays = stays and not other.cpu_offload
-                flags = "--trainer.activation-checkpointing full" + " --trainer.cpu-offload" * other.cpu_offload
+                trainer, found = replace(other, seq_len=trainer.seq_len), planned
+                stays = stays and not other.enable_cpu_offload
+                flags = (
+                    "--trainer.activation-checkpointing full"
+                    + " --trainer.enable-cpu-offload" * other.enable_cpu_offload
+                )
                 lines.append(f"{flags}: the trainer does not fit otherwise; more --trainer.ranks shard its state")
                 break
 
-    if not trainer.row_tokens:
+    if not trainer.seq_len:
         longest = next((each for each in _ROWS if each > needed and room(found, each)), needed)
-        trainer = replace(trainer, row_tokens=longest)
-        lines.append(f"--trainer.row-tokens {longest}: for {gpu / 2**30:.0f} GiB per GPU")
+        trainer = replace(trainer, seq_len=longest)
+        lines.append(f"--trainer.seq-len {longest}: for {gpu / 2**30:.0f} GiB per GPU")
     if stays and not trainer.stays_on_device:
         trainer = replace(trainer, stays_on_device=True)
         lines.append("--trainer.stays-on-device: its state fits next to the engines, which then decode immediately")
-    if not generator.memory_share:
+    if not generator.gpu_memory_utilization:
         left = beside if stays else gpu - shared * _CONTEXT_BYTES
         share = max(0.01, min(_MOST_SHARE, left * 100 // gpu / 100))
-        generator = replace(generator, memory_share=share)
-        lines.append(f"--generator.memory-share {share:g}: of a GPU that engines {'share' if shared else 'have'}")
+        generator = replace(generator, gpu_memory_utilization=share)
+        lines.append(
+            f"--generator.gpu-memory-utilization {share:g}: of a GPU that engines {'share' if shared else 'have'}"
+        )
     placement = "colocated" if shared else config.placement
     return replace(config, trainer=trainer, generator=generator, placement=placement), lines

@@ -33,7 +33,7 @@ class Evaluator:
 
     Args:
         sets: tasks by set name; the first set's score is the run's. Sets without tasks are left out.
-        max_new_tokens: used if the config sets none.
+        max_tokens: used if the config sets none.
         warn: called with a line for the user.
     """
 
@@ -43,15 +43,13 @@ class Evaluator:
         sets: Mapping[str, Sequence[Task]],
         rollouts: RolloutExecutor,
         *,
-        max_new_tokens: int,
+        max_tokens: int,
         warn: Callable[[str], None],
     ) -> None:
         self.sets = {name: tasks for name, tasks in sets.items() if tasks}
         self._config = config
         self._rollouts = rollouts
-        self._sampling = Sampling(
-            max_tokens=config.max_new_tokens or max_new_tokens, temperature=config.temperature, seed=None
-        )
+        self._sampling = Sampling(max_tokens=config.max_tokens or max_tokens, temperature=config.temperature, seed=None)
         self._warn = warn
         self._pending: tuple[int, Evaluation] | None = None
 

@@ -15,13 +15,10 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.errors import ForgeError
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
 from forge_rl.system.variables import hide
-
-_REPLACED = {"--trainer.recompute": "--trainer.activation-checkpointing full"}
-"""Removed flags and their replacements."""
 
 C = TypeVar("C")
 
@@ -50,9 +47,6 @@ def launch(
         args: flags to parse; by default the command line's.
     """
     try:
-        for given in sys.argv[1:] if args is None else args:
-            if now := _REPLACED.get(given.partition("=")[0].replace("_", "-").replace(".no-", ".")):
-                raise ConfigError(f"{given} is not a flag any more", hint=f"set {now}, or leave it out")
         config = tyro.cli(config_class, prog=prog or _command_of(main), args=args, description=config_class.__doc__)
         if vars(config).get("plan"):
             from forge_rl.run.plan import show_plan

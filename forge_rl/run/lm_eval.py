@@ -86,7 +86,7 @@ class Endpoint:
     """Name of the model in requests."""
     folder: Path
     """The model's folder, for its tokenizer."""
-    max_model_tokens: int
+    max_model_len: int
     """Maximum tokens of a prompt and its completion together."""
     concurrent: int
     """Maximum number of concurrent requests."""
@@ -120,12 +120,12 @@ def with_longest_context(settings: Generator.Config, folder: Path) -> Generator.
 
     lm-eval cuts longer prompts from the left, which changes scores.
     """
-    if settings.max_model_tokens != DecodeSettings.max_model_tokens:
+    if settings.max_model_len != DecodeSettings.max_model_len:
         return settings
     architecture = read_architecture(folder)
     tokens = min(_MOST_TOKENS, architecture.max_positions)
-    while tokens > settings.max_new_tokens:
-        longer = replace(settings, max_model_tokens=tokens)
+    while tokens > settings.max_tokens:
+        longer = replace(settings, max_model_len=tokens)
         try:
             check_context(architecture, longer)
         except ConfigError:
@@ -156,7 +156,7 @@ def lm_eval_settings(config: LmEvalConfig, endpoint: Endpoint, out: Path) -> dic
             "tokenizer_backend": "huggingface",
             "tokenized_requests": True,
             "add_bos_token": adds_bos,
-            "max_length": min(endpoint.max_model_tokens, most_scored_tokens(tokenizer.vocab_size)),
+            "max_length": min(endpoint.max_model_len, most_scored_tokens(tokenizer.vocab_size)),
             "num_concurrent": min(endpoint.concurrent, _MOST_CONCURRENT),
             "timeout": _REQUEST_S,
         },

@@ -20,15 +20,15 @@ from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.defaults import with_defaults
 from forge_rl.run.run_config import RunConfig
 
-_TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.row-tokens"
-_ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.memory-share"
+_TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.seq-len"
+_ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.gpu-memory-utilization"
 _PROCESS_BYTES = 450 << 20
 """Python, torch and torchtitan in a trainer process; an engine's process needs more."""
 _ENGINE_PROCESS_BYTES = 900 << 20
 _CUDA_PROCESS_BYTES = 3 << 30
 """Approximate host memory of a process with a CUDA context: libraries, pinned buffers and compiled kernels."""
 _HOST_FLAGS = (
-    "give the trainer GPUs of its own (--placement separate), leave out --trainer.cpu-offload, set "
+    "give the trainer GPUs of its own (--placement separate), leave out --trainer.enable-cpu-offload, set "
     "--checkpoint-every 0, or lower --weights.keep-versions"
 )
 
@@ -110,7 +110,7 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
         "optimizer state": found.optimizer,
         "frozen reference": found.reference,
         f"weights gathered or cast, {dtype}": found.gathered,
-        f"activations of {trainer.row_tokens} tokens, checkpointing {trainer.activation_checkpointing}": (
+        f"activations of {trainer.seq_len} tokens, checkpointing {trainer.activation_checkpointing}": (
             found.activations
         ),
         "output head, a chunk of logits": found.head,
@@ -123,7 +123,7 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
         host["copy of the state, while a checkpoint is written"] = found.copy
     if on_gpu:
         moved = found.state
-        if trainer.cpu_offload:
+        if trainer.enable_cpu_offload:
             for name in ("weights, float32", "gradients", "optimizer state", "frozen reference"):
                 host[name] = parts.pop(name)
         elif _colocated(config) and not trainer.stays_on_device:
@@ -146,9 +146,9 @@ def check_state_fits(config: RunConfig, architecture: Architecture, *, reference
         ConfigError: they do not fit.
     """
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
-    split = max(1, ranks // int(getattr(config.trainer, "replicate", 1)))
+    split = max(1, ranks // int(getattr(config.trainer, "data_parallel_replicate_degree", 1)))
     state = (16 + reference * resolve_dtype(config.trainer.dtype).itemsize) * count // split
-    kept = on_gpu and config.trainer.cpu_offload
+    kept = on_gpu and config.trainer.enable_cpu_offload
     needs = [
         Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)
     ]
@@ -195,7 +195,7 @@ def _colocated(config: RunConfig) -> bool:
 def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) -> list[Need]:
     """List the needs of engines, and of the versions published to them."""
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
-    weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel", 1))
+    weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel_size", 1))
     versions = min(
         config.weights.keep_versions * architecture.weights * itemsize, round(config.weights.keep_gib * 2**30)
     )
@@ -204,7 +204,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         share = round(generator.gpu_share * gpu_bytes())
         parts = {f"weights, {itemsize} bytes each": weights, "keys and values": max(0, share - weights)}
         asleep = {"weights, while it sleeps": weights} if _colocated(config) else {}
-        beside = config.trainer.stays_on_device or config.trainer.cpu_offload or not asleep
+        beside = config.trainer.stays_on_device or config.trainer.enable_cpu_offload or not asleep
         who = "engine" if beside else "engine, while the trainer's state is in host memory"
         host = Need(
             who="worker of an engine, in host memory",

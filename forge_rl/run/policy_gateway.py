@@ -47,7 +47,7 @@ class PolicyGateway:
             "key": self._key,
             "model": self._gateway.model,
             "folder": str(self._tokenizer.folder.resolve()),
-            "max_model_tokens": self._backend.max_model_tokens,
+            "max_model_len": self._backend.max_model_len,
         }
 
     async def close(self) -> None:

@@ -98,22 +98,22 @@ class RunConfig:
                 f"the warm-up of {self.trainer.optimizer.warmup_updates} updates is longer than the run of {updates}",
                 hint="lower --trainer.optimizer.warmup-updates",
             )
-        if (self.evaluation.max_new_tokens or 0) >= self.generator.max_model_tokens:
+        if (self.evaluation.max_tokens or 0) >= self.generator.max_model_len:
             raise ConfigError(
-                f"--evaluation.max-new-tokens is {self.evaluation.max_new_tokens}, but prompt and completion together "
-                f"are limited to {self.generator.max_model_tokens}",
-                hint="lower --evaluation.max-new-tokens, or raise --generator.max-model-tokens",
+                f"--evaluation.max-tokens is {self.evaluation.max_tokens}, but prompt and completion together "
+                f"are limited to {self.generator.max_model_len}",
+                hint="lower --evaluation.max-tokens, or raise --generator.max-model-len",
             )
         if self.trainer.minibatches > self.groups_per_batch:
             raise ConfigError(
                 f"{self.groups_per_batch} groups cannot be split into {self.trainer.minibatches} minibatches",
                 hint="lower --trainer.minibatches, or raise --groups-per-batch",
             )
-        if 0 < self.trainer.longest_row < self.generator.max_model_tokens:
-            needed = -(-self.generator.max_model_tokens // self.trainer.row_tokens)
+        if 0 < self.trainer.longest_row < self.generator.max_model_len:
+            needed = -(-self.generator.max_model_len // self.trainer.seq_len)
             raise ConfigError(
-                f"episodes can have {self.generator.max_model_tokens} tokens, but a row of the trainer only "
+                f"episodes can have {self.generator.max_model_len} tokens, but a row of the trainer only "
                 f"{self.trainer.longest_row}",
-                hint=f"raise --trainer.row-tokens, set --trainer.context-parallel to {needed} or more to split "
-                "each row over as many ranks, or lower --generator.max-model-tokens",
+                hint=f"raise --trainer.seq-len, set --trainer.context-parallel-degree to {needed} or more to split "
+                "each row over as many ranks, or lower --generator.max-model-len",
             )

@@ -34,13 +34,18 @@ _UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan"} | {
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
     *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
-    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.row_tokens"),
-    *("trainer.tensor_parallel", "trainer.context_parallel", "trainer.expert_parallel", "trainer.replicate"),
-    *("trainer.activation_checkpointing", "trainer.cpu_offload", "trainer.stays_on_device"),
+    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.seq_len"),
+    *(
+        "trainer.tensor_parallel_degree",
+        "trainer.context_parallel_degree",
+        "trainer.expert_parallel_degree",
+        "trainer.data_parallel_replicate_degree",
+    ),
+    *("trainer.activation_checkpointing", "trainer.enable_cpu_offload", "trainer.stays_on_device"),
     "trainer.max_skipped_updates",
-    *("generator.replicas", "generator.max_requests", "generator.kv_cache_gib", "generator.memory_share"),
-    *("generator.tensor_parallel", "generator.data_parallel", "generator.expert_parallel"),
-    *("generator.eager", "schedule.max_episodes", "schedule.retries", "schedule.most_replaced"),
+    *("generator.replicas", "generator.max_num_seqs", "generator.kv_cache_gib", "generator.gpu_memory_utilization"),
+    *("generator.tensor_parallel_size", "generator.data_parallel_size", "generator.enable_expert_parallel"),
+    *("generator.enforce_eager", "schedule.max_episodes", "schedule.retries", "schedule.max_replaced"),
     *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s", "*.stuck_s"),
     *("reward.replicas", "reward.wait_for_another_s"),
     *("environment.replicas", "gateway.*", "data.max_bad_rows"),
@@ -49,7 +54,7 @@ _FREE = (
 resumed."""
 _TUNABLE = (
     *("steps", "trainer.optimizer.lr", "trainer.optimizer.weight_decay", "trainer.optimizer.max_grad_norm"),
-    *("trainer.minibatches", "trainer.epochs", "generator.max_model_tokens", "generator.max_new_tokens", "schedule.*"),
+    *("trainer.minibatches", "trainer.epochs", "generator.max_model_len", "generator.max_tokens", "schedule.*"),
     "mixture.*",
     *("eval_tasks", "rewards"),
 )

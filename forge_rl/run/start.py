@@ -210,7 +210,7 @@ class Starting(Generic[C]):
                 match checkpoint.controller_state() if checkpoint is not None else None:
                     case {"rollouts": {"mixture": dict(saved)}}:
                         self.mixture.restore_sources(saved)  # refuses files that have changed
-                limit = config.generator.max_model_tokens - config.generator.max_new_tokens
+                limit = config.generator.max_model_len - config.generator.max_tokens
                 checking = partial(check_tasks, limit=limit, cache=config.cache, progress=display.progress)
                 scans = await asyncio.to_thread(checking, self.mixture, partial(Tokenizer, model))
                 for name, scan in scans.items():
@@ -302,7 +302,7 @@ class Starting(Generic[C]):
                     config.evaluation,
                     sets,
                     rollouts,
-                    max_new_tokens=config.generator.max_new_tokens,
+                    max_tokens=config.generator.max_tokens,
                     warn=lambda text: log.event(text, "warning"),
                 )
                 run = Run(

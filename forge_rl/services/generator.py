@@ -52,14 +52,15 @@ class Generator:
         """The generator: its engines, and how they sample."""
 
         replicas: int = 1
-        """Number of vLLM engines, each on tensor_parallel x data_parallel GPUs, or all on one CPU."""
-        max_requests: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
-        """Maximum concurrent requests per engine, on each of its data_parallel copies; more are queued. By default 256
+        """Number of vLLM engines, each on tensor_parallel_size times data_parallel_size GPUs, or all on one
+        CPU."""
+        max_num_seqs: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
+        """Maximum concurrent requests per engine, on each of its data_parallel_size copies; more are queued. By default 256
         on CUDA, 64 on CPU."""
-        memory_share: float = field(default_factory=lambda: 0.0 if device_type() == "cuda" else 0.4)
+        gpu_memory_utilization: float = field(default_factory=lambda: 0.0 if device_type() == "cuda" else 0.4)
         """Share of a GPU's memory that an engine may use. 0, the default on CUDA, means the memory left by the run's
         trainer, or 0.9 of a GPU that the engine does not share."""
-        max_new_tokens: int = 16
+        max_tokens: int = 16
         """Maximum tokens of a completion."""
         temperature: float = 1.0
         """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
@@ -72,16 +73,18 @@ class Generator:
             check_flags(
                 self,
                 "--generator.",
-                least={"memory_share": 0}
-                | dict.fromkeys(("replicas", "max_new_tokens", "max_requests", "tensor_parallel", "data_parallel"), 1),
+                least={"gpu_memory_utilization": 0}
+                | dict.fromkeys(
+                    ("replicas", "max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"), 1
+                ),
                 above={
                     "temperature": 0,
                     "kv_cache_gib": 0,
                     "request_deadline_s": 0,
                     "stall_s": 0,
-                    "max_model_tokens": self.max_new_tokens,
+                    "max_model_len": self.max_tokens,
                 },
-                below={"temperature": 10, "memory_share": 1},
+                below={"temperature": 10, "gpu_memory_utilization": 1},
             )
 
     def __init__(self, config: Config, service: Service, pool: EnginePool, tokenizer: Tokenizer, lend: Lend) -> None:
@@ -157,12 +160,12 @@ class Generator:
     @property
     def sampling(self) -> Sampling:
         """Sampling settings of training episodes."""
-        return Sampling(max_tokens=self.config.max_new_tokens, temperature=self.config.temperature)
+        return Sampling(max_tokens=self.config.max_tokens, temperature=self.config.temperature)
 
     @property
-    def max_model_tokens(self) -> int:
+    def max_model_len(self) -> int:
         """Maximum tokens of a prompt and its completion together."""
-        return self.config.max_model_tokens
+        return self.config.max_model_len
 
     @property
     def dtype(self) -> str:
@@ -176,7 +179,7 @@ class Generator:
 
     def engines(self) -> dict[int, int]:
         """Return the serving engines: maximum concurrent requests by index."""
-        most = self.config.max_requests * self.config.data_parallel
+        most = self.config.max_num_seqs * self.config.data_parallel_size
         return {replica.index: most for replica in self._service.replicas if replica.serving}
 
     @property
@@ -310,7 +313,7 @@ class Generator:
         Engines that are paused, or have lent their devices to the trainer, resume for the duration.
         """
         messages = [{"role": "user", "content": message}] if isinstance(message, str) else list(message)
-        sampling = Sampling(max_tokens=max_tokens or self.config.max_new_tokens, temperature=temperature)
+        sampling = Sampling(max_tokens=max_tokens or self.config.max_tokens, temperature=temperature)
         async with self._lend():
             return (await self.generate(self._tokenizer.render(messages), sampling)).text
 
@@ -412,11 +415,11 @@ class Generator:
         """Raise an error of `decode` if the request cannot be served."""
         if self.version is None:
             raise WeightsError(f"the engines hold no weights: {self._pool.refusal}", hint="load a version first")
-        if len(prompt_ids) + sampling.max_tokens > self.config.max_model_tokens:
+        if len(prompt_ids) + sampling.max_tokens > self.config.max_model_len:
             raise ConfigError(
                 f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed "
-                f"{self.config.max_model_tokens}",
-                hint="raise --generator.max-model-tokens, or choose tasks with shorter prompts",
+                f"{self.config.max_model_len}",
+                hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
             )
 
     def __repr__(self) -> str:

@@ -210,11 +210,11 @@ class Trainer:
         on_gpu = device_type() == "cuda"
         return Layout(
             shares=self.config.shares,
-            row_tokens=self.config.row_tokens,
-            context_parallel=self.config.context_parallel,
+            seq_len=self.config.seq_len,
+            context_parallel_degree=self.config.context_parallel_degree,
             pad_multiple=PAD_MULTIPLE if on_gpu else 1,
             least_tokens=LEAST_ROW if on_gpu else 1,
-            tensor_parallel=self.config.tensor_parallel,
+            tensor_parallel_degree=self.config.tensor_parallel_degree,
             minibatches=self.config.minibatches,
             epochs=self.config.epochs,
             seed=self._seed,

@@ -85,8 +85,8 @@ class TrainerActor(ServiceActor):
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
                     f"a step ran out of device memory: {str(error).splitlines()[0]}",
-                    hint="set --trainer.activation-checkpointing full, or lower --trainer.row-tokens or "
-                    "--generator.memory-share",
+                    hint="set --trainer.activation-checkpointing full, or lower --trainer.seq-len or "
+                    "--generator.gpu-memory-utilization",
                 ) from error
             except LossError as error:
                 print(error.trace or error, file=sys.stderr, flush=True)

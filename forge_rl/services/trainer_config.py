@@ -22,7 +22,7 @@ class TrainerConfig(TrainSettings):
     ranks: int = 1
     """Processes that shard the policy with FSDP2: one per GPU, or several on one CPU. 1 is raised to the number that
     the parallel flags require; more ranks shard the policy further and train more rows at a time."""
-    row_tokens: int = field(default_factory=lambda: 0 if device_type() == "cuda" else 1024)
+    seq_len: int = field(default_factory=lambda: 0 if device_type() == "cuda" else 1024)
     """Maximum tokens of a packed row per device; a row is one microbatch and must hold the longest episode. 0, the
     default on CUDA, chooses by GPU memory and model; the default on CPU is 1,024."""
     minibatches: int = 1
@@ -47,8 +47,13 @@ class TrainerConfig(TrainSettings):
             self,
             "--trainer.",
             least={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
-            | {"tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1, "replicate": 1}
-            | {"port": 0, "max_restarts": 0, "row_tokens": int(device_type() == "cpu")},
+            | {
+                "tensor_parallel_degree": 1,
+                "context_parallel_degree": 1,
+                "expert_parallel_degree": 1,
+                "data_parallel_replicate_degree": 1,
+            }
+            | {"port": 0, "max_restarts": 0, "seq_len": int(device_type() == "cpu")},
             above={"deadline_s": 0},
             below={"port": 65536},
         )
@@ -57,16 +62,16 @@ class TrainerConfig(TrainSettings):
                 "attention has no float64 on a GPU",
                 hint="set --trainer.dtype to bfloat16 or float32, or train on a CPU",
             )
-        if self.cpu_offload and device_type() == "cpu":
+        if self.enable_cpu_offload and device_type() == "cpu":
             raise ConfigError(
                 "the ranks are on a CPU, so weights and optimizer state are in host memory already",
-                hint="leave out --trainer.cpu-offload",
+                hint="leave out --trainer.enable-cpu-offload",
             )
-        fits = self.row_tokens % PAD_MULTIPLE == 0 and self.row_tokens >= LEAST_ROW
-        if device_type() == "cuda" and self.row_tokens and not fits:
+        fits = self.seq_len % PAD_MULTIPLE == 0 and self.seq_len >= LEAST_ROW
+        if device_type() == "cuda" and self.seq_len and not fits:
             raise ConfigError(
-                f"a row of {self.row_tokens} tokens cannot be packed",
-                hint=f"set --trainer.row-tokens to a multiple of {PAD_MULTIPLE}, from {LEAST_ROW}",
+                f"a row of {self.seq_len} tokens cannot be packed",
+                hint=f"set --trainer.seq-len to a multiple of {PAD_MULTIPLE}, from {LEAST_ROW}",
             )
         if self.ranks == 1:
             object.__setattr__(self, "ranks", least_ranks(self))

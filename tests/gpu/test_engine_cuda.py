@@ -22,7 +22,7 @@ from tests.engine_conformance import Stream, fetch, publish
 from tests.family_engine import Weights
 
 async def main(folder, scratch):
-    settings = DecodeSettings(max_model_tokens=256, memory_share=0.3, eager=True)
+    settings = DecodeSettings(max_model_len=256, gpu_memory_utilization=0.3, enforce_eager=True)
     engine = await start_decode_engine(folder, settings, seed=0)
     found = {"free": [], "whole": [], "greedy": []}
 

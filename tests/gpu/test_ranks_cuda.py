@@ -24,9 +24,9 @@ def train_and_save(rank: int, folder: Path, saved: Path) -> int:
     from forge_rl.engines.protocol import TrainSettings
     from forge_rl.engines.titan.train import TitanEngine
 
-    engine = TitanEngine(folder, TrainSettings(dtype="bfloat16", row_tokens=256))
+    engine = TitanEngine(folder, TrainSettings(dtype="bfloat16", seq_len=256))
     batch = random_batch(0, vocab=43, groups=4)
-    train_batch(engine, packed(batch, row_tokens=256, pad_multiple=128, shares=2))
+    train_batch(engine, packed(batch, seq_len=256, pad_multiple=128, shares=2))
     if rank == 0:
         for name in ("training", "model"):
             (saved / name).mkdir(parents=True)

@@ -17,7 +17,7 @@ def head(dtype: torch.dtype) -> torch.nn.Module:
 
 def packed_row() -> Row:
     batch = random_batch(0, vocab=43, groups=3)
-    layout = Layout(row_tokens=1024, pad_multiple=128)
+    layout = Layout(seq_len=1024, pad_multiple=128)
     return pack(batch, torch.ones(batch.rewards.shape), layout, drop_uniform=False).rows[0]
 
 

@@ -20,7 +20,7 @@ def engine_of(folder: Path, **settings: object):  # type: ignore[no-untyped-def]
     from forge_rl.engines.titan.train import TitanEngine
 
     optimizer = OptimizerConfig(lr=1e-3)
-    given = {"dtype": "bfloat16", "row_tokens": 256, "optimizer": optimizer, **settings}
+    given = {"dtype": "bfloat16", "seq_len": 256, "optimizer": optimizer, **settings}
     return TitanEngine(folder, TrainSettings(**given))  # type: ignore[arg-type]
 
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def laid():  # type: ignore[no-untyped-def]
-    return packed(random_batch(0, vocab=43, groups=3), row_tokens=256, pad_multiple=128)
+    return packed(random_batch(0, vocab=43, groups=3), seq_len=256, pad_multiple=128)
 
 
 def state_of(engine) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, process_group: None) -> TitanEngine:
-    return TitanEngine(model, TrainSettings(dtype="float32", row_tokens=64, optimizer=OptimizerConfig()))
+    return TitanEngine(model, TrainSettings(dtype="float32", seq_len=64, optimizer=OptimizerConfig()))
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,7 @@ def test_settings_that_could_break_an_engine_are_refused_by_name(served: Served,
 
 
 def test_what_an_agent_may_need_is_let_through():
-    with served_by(FakeBackend(["Yes."], max_model_tokens=200_000)) as served:
+    with served_by(FakeBackend(["Yes."], max_model_len=200_000)) as served:
         text = 'Commas, [brackets] and {braces}: "quoted\\", [[[ {{{ ,,, \n' * 4000
         for path, fields in (
             (CHAT, {"messages": [{"role": "user", "content": text}]}),

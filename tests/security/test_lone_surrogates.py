@@ -165,7 +165,7 @@ def test_arguments_of_any_depth_are_shown():
         arguments = '{"a":' + "[" * levels + '"b"' + "]" * levels + "}"
         _, body = chat(messages=called(arguments), tool_choice="none", tools=function())
         bodies.append(json.dumps(body))
-    answers = answers_to("/chat/completions", *bodies, backend=FakeBackend(max_model_tokens=1 << 20))
+    answers = answers_to("/chat/completions", *bodies, backend=FakeBackend(max_model_len=1 << 20))
     assert {answer.status_code for answer in answers} == {200}
 
 

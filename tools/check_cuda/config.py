@@ -21,10 +21,14 @@ from tools.check_cuda.report import report
 
 CASES: Sequence[tuple[str, dict[str, Any]]] = (
     *((family, {}) for family in FAMILIES),
-    *((family, {"tensor_parallel": 2}) for family in FAMILIES),
-    *((family, {"data_parallel": 2, "expert_parallel": True}) for family in FAMILIES if layouts.is_mixture(family)),
+    *((family, {"tensor_parallel_size": 2}) for family in FAMILIES),
+    *(
+        (family, {"data_parallel_size": 2, "enable_expert_parallel": True})
+        for family in FAMILIES
+        if layouts.is_mixture(family)
+    ),
     ("qwen3_moe", {"routed_experts": True}),
-    ("qwen3", {"eager": True}),
+    ("qwen3", {"enforce_eager": True}),
 )
 """Families, and engine settings that differ from the defaults."""
 
@@ -41,7 +45,7 @@ def main() -> int:
         for family, settings in CASES:
             name = " ".join([family, *settings])
             try:
-                chosen = resolve(Path(folder) / family, DecodeSettings(max_model_tokens=64, **settings))
+                chosen = resolve(Path(folder) / family, DecodeSettings(max_model_len=64, **settings))
                 print(f"{name}: {chosen}", flush=True)
                 found[chosen] += 1
             except Exception as error:  # vLLM may raise anything, and the other cases are still worth checking
@@ -110,7 +114,7 @@ def resolve(folder: Path, settings: DecodeSettings) -> str:
     assert first.compute_hash() == second.compute_hash(), "what an engine compiled would not serve the next"
     assert first.model_config.enable_sleep_mode, "a colocated engine could not give its memory back"
     assert str(first.model_config.head_dtype) == "torch.float32", "logits would be rounded"
-    assert (graphs == "NONE") == settings.eager, graphs
+    assert (graphs == "NONE") == settings.enforce_eager, graphs
     assert first.parallel_config.world_size_across_dp == settings.devices
     runner = "V2" if first.use_v2_model_runner else "V1"
     return f"model runner {runner}, graphs {graphs}, blocks of {first.cache_config.block_size}"

@@ -65,10 +65,10 @@ def cases() -> Iterator[tuple[layouts.Case, TrainSettings]]:
             if "dtype" in settings and layouts.is_mixture(family):
                 continue
             name = ", ".join(["one rank", *map(str, settings.values())])
-            yield layouts.Case(family=family, name=name, ranks=1), TrainSettings(row_tokens=1024, **settings)
+            yield layouts.Case(family=family, name=name, ranks=1), TrainSettings(seq_len=1024, **settings)
         for case in layouts.cases([like]):
             degrees: dict[str, Any] = dict(case.degrees)
-            yield replace(case, family=family), TrainSettings(row_tokens=1024, **degrees)
+            yield replace(case, family=family), TrainSettings(seq_len=1024, **degrees)
 
 
 def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
@@ -76,7 +76,7 @@ def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
     from forge_rl.packing.rows import Layout, pack
 
     batch = layouts.batches(1)[0]
-    layout = Layout(row_tokens=1024, pad_multiple=128, context_parallel=settings.context_parallel)
+    layout = Layout(seq_len=1024, pad_multiple=128, context_parallel_degree=settings.context_parallel_degree)
     row = pack(batch, torch.ones(batch.rewards.shape), layout).rows[0]
     with fake_engine(folder, settings, case.ranks) as score:
         scored = score(row)

@@ -62,7 +62,7 @@ def count(folder: Path, ranks: int) -> tuple[Counter[str], Counter[str]]:
         graphs["attention" if any("flex_attention" in str(node.target) for node in graph.graph.nodes) else "mask"] += 1
         return graph.forward
 
-    settings = TrainSettings(row_tokens=128 * max(BLOCKS), context_parallel=ranks)
+    settings = TrainSettings(seq_len=128 * max(BLOCKS), context_parallel_degree=ranks)
     rows = [row_of(128 * blocks * ranks, 43) for blocks in BLOCKS]
     with fake_engine(folder, settings, ranks, counted) as score:
         for number, row in enumerate(rows):

@@ -48,7 +48,7 @@ class OffloadedState:
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
                     f"no room to bring the trainer's state back to {storage.device}: {error}",
-                    hint="lower --generator.memory-share if engines share this device",
+                    hint="lower --generator.gpu-memory-utilization if engines share this device",
                 ) from error
             for piece, copy in zip(_bytes_of(storage).split(list(map(len, copies))), copies, strict=True):
                 piece.copy_(copy, non_blocking=True)

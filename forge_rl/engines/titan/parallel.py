@@ -44,12 +44,12 @@ class Parallelism:
         self.shares = world // settings.peers
         """Number of data-parallel shares."""
         self._dims = ParallelDims(
-            dp_replicate=settings.replicate,
+            dp_replicate=settings.data_parallel_replicate_degree,
             dp_shard=-1,
-            cp=settings.context_parallel,
-            tp=settings.tensor_parallel,
+            cp=settings.context_parallel_degree,
+            tp=settings.tensor_parallel_degree,
             pp=1,
-            ep=settings.expert_parallel,
+            ep=settings.expert_parallel_degree,
             world_size=world,
             spmd_backend=_BACKEND,
         )
@@ -80,7 +80,7 @@ class Parallelism:
             param_dtype=dtype,
             reduce_dtype=torch.promote_types(dtype, torch.float32),
             pp_enabled=False,
-            cpu_offload=self._settings.cpu_offload,
+            enable_cpu_offload=self._settings.enable_cpu_offload,
             reshard_after_forward_policy="default" if gathers else "never",
             ep_degree=dims.ep,
             edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,

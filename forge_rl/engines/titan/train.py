@@ -136,7 +136,7 @@ class TitanEngine:
         norm = clip_grad_norm_(
             self.model.parameters(),
             self._settings.optimizer.max_grad_norm,
-            ep_enabled=self._settings.expert_parallel > 1,
+            ep_enabled=self._settings.expert_parallel_degree > 1,
         )
         metrics, (norm_found,) = measures.read(norm)
         if not math.isfinite(norm_found):
@@ -332,14 +332,14 @@ class TitanEngine:
         world = dist.get_world_size()
         dtype = resolve_dtype(self._settings.dtype)
         kept = torch.promote_types(dtype, torch.float32)
-        shard = world > 1 or dtype != kept or self._settings.cpu_offload
-        home = torch.device("cpu") if self._settings.cpu_offload else self.device
+        shard = world > 1 or dtype != kept or self._settings.enable_cpu_offload
+        home = torch.device("cpu") if self._settings.enable_cpu_offload else self.device
         with torch.device("meta" if shard else self.device), set_default_dtype(kept):
             model = build_model(
                 self.architecture,
                 max_positions=self._settings.longest_row,
-                sequence_parallel=self._settings.tensor_parallel > 1,
-                expert_parallel=self._settings.expert_parallel > 1,
+                sequence_parallel=self._settings.tensor_parallel_degree > 1,
+                expert_parallel=self._settings.expert_parallel_degree > 1,
             )
         if frozen:
             for parameter in model.parameters():

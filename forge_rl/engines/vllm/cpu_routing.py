@@ -27,7 +27,7 @@ _ENDED = 1024
 @dataclass
 class _Request:
     rows: npt.NDArray[Any]
-    """Experts by position, `[max_model_tokens, layers, top_k]`; unwritten pages take no memory."""
+    """Experts by position, `[max_model_len, layers, top_k]`; unwritten pages take no memory."""
     known: int = 0
     """Number of positions filled."""
 

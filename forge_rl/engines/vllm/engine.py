@@ -282,23 +282,23 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         load_format="safetensors",
         config_format="hf",
         dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
-        max_model_len=settings.max_model_tokens,
-        max_num_seqs=settings.max_requests,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
         # A group shares the full blocks of its prompt. vLLM's default of 128 tokens on CPU exceeds short prompts; 32 is
         # the smallest size that its fast kernels support.
         block_size=32 if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30) / settings.devices) if on_cpu else None,
         gpu_memory_utilization=settings.gpu_share,
-        enforce_eager=settings.eager or on_cpu,
+        enforce_eager=settings.enforce_eager or on_cpu,
         enable_sleep_mode=not on_cpu,
-        tensor_parallel_size=settings.tensor_parallel,
-        data_parallel_size=settings.data_parallel,
-        enable_expert_parallel=settings.expert_parallel,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        data_parallel_size=settings.data_parallel_size,
+        enable_expert_parallel=settings.enable_expert_parallel,
         enable_return_routed_experts=settings.routed_experts and not on_cpu,  # on CPU, see routing.py
-        distributed_executor_backend="mp" if settings.tensor_parallel > 1 else "uni",
+        distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
         # vLLM cannot roll back a CPU generator: a seeded request whose prompt is split kills the engine.
         enable_chunked_prefill=not on_cpu,
-        max_num_batched_tokens=max(settings.max_model_tokens, 4096),
+        max_num_batched_tokens=max(settings.max_model_len, 4096),
         logprobs_mode="processed_logprobs",
         # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
         hf_overrides={"head_dtype": "float32"},
