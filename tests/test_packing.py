@@ -388,7 +388,7 @@ def test_a_layout_of_nothing_is_refused_with_its_flag(field: str, flag: str):
 
 
 def test_rows_that_padding_would_make_too_long_are_refused():
-    with pytest.raises(ConfigError, match=r"--trainer\.row-tokens to 1024"):
+    with pytest.raises(ConfigError, match=r"--trainer\.seq-len to 1024"):
         Layout(seq_len=1000, pad_multiple=128)
 
 

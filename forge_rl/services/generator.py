@@ -55,8 +55,8 @@ class Generator:
         """Number of vLLM engines, each on tensor_parallel_size times data_parallel_size GPUs, or all on one
         CPU."""
         max_num_seqs: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
-        """Maximum concurrent requests per engine, on each of its data_parallel_size copies; more are queued. By default 256
-        on CUDA, 64 on CPU."""
+        """Maximum concurrent requests per engine, on each of its data_parallel_size copies; more are queued. By default
+        256 on CUDA, 64 on CPU."""
         gpu_memory_utilization: float = field(default_factory=lambda: 0.0 if device_type() == "cuda" else 0.4)
         """Share of a GPU's memory that an engine may use. 0, the default on CUDA, means the memory left by the run's
         trainer, or 0.9 of a GPU that the engine does not share."""
