@@ -194,7 +194,7 @@ def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:
         "trainer.dtype": dtype,
         "trainer.optimizer.lr": LR,
         "generator.dtype": dtype,
-        "generator.max-new-tokens": size.max_tokens,
+        "generator.max-tokens": size.max_tokens,
         "generator.temperature": 1.0,
         "display": "none",
         "out": out,

@@ -231,7 +231,7 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
         again = await generator.generate(PROMPT, Sampling(max_tokens=8, seed=0))
         assert tuple(again.token_ids) == tuple(turns[0].token_ids), "a seed decides an answer"
         assert isinstance(await generator.chat("What is 2 + 3?"), str)
-        with pytest.raises(ConfigError, match=r"--generator\.max-model-tokens"):
+        with pytest.raises(ConfigError, match=r"--generator\.max-model-len"):
             await generator.generate(PROMPT * 20)
 
         manifest = await publish(store, dict(model.named_parameters()), 5)
