@@ -66,7 +66,7 @@ from forge_rl.services.reward import Reward, parts_of
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Episode, Outcome, Sampling, Task
+from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 
 from . import gateway
 
@@ -169,8 +169,8 @@ class Results:
         rows = [
             {
                 "reward": episode.reward,
-                "parts": dict(episode.parts),
-                "answer": episode.answer,
+                "parts": dict(episode.score.parts) if episode.score else {},
+                "answer": episode.score.answer if episode.score else "",
                 "outcome": episode.outcome.value,
                 "problem": episode.problem,
                 "turns": [turn.text for turn in episode.turns],
@@ -202,8 +202,7 @@ class Results:
                 Episode(
                     task=task,
                     turns=(),
-                    reward=float(each["reward"]),
-                    answer=str(each["answer"]),
+                    score=Score(total=float(each["reward"]), answer=str(each["answer"])),
                     outcome=Outcome(each["outcome"]),
                     problem=str(each["problem"]),
                 )

@@ -32,8 +32,9 @@ from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import Observer
 from forge_rl.services.generator import Generator
+from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Chunk, Sampling, TokenIds
+from forge_rl.types import Sampling
 
 _DEADLINE_S = 600.0
 _SENDS = 3

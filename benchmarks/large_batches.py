@@ -18,7 +18,8 @@ from forge_rl.metrics.sinks import EpisodeSink
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.types import Batch, Chunk, Episode, Group, Sampling, Task, TokenIds, Turn
+from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.types import Batch, Episode, Group, Sampling, Score, Task, Turn
 
 ANSWER_TOKENS = 256
 _GROUP_SIZE = 8
@@ -83,7 +84,9 @@ def large_batch(tokens: int) -> Batch:
             )
             for _ in range(_GROUP_SIZE)
         )
-        episodes = tuple(Episode(task=task, turns=(turn,), reward=float(at)) for at, turn in enumerate(turns))
+        episodes = tuple(
+            Episode(task=task, turns=(turn,), score=Score(total=float(at))) for at, turn in enumerate(turns)
+        )
         groups.append(Group(task=task, episodes=episodes))
     return Batch(groups=tuple(groups), version=4)
 

@@ -36,7 +36,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce
 from forge_rl.packing.rows import Layout, Packed, pack
-from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from forge_rl.weights.slices import TensorSlice, tiling_error
 
 _ROW_TOKENS = 72
@@ -252,7 +252,7 @@ def batches(count: int) -> list[Batch]:
                 )
             )
             history += [*answer, *ids(1, 4)]
-        return Episode(task=task, turns=tuple(turns), reward=reward)
+        return Episode(task=task, turns=tuple(turns), score=Score(total=reward))
 
     return [
         Batch(

@@ -44,7 +44,8 @@ from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward
-from forge_rl.types import Chunk, Message, Task, TokenIds
+from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.types import Message, Task
 
 _DEADLINE_S = 300.0
 _GROUP_SIZE = 4

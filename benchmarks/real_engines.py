@@ -25,8 +25,9 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Episode, Task, TokenIds, Turn
+from forge_rl.types import Episode, Task, Turn
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard

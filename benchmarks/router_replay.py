@@ -132,7 +132,7 @@ async def _decode(folder: Path, config: Config) -> list[Turn]:
 
 
 def _batch(turns: list[Turn]) -> Batch:
-    episodes = [Episode(task=_TASK, turns=(turn,), reward=0.0) for turn in turns]
+    episodes = [Episode(task=_TASK, turns=(turn,)) for turn in turns]
     pairs = zip(episodes[::2], episodes[1::2], strict=True)
     return Batch(groups=tuple(Group(task=_TASK, episodes=pair) for pair in pairs), version=0)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.services.completion import ResumableCompletion
-from forge_rl.types import Chunk, Message, Sampling, Task, TokenIds
+from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.types import Message, Sampling, Task
 
 STEP_S = 10.0
 """Seconds of decoding that one staged token represents: simulating real tokens would only take longer."""

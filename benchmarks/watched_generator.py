@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from benchmarks.report import BenchmarkError
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.generator import Generator
-from forge_rl.types import Chunk, Sampling
+from forge_rl.token_arrays import Chunk
+from forge_rl.types import Sampling
 
 _PATIENCE_S = 180.0
 """Timeout for a measured event, in seconds."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from forge_rl.token_arrays import ByValue, Segment, TokenArray, read_only
 
 if TYPE_CHECKING:
     import torch
@@ -26,61 +28,9 @@ Message = Mapping[str, object]
 """One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}, and optionally other keys of
 chat templates, such as "tool_calls"."""
 
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
-"""Token ids as an argument."""
-
 Advantages: TypeAlias = "torch.Tensor | Sequence[Sequence[npt.NDArray[np.float32]]]"
 """One advantage per episode of a batch, [P, G] float32; or [P][G] arrays with one per token that the model generated in
 the episode, turn after turn."""
-
-D = TypeVar("D", bound=np.generic)
-
-
-class TokenArray(Generic[D]):
-    """Field of a frozen dataclass that stores any sequence as an array.
-
-    Four bytes per token, a tenth of a tuple of Python numbers. An array of the right dtype is stored without copying,
-    so nobody may write to it.
-    """
-
-    def __init__(self, dtype: type[D]) -> None:
-        self._dtype = np.dtype(dtype)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    if TYPE_CHECKING:  # without __get__, lookups go directly to the instance, which is faster
-
-        def __get__(self, instance: object, owner: type | None = None) -> npt.NDArray[D]: ...
-
-    def __set__(self, instance: object, values: Sequence[int] | Sequence[float] | npt.NDArray[Any]) -> None:
-        if cast(object, values) is self:  # dataclasses pass it as the default
-            raise TypeError(f"{type(instance).__name__} needs the argument {self._name}")
-        if type(values) is not np.ndarray or values.dtype is not self._dtype:
-            values = np.array(values, self._dtype)
-            values.flags.writeable = False
-        instance.__dict__[self._name] = values
-
-
-class _ByValue:
-    """Compares dataclasses with array fields by value; NaN equals NaN."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        return all(_same(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, np.ndarray) != isinstance(b, np.ndarray):
-        return False
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
-    return bool(a == b)
 
 
 class Outcome(enum.StrEnum):
@@ -153,7 +103,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Turn(_ByValue):
+class Turn(ByValue):
     """One completion with its prompt. All ids come from the engine; text is never re-tokenized.
 
     Turn(prompt_ids=(1, 17, 4), token_ids=(9, 2), logprobs=(-0.7, -0.1), versions=(3, 3), text="5")
@@ -181,7 +131,8 @@ class Turn(_ByValue):
 
     @classmethod
     def of_arrays(cls, **fields: Any) -> Turn:
-        """Make a turn from all its fields without checks, which is four times faster; arrays must fit already."""
+        """Make a turn from all its fields without checks, which is four times faster; arrays must fit already, and be
+        read-only."""
         turn = object.__new__(cls)
         turn.__dict__.update(fields)
         return turn
@@ -189,67 +140,7 @@ class Turn(_ByValue):
     @property
     def context(self) -> npt.NDArray[np.int32]:
         """Prompt and completion, the prefix of the next turn's prompt."""
-        return np.concatenate([self.prompt_ids, self.token_ids])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Chunk(_ByValue):
-    """Part of a completion, as it is decoded. Token fields are aligned, as in Turn."""
-
-    token_ids: TokenArray[np.int32] = TokenArray(np.int32)
-    logprobs: TokenArray[np.float32] = TokenArray(np.float32)
-    """Logprobs as in Turn; NaN in greedy decoding."""
-    versions: TokenArray[np.int32] = TokenArray(np.int32)
-    text: str
-    """Text that these tokens add; may lag behind them if a character is incomplete."""
-    finish: Literal["", "stop", "length"] = ""
-    """Finish reason if the completion ends with this chunk, else ""."""
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Most likely (id, logprob) pairs at each token, if requested by Sampling.top_logprobs."""
-    routed: npt.NDArray[Any] | None = None
-    """Experts as in Turn, including the prompt's tokens; in the last chunk, if requested."""
-    prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
-    """(id, logprob, rank) of each prompt token and its most likely alternatives, empty for the first token; in the
-    first chunk, if requested by "prompt_logprobs"."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Takes a third of the time of pickling three arrays; a stream has a chunk per token.
-        arrays = (self.token_ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes())
-        return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed, self.prompt)
-
-
-def _read_chunk(
-    ids: bytes, logprobs: bytes, versions: bytes, text: str, finish: Any, top: Any, routed: Any, prompt: Any
-) -> Chunk:
-    return Chunk(
-        token_ids=np.frombuffer(ids, np.int32),
-        logprobs=np.frombuffer(logprobs, np.float32),
-        versions=np.frombuffer(versions, np.int32),
-        text=text,
-        finish=finish,
-        top=top,
-        routed=routed,
-        prompt=prompt,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Segment(_ByValue):
-    """One training sequence: a maximal run of turns in which each prompt extends the previous context.
-
-    All fields have length T. Entry t describes token t itself (not t+1); where trained is False, logprobs are 0 and
-    versions and turns are -1.
-    """
-
-    token_ids: TokenArray[np.int32] = TokenArray(np.int32)
-    trained: TokenArray[np.bool_] = TokenArray(np.bool_)
-    logprobs: TokenArray[np.float32] = TokenArray(np.float32)
-    versions: TokenArray[np.int32] = TokenArray(np.int32)
-    turns: TokenArray[np.int32] = TokenArray(np.int32)
-    """Index of the token's turn within its episode."""
-    routed: npt.NDArray[Any] | None = None
-    """Experts to which engines routed each token, `[T, layers, top_k] uint8 or uint16`; the last token, which was not
-    computed, repeats the previous token's. None if unknown."""
+        return read_only(np.concatenate([self.prompt_ids, self.token_ids]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +157,7 @@ class Score:
     """Named parts, each a metric."""
     turns: Sequence[float] = ()
     """A value per turn, credited only to its tokens, in addition to the total; () for none."""
-    tokens: Sequence[Sequence[float] | npt.NDArray[Any]] = ()
+    tokens: Sequence[Sequence[float] | npt.NDArray[Any]] = field(default=(), compare=False)
     """A value per token of each turn, in addition to the total; NaN for a token without one; () for none."""
     answer: str = ""
     """Answer extracted from the episode, for majority votes."""
@@ -274,24 +165,17 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """All turns of one attempt at one task, scored.
+    """All turns of one attempt at one task, and their score.
 
-    episode = Episode(task=task, turns=(first, second), reward=1.0)
-    episode.text, episode.response_tokens
+    episode = Episode(task=task, turns=(first, second), score=Score(total=1.0))
+    episode.text, episode.reward
     """
 
     task: Task
     turns: tuple[Turn, ...]
     """Turns; a prompt that repeats previous turns is a view of the same memory."""
-    reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward by name."""
-    turn_values: tuple[float, ...] = ()
-    """A value per turn in addition to the reward; () for none."""
-    token_values: tuple[npt.NDArray[np.float32], ...] = field(default=(), compare=False)
-    """Token values in addition to the reward: an array per turn, NaN for a token without one; () for none."""
-    answer: str = ""
-    """Answer that the reward extracted from the episode, if any."""
+    score: Score | None = None
+    """Score; None if the episode failed or is `unscored`."""
     output: str | None = None
     """Result text of an agent; None if the last completion is the result."""
     outcome: Outcome = Outcome.COMPLETED
@@ -303,7 +187,7 @@ class Episode:
     """Indices of the turns of each segment."""
 
     def __post_init__(self) -> None:
-        turns, runs = self.turns, list[list[int]]()
+        turns, runs = list(self.turns), list[list[int]]()
         for place, turn in enumerate(turns):
             longest: list[int] | None = None
             for run in runs:
@@ -316,24 +200,35 @@ class Episode:
                 longest.append(place)
         for run in runs:
             if len(run) > 1:
-                _share_prompts([turns[place] for place in run])
+                context = turns[run[-1]].context
+                for place in run:
+                    turns[place] = _with_ids(context, len(turns[place].prompt_ids), turns[place].__dict__)
+        self.__dict__["turns"] = tuple(turns)
         self.__dict__["_runs"] = tuple(map(tuple, runs))  # tuples of ints are untracked by the garbage collector
 
     def __reduce__(self) -> tuple[object, ...]:
         # Prompts repeat the previous context, so the ids of a run of turns are sent once.
-        last = {place: run[-1] for run in self._runs for place in run}
-        sent = tuple(
-            turn if place == last[place] else (last[place], len(turn.prompt_ids), _without_ids(turn))
-            for place, turn in enumerate(self.turns)
-        )
-        rest = {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name != "turns"}
-        return _read_episode, (sent, rest)
+        turns: list[Any] = list(self.turns)
+        for *earlier, _ in self._runs:
+            for place in earlier:
+                turns[place] = len(turns[place].prompt_ids), _without_ids(turns[place])
+        return _read_episode, ({**self.__dict__, "turns": turns},)
 
     def updated(self, **fields: Any) -> Episode:
         """Return a copy with some fields changed; the turns must be the same, as they are not compared again."""
         episode = object.__new__(Episode)
         episode.__dict__.update(self.__dict__, **fields)
         return episode
+
+    @property
+    def reward(self) -> float:
+        """Total of the score; 0 without one."""
+        return 0.0 if self.score is None else self.score.total
+
+    @property
+    def unscored(self) -> bool:
+        """True as long as it waits to be scored with its group."""
+        return self.score is None and self.outcome.scored
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -360,16 +255,23 @@ def _without_ids(turn: Turn) -> dict[str, object]:
     return {name: value for name, value in turn.__dict__.items() if name not in ("prompt_ids", "token_ids")}
 
 
-def _read_episode(sent: Sequence[Any], rest: Mapping[str, Any]) -> Episode:
-    contexts = {place: turn.context for place, turn in enumerate(sent) if isinstance(turn, Turn)}
-    turns = []
-    for turn in sent:
-        if not isinstance(turn, Turn):
-            last, begin, values = turn
-            end = begin + len(values["logprobs"])
-            turn = Turn.of_arrays(prompt_ids=contexts[last][:begin], token_ids=contexts[last][begin:end], **values)
-        turns.append(turn)
-    return Episode(turns=tuple(turns), **rest)
+def _with_ids(context: npt.NDArray[np.int32], prompt: int, values: Mapping[str, Any]) -> Turn:
+    """Make a turn whose ids are views of the last context of its run; `prompt` is the length of its prompt."""
+    end = prompt + len(values["logprobs"])
+    return Turn.of_arrays(**{**values, "prompt_ids": context[:prompt], "token_ids": context[prompt:end]})
+
+
+def _read_episode(fields: Mapping[str, Any]) -> Episode:
+    turns = fields["turns"]
+    for *earlier, last in fields["_runs"]:
+        if earlier:
+            context = turns[last].context
+            turns[last] = _with_ids(context, len(turns[last].prompt_ids), turns[last].__dict__)
+            for place in earlier:
+                turns[place] = _with_ids(context, *turns[place])
+    episode = object.__new__(Episode)
+    episode.__dict__.update(fields, turns=tuple(turns))
+    return episode
 
 
 def _length(turn: Turn) -> int:
@@ -384,15 +286,6 @@ def _continues(turn: Turn, last: Turn) -> bool:
         and shown[prompt:end].tobytes() == last.token_ids.tobytes()
         and shown[:prompt].tobytes() == last.prompt_ids.tobytes()
     )
-
-
-def _share_prompts(run: Sequence[Turn]) -> None:
-    """Make the ids of a run's turns views of the last turn's context, which contains them all."""
-    ids = run[-1].context
-    ids.flags.writeable = False
-    for turn in run:
-        begin, end = len(turn.prompt_ids), _length(turn)
-        turn.__dict__["prompt_ids"], turn.__dict__["token_ids"] = ids[:begin], ids[begin:end]
 
 
 def _join(turns: Sequence[Turn], run: Sequence[int]) -> Segment:

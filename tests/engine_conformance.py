@@ -21,8 +21,9 @@ import torch
 from forge_rl.engines.protocol import DecodeEngine, TrainEngine
 from forge_rl.errors import AttestationError, ConfigError, WeightsError
 from forge_rl.packing.rows import Row
+from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Chunk, Sampling, Turn
+from forge_rl.types import Sampling, Turn
 from forge_rl.weights import segment
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import LoadReport, Manifest, ShardReport, TensorSpec, complete, draft

@@ -17,8 +17,9 @@ from forge_rl.gateway import Gateway, GatewayConfig, Session
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.services.completion import Observer
+from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Chunk, Sampling
+from forge_rl.types import Sampling
 
 EOS = 2
 VERSION = 3

@@ -20,7 +20,8 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.types import Chunk, Sampling
+from forge_rl.token_arrays import Chunk
+from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
 
 FOLDER = "FORGE_RL_FAKE_ENGINES"

@@ -14,7 +14,7 @@ from forge_rl.algorithms import ClippedSurrogate, Loss
 from forge_rl.engines.protocol import TrainEngine
 from forge_rl.metrics import Value, merge_all
 from forge_rl.packing.rows import Layout, Packed, Row, pack
-from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from forge_rl.weights.manifest import Bucket, Manifest, TensorEntry
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
@@ -56,7 +56,7 @@ def batch_of(*groups: Sequence[tuple[float, list[tuple[list[int], list[int]]]]],
                 )
                 for prompt, answer in turns
             )
-            episodes.append(Episode(task=TASK, turns=parts, reward=reward))
+            episodes.append(Episode(task=TASK, turns=parts, score=Score(total=reward)))
         made.append(Group(task=TASK, episodes=tuple(episodes)))
     return Batch(groups=tuple(made), version=version)
 

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from forge_rl.algorithms import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.packing.rows import Minibatch
-from forge_rl.types import Batch, Segment
+from forge_rl.token_arrays import Segment
+from forge_rl.types import Batch
 
 FURTHEST_PENALTY = 3.0
 """Log ratio up to which a k3 penalty is taken as it is."""

@@ -19,7 +19,8 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import LocalSession
-from forge_rl.types import Chunk, Episode, Message, Sampling, Score, Task
+from forge_rl.token_arrays import Chunk
+from forge_rl.types import Episode, Message, Sampling, Score, Task
 
 
 class CountingSource:

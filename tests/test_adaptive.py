@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forge_rl.data.adaptive import Adapting, AdaptiveShares, bounded_shares
 from forge_rl.data.mixture import Mixture
 from forge_rl.errors import ConfigError, TaskError
-from forge_rl.types import Episode, Group, Outcome, Task
+from forge_rl.types import Episode, Group, Outcome, Score, Task
 from tests.test_mixture import Counting
 
 SUCCESS = Adapting(adapt="success", momentum=0.5)
@@ -19,7 +19,7 @@ SUCCESS = Adapting(adapt="success", momentum=0.5)
 
 def group(source: str, *rewards: float) -> Group:
     task = Task(id="1", source=source, messages=())
-    ended = [Episode(task=task, turns=(), reward=reward, outcome=Outcome.COMPLETED) for reward in rewards]
+    ended = [Episode(task=task, turns=(), score=Score(total=reward), outcome=Outcome.COMPLETED) for reward in rewards]
     return Group(task=task, episodes=tuple(ended))
 
 

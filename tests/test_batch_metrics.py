@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge_rl.metrics import batch_metrics, rewards_by_source
-from forge_rl.types import Batch, Episode, Group, Outcome, Task, Turn
+from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 
 
 def episode(source: str, reward: float, *versions: int, outcome: Outcome = Outcome.COMPLETED) -> Episode:
@@ -18,7 +18,9 @@ def episode(source: str, reward: float, *versions: int, outcome: Outcome = Outco
         text="a",
         truncated=False,
     )
-    return Episode(task=Task(id=source, source=source, messages=()), turns=(turn,), reward=reward, outcome=outcome)
+    return Episode(
+        task=Task(id=source, source=source, messages=()), turns=(turn,), score=Score(total=reward), outcome=outcome
+    )
 
 
 def group(*episodes: Episode) -> Group:

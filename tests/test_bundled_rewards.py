@@ -30,7 +30,7 @@ def task(answer: object = "5", **truth: object) -> Task:
 def of_tokens(count: int, text: str = "") -> Episode:
     ids = [0] * count
     turn = Turn(prompt_ids=[1], token_ids=ids, logprobs=ids, versions=ids, text=text)
-    return Episode(task=task(), turns=(turn,), reward=0.0)
+    return Episode(task=task(), turns=(turn,))
 
 
 async def _awaited(score: Any) -> Score:

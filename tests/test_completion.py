@@ -14,8 +14,9 @@ import pytest
 from forge_rl.errors import PoisonError, ReplicaError
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.services.completion import ResumableCompletion, validate_chunk
+from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Chunk, Sampling
+from forge_rl.types import Sampling
 from tests.fake_engine import GARBAGE, Unpickable
 
 GOOD = Chunk(token_ids=(7,), logprobs=(-0.5,), versions=(1,), text="x")

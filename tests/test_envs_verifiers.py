@@ -155,7 +155,7 @@ def test_its_score_is_the_episodes_and_a_dead_worker_is_an_infrastructure_error(
                 for name in ("good", "dead")
             ]
         assert (good.outcome, good.reward, good.parts, good.answer) == (Outcome.COMPLETED, 0.25, {"a": 1.0}, "4")
-        assert (good.text, good.turn_values) == ("Hello there.", (0.5,))
+        assert (good.text, good.score.turns) == ("Hello there.", (0.5,))
         assert (bad.outcome, bad.problem) == (Outcome.INFRASTRUCTURE_ERROR, "verifiers:sums: its process was killed")
 
     asyncio.run(check())

@@ -10,7 +10,8 @@ from benchmarks.real_engines import _Story
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ContextError
 from forge_rl.rollout.episode_runner import EpisodeRunner, Parse
-from forge_rl.types import Episode, Outcome, Task, TokenIds, ToolCall, Turn
+from forge_rl.token_arrays import TokenIds
+from forge_rl.types import Episode, Outcome, Task, ToolCall, Turn
 from tests.staged_rollouts import Letters, StagedEnvironment, StagedReward
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "go"},))
@@ -72,7 +73,7 @@ class PaidAtTheEnd(World):
 def test_an_environments_rewards_add_up_and_are_those_of_their_turns(kind, reward, values, parts):
     episode = run(kind, ["a", "bb", "end"])
     assert (episode.outcome, episode.reward) == (Outcome.COMPLETED, reward)
-    assert (episode.turn_values, episode.parts) == (values, parts)
+    assert (episode.score.turns, episode.score.parts) == (values, parts)
 
 
 class Calculator(World):

@@ -14,7 +14,7 @@ import pytest
 from apps.evaluate import Config, Results, _key, build_sets, compare, find_model, main, score, short_names
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.services.generator import Generator
-from forge_rl.types import Episode, Outcome, Task
+from forge_rl.types import Episode, Outcome, Score, Task
 from tests.fake_engine import FOLDER, FakeEngine
 
 
@@ -30,7 +30,7 @@ SETS = {
 
 
 def episode_of(task: Task, reward: float, outcome: Outcome = Outcome.COMPLETED) -> Episode:
-    return Episode(task=task, turns=(), reward=reward, outcome=outcome, answer="5", problem="p")
+    return Episode(task=task, turns=(), score=Score(total=reward, answer="5"), outcome=outcome, problem="p")
 
 
 def filled(path: Path, rewards: list[float], *, failed: bool = False) -> Results:

@@ -15,7 +15,7 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.evaluator import EvaluationResult, Evaluator
 from forge_rl.services.generator import Generator
-from forge_rl.types import Episode, Outcome, Sampling, Task, Turn
+from forge_rl.types import Episode, Outcome, Sampling, Score, Task, Turn
 
 
 class Rollouts:
@@ -42,7 +42,9 @@ def episode_of(task: Task, reward: float, answer: str = "") -> Episode:
     """An episode of four tokens, one of which is of version 2; with a reward of NaN one that failed."""
     turn = Turn(prompt_ids=(1,), token_ids=(1,) * 4, logprobs=(0.0,) * 4, versions=(3, 3, 2, 3), text=answer)
     outcome = Outcome.JUDGE_ERROR if math.isnan(reward) else Outcome.COMPLETED
-    return Episode(task=task, turns=(turn,), reward=reward, answer=answer, outcome=outcome, problem="no judge")
+    return Episode(
+        task=task, turns=(turn,), score=Score(total=reward, answer=answer), outcome=outcome, problem="no judge"
+    )
 
 
 def tasks(source: str, *ids: str) -> list[Task]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
-from forge_rl.types import Batch, Chunk, Episode, Group, Outcome, Sampling, Score, Task
+from forge_rl.token_arrays import Chunk
+from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Score, Task
 from tests.staged_rollouts import (
     CountingSource,
     StagedEnvironment,
@@ -228,7 +228,7 @@ def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(ris
     for number in range(7):
         task = Task(id="1", source="tasks", messages=())
         episodes = [
-            Episode(task=task, turns=(), reward=0.1 * number * rises + 0.01 * index, outcome=outcome)
+            Episode(task=task, turns=(), score=Score(total=0.1 * number * rises + 0.01 * index), outcome=outcome)
             for index, outcome in enumerate([Outcome.TRUNCATED] * 3 + [Outcome.COMPLETED] * 2)
         ]
         advice.look_at(Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=number), number)
@@ -290,7 +290,7 @@ def test_a_reward_of_the_group_is_given_all_its_episodes_once_they_have_ended() 
 
     def counting(task: Task, episodes: Sequence[Episode]) -> list[float]:
         seen.append(len(episodes))
-        assert all(math.isnan(episode.reward) for episode in episodes)
+        assert all(episode.score is None for episode in episodes)
         return ranks(task, episodes)
 
     executor = rollouts(reward=StagedReward(counting, "group"), on_episode=ended.append)
@@ -568,7 +568,7 @@ def test_completions_of_an_episode_that_share_a_lock_decode_one_after_the_other(
 
             pieces = await asyncio.gather(one(), one())
             assert [part[-1].finish for part in pieces] == ["stop", "stop"]
-            return Episode(task=task, turns=(), reward=float(client.episode.index))
+            return Episode(task=task, turns=(), score=Score(total=float(client.episode.index)))
 
         executor = rollouts(generator=Slow())
         executor._run_episode = twice

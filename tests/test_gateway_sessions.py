@@ -56,7 +56,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def segments(turns: tuple[Turn, ...]) -> tuple[Any, ...]:
-    return Episode(task=Task(id="1", source="s", messages=(HI,)), turns=turns, reward=0.0).segments
+    return Episode(task=Task(id="1", source="s", messages=(HI,)), turns=turns).segments
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -147,7 +147,7 @@ async def _check_sessions(gateway: Gateway, generator: Generator, folder: Path) 
     assert len({tuple(turn.token_ids) for turn in same}) == 4
     assert {version for turn in turns for version in turn.versions} == {0}
     task = Task(id="1", source="s", messages=(hi,))
-    segments = Episode(task=task, turns=turns[:2], reward=0.0).segments
+    segments = Episode(task=task, turns=turns[:2]).segments
     assert len(segments) == 1
     assert math.isfinite(sum(segments[0].logprobs))
 

@@ -22,8 +22,9 @@ from forge_rl.services import progress
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.engine_pool import Lend
 from forge_rl.services.generator import Generator
+from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Chunk, Sampling, Turn
+from forge_rl.types import Sampling, Turn
 from tests.fake_actors import cluster, new_service_name
 from tests.fake_engine import FOLDER, GARBAGE, NON_FINITE, FakeEngine, FakeStore, Orders, draw
 

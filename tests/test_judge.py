@@ -35,7 +35,7 @@ def grade(judge: Judge, *answers: str, folder: Path | None = None) -> list[Score
     async def main() -> Sequence[Score]:
         copy: Judge = pickle.loads(pickle.dumps(judge))
         copy.load(folder)
-        episodes = [Episode(task=TASK, turns=(), reward=0.0, output=answer) for answer in answers]
+        episodes = [Episode(task=TASK, turns=(), output=answer) for answer in answers]
         return await asyncio.gather(*(copy(TASK, episode) for episode in episodes))
 
     return list(asyncio.run(main()))

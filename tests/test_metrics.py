@@ -88,7 +88,7 @@ def test_tokens_are_counted_by_lag_over_all_turns() -> None:
     task = Task(id="1", source="s", messages=())
 
     def group(*episodes: list[tuple[int, ...]]) -> Group:
-        made = [Episode(task=task, turns=tuple(turn(versions) for versions in turns), reward=0.0) for turns in episodes]
+        made = [Episode(task=task, turns=tuple(turn(versions) for versions in turns)) for turns in episodes]
         return Group(task=task, episodes=tuple(made))
 
     def turn(versions: tuple[int, ...]) -> Turn:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forge_rl.errors import ConfigError
 from forge_rl.packing.minibatches import deal
 from forge_rl.packing.rows import Layout, Minibatch, Packed, Row, attends, dense_mask, pack
-from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from tests.fakes import unpack
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
@@ -34,7 +34,7 @@ def batch_of(*groups: list[tuple[float, list[Turn]]], version: int = 5) -> Batch
     """Groups of (reward, turns)."""
     return Batch(
         groups=tuple(
-            Group(task=TASK, episodes=tuple(Episode(task=TASK, turns=tuple(t), reward=r) for r, t in group))
+            Group(task=TASK, episodes=tuple(Episode(task=TASK, turns=tuple(t), score=Score(total=r)) for r, t in group))
             for group in groups
         ),
         version=version,

@@ -26,7 +26,7 @@ from forge_rl.types import Episode, Score, Task, Turn
 
 TASK = Task(id="t", source="s", messages=({"role": "user", "content": "2+3?"},), truth={"answer": "5"})
 TURN = Turn(prompt_ids=[1], token_ids=[2, 3], logprobs=[0.0, 0.0], versions=[0, 0], text="it is 5")
-EPISODE = Episode(task=TASK, turns=(TURN, TURN), reward=0.0)
+EPISODE = Episode(task=TASK, turns=(TURN, TURN))
 
 MINE = """
 import time
@@ -106,7 +106,7 @@ def scored(reward: Any) -> Episode:
 def test_texts_name_rewards_and_weights(texts: list[str], total: float, parts: dict[str, float], mine: Path):
     episode = scored(build_reward(texts))
     assert episode.reward == pytest.approx(total)
-    assert dict(episode.parts) == parts
+    assert dict(episode.score.parts) == parts
 
 
 def test_options_are_read_as_their_types_say():

@@ -52,7 +52,7 @@ def classifier(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def episode_of(text: str, task: Task = TASK) -> Episode:
-    return Episode(task=task, turns=(), reward=0.0, output=text)
+    return Episode(task=task, turns=(), output=text)
 
 
 def scores_of(model: RewardModel, *answers: str) -> list[float]:

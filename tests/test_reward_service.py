@@ -19,7 +19,7 @@ from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.services.reward import Reward
-from forge_rl.types import Episode, Task
+from forge_rl.types import Episode, Score, Task
 from tests import fake_envs
 from tests.fake_actors import cluster, send_signal
 from tests.fake_envs import task_of
@@ -45,7 +45,7 @@ async def reward(
 
 async def score(service: Reward, task: Task, text: str) -> float:
     """Score the text of an answer."""
-    episode = Episode(task=task, turns=(), reward=0.0, output=text)
+    episode = Episode(task=task, turns=(), output=text)
     [found] = await service.score([episode])
     return with_score(episode, found).reward
 
@@ -179,7 +179,7 @@ def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others
     async def main() -> None:
         async with reward(tmp_path, fake_envs.obedient, deadline_s=1.0) as (service, faults):
             with pytest.raises(HangError, match=r"no answer within 1 s for s t \(.*fake_envs.py:\d+\)") as caught:
-                await score_again(service, [Episode(task=task_of(), turns=(), reward=0.0, output="sleep 600")])
+                await score_again(service, [Episode(task=task_of(), turns=(), output="sleep 600")])
             assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 0, "score")
             await asyncio.wait_for(asyncio.shield(service._shared.service.replicas[0].death), LONG_S)
             assert await score(service, task_of(), "number 4") == 4.0
@@ -220,7 +220,7 @@ def test_an_answer_that_kills_its_scorer_costs_itself_and_no_other(tmp_path: Pat
             others = [asyncio.create_task(score(service, replace(task_of(), id=f"{n}"), "fine")) for n in range(20)]
             for number in range(3):
                 task = replace(task_of(), id=f"p{number}")
-                episode = Episode(task=task, turns=(), reward=0.0, output="poison")
+                episode = Episode(task=task, turns=(), output="poison")
                 with pytest.raises(PoisonError, match=f"scoring .* p{number} killed 3 replicas.*status 6"):
                     await score_again(service, [episode])
                 assert await score(service, task_of(), "fine") == 4.0
@@ -239,7 +239,7 @@ def test_a_new_reward_is_tried_before_it_is_taken(tmp_path: Path):
     async def main() -> None:
         async with reward(tmp_path, fake_envs.length) as (service, faults):
             task, told = task_of(), list[str]()
-            service.samples = lambda: [[Episode(task=task, turns=(), reward=4.0, output="four")]]
+            service.samples = lambda: [[Episode(task=task, turns=(), score=Score(total=4.0), output="four")]]
             service.replaced.append(lambda: told.append("replaced"))
             with pytest.raises(ConfigError, match=r"fails on s t.*KeyError: 'absent' \(.*test_reward_service.py:\d+\)"):
                 await service.replace(raising)

@@ -14,7 +14,8 @@ from forge_rl.rollout.evaluation import Evaluation, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
-from forge_rl.types import Chunk, Episode, Outcome, Sampling, Score, Task
+from forge_rl.token_arrays import Chunk
+from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 from tests.staged_rollouts import (
     StagedEnvironment,
     StagedGenerator,

@@ -16,7 +16,7 @@ from forge_rl.errors import ConfigError, TaskError
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import OVERLAPPED, GroupState, InflightEpisode, ScheduleConfig
-from forge_rl.types import Episode, Outcome, Sampling, Task, Turn
+from forge_rl.types import Episode, Outcome, Sampling, Score, Task, Turn
 
 
 class Drawn:
@@ -38,7 +38,7 @@ class Drawn:
 
 def result(episode: InflightEpisode, reward: float, outcome: Outcome = Outcome.COMPLETED, tokens: int = 1) -> Episode:
     turn = Turn(prompt_ids=(), token_ids=(1,) * tokens, logprobs=(0.0,) * tokens, versions=(0,) * tokens, text="")
-    return Episode(task=episode.group.task, turns=(turn,), reward=reward, outcome=outcome, problem="broken")
+    return Episode(task=episode.group.task, turns=(turn,), score=Score(total=reward), outcome=outcome, problem="broken")
 
 
 def schedule(*, groups: int = 3, episodes: int = 2, tasks: Drawn | None = None, **policy: object) -> Scheduler:

@@ -78,7 +78,7 @@ def episode_of(*answers: list[int]) -> Episode:
     for answer in answers:
         turns.append(turn(prompt, answer))
         prompt = [*prompt, *answer, 7]
-    return Episode(task=TASK, turns=tuple(turns), reward=0.0)
+    return Episode(task=TASK, turns=tuple(turns))
 
 
 def test_an_episode_takes_all_of_its_score():
@@ -86,10 +86,10 @@ def test_an_episode_takes_all_of_its_score():
     scored = with_score(
         episode_of([10, 11], [20]), Score(total=1, turns=(0.5, 2), tokens=([nan, 1], [nan]), answer="4")
     )
-    assert (scored.reward, scored.answer, scored.turn_values) == (1.0, "4", (0.5, 2.0))
-    np.testing.assert_equal([list(values) for values in scored.token_values], [[nan, 1.0], [nan]])
+    assert (scored.reward, scored.score.answer, scored.score.turns) == (1.0, "4", (0.5, 2.0))
+    np.testing.assert_equal([list(values) for values in scored.score.tokens], [[nan, 1.0], [nan]])
     plain = with_score(episode_of([10]), Score(total=1, parts={"a": 1}))
-    assert (plain.parts, plain.turn_values, plain.token_values) == ({"a": 1.0}, (), ())
+    assert (plain.score.parts, plain.score.turns, plain.score.tokens) == ({"a": 1.0}, (), ())
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_an_episode_of_many_turns_is_sent_in_the_size_of_its_last_context():
     assert found == whole
     assert [turn.prompt_ids.tolist() for turn in found.turns] == [turn.prompt_ids.tolist() for turn in whole.turns]
     assert all(
-        np.array_equal(a, b, equal_nan=True) for a, b in zip(found.token_values, whole.token_values, strict=True)
+        np.array_equal(a, b, equal_nan=True) for a, b in zip(found.score.tokens, whole.score.tokens, strict=True)
     )
     assert (
         len(sent) < 40 * 100 * 4 * 5

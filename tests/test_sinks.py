@@ -30,7 +30,7 @@ from forge_rl.metrics import (
     TensorBoardSink,
     WandbSink,
 )
-from forge_rl.types import Batch, Episode, Group, Outcome, Task, Turn
+from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 
 
 def info(folder: Path, step: int = 0) -> RunInfo:
@@ -207,7 +207,7 @@ def episode(name: str, reward: float, text: str = "four") -> Episode:
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
     task = Task(id=name, source="arith", messages=messages)
     turn = Turn(prompt_ids=(1, 2), token_ids=(3, 4, 5), logprobs=(0.0,) * 3, versions=(0,) * 3, text=text)
-    return Episode(task=task, turns=(turn,), reward=reward, outcome=Outcome.TRUNCATED)
+    return Episode(task=task, turns=(turn,), score=Score(total=reward), outcome=Outcome.TRUNCATED)
 
 
 def batch(groups: int, group_size: int) -> Batch:

@@ -17,7 +17,8 @@ from forge_rl.errors import ConfigError, ContextError
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.services.environment import Environment
-from forge_rl.types import Batch, Episode, Group, Outcome, Task, TokenIds, ToolCall, Turn
+from forge_rl.token_arrays import TokenIds
+from forge_rl.types import Batch, Episode, Group, Outcome, Task, ToolCall, Turn
 from tests.staged_rollouts import Letters, StagedReward
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "q"},), truth={"item": "tea"})

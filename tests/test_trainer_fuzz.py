@@ -20,7 +20,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.metrics import Value, merge_all, reduce
 from forge_rl.packing.rows import Layout, Packed, pack
-from forge_rl.types import Batch, Episode, Group, Turn
+from forge_rl.types import Batch, Episode, Group, Score, Turn
 from tests.fakes import TASK, hf_weights, make_model
 from tests.plain_trainer import PlainTrainer
 
@@ -88,13 +88,13 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
             history = history + answer + ids(0, 1, 2, 3)
         values: dict[str, Any] = {}
         if drawn.random() < 0.9 and valued == "turns":
-            values["turn_values"] = tuple(drawn.choice([0.0, 1.0, 0.5]) for _ in turns)
+            values["turns"] = tuple(drawn.choice([0.0, 1.0, 0.5]) for _ in turns)
         if drawn.random() < 0.9 and valued == "tokens":
             known = [0.0, 1.0, 0.5, math.nan]
-            values["token_values"] = tuple(
+            values["tokens"] = tuple(
                 np.array([drawn.choice(known) for _ in turn.token_ids], np.float32) for turn in turns
             )
-        return Episode(task=TASK, turns=tuple(turns), reward=reward, **values)
+        return Episode(task=TASK, turns=tuple(turns), score=Score(total=reward, **values))
 
     groups = []
     for _ in range(prompts):
@@ -149,8 +149,8 @@ def by_turn(case: Case) -> list[list[np.ndarray]]:
     for p, group in enumerate(case.batch.groups):
         rewards = np.array([each.reward for each in group.episodes])
         own = normalised([rewards], case.scale)[0]
-        turns = normalised([np.array(each.turn_values, float) for each in group.episodes], case.scale)
-        tokens = normalised([np.concatenate([[], *each.token_values]) for each in group.episodes], case.scale)
+        turns = normalised([np.array(each.score.turns, float) for each in group.episodes], case.scale)
+        tokens = normalised([np.concatenate([[], *each.score.tokens]) for each in group.episodes], case.scale)
         for g, each in enumerate(group.episodes):
             lengths = [len(turn.token_ids) for turn in each.turns]
             expected = np.full(sum(lengths), own[g])

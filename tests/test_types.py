@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from forge_rl.types import Batch, Chunk, Episode, Group, Task, Turn
+from forge_rl.token_arrays import Chunk
+from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
 
@@ -27,7 +28,7 @@ def turn(prompt: Sequence[int], answer: Sequence[int], version: int = 0) -> Turn
 
 
 def episode(*turns: Turn, reward: float = 0.0) -> Episode:
-    return Episode(task=TASK, turns=turns, reward=reward)
+    return Episode(task=TASK, turns=turns, score=Score(total=reward))
 
 
 def group(*rewards: float) -> Group:
@@ -102,6 +103,12 @@ def test_arrays_are_made_of_any_sequence_and_nobody_writes_into_them():
     assert [made.prompt_ids.dtype, made.logprobs.dtype, made.versions.dtype] == [np.int32, np.float32, np.int32]
     with pytest.raises(ValueError, match="read-only"):
         made.token_ids[0] = 9
+    own = np.array([1, 2], np.int32)
+    with pytest.raises(ValueError, match="read-only"):
+        replace(made, prompt_ids=own).prompt_ids[0] = 9
+    assert own.flags.writeable, "the caller's array stays its own"
+    with pytest.raises(ValueError, match="read-only"):
+        pickle.loads(pickle.dumps(made, pickle.HIGHEST_PROTOCOL)).token_ids[0] = 9
     assert made == turn([1, 2], [3, 4], version=7) == pickle.loads(pickle.dumps(made))
     assert made != turn([1, 2], [3, 5], version=7)
     assert made != turn([1, 2], [3, 4], version=8)
@@ -143,6 +150,18 @@ def test_a_batch_takes_less_than_31_bytes_a_token_however_many_turns_repeat_thei
     assert all(
         np.shares_memory(turn.prompt_ids, each.turns[-1].prompt_ids) for each in batch.episodes for turn in each.turns
     )
+
+
+def test_an_episode_leaves_its_callers_turns_as_they_are():
+    first, second = turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [5])
+    before = first.prompt_ids, first.token_ids
+    whole = episode(first, second)
+    assert (first.prompt_ids is before[0], first.token_ids is before[1]) == (True, True)
+    assert whole.turns == (first, second)
+    assert np.shares_memory(whole.turns[0].token_ids, whole.turns[1].prompt_ids)
+    again = pickle.loads(pickle.dumps(whole))
+    assert again == whole
+    assert np.shares_memory(again.turns[0].token_ids, again.turns[1].prompt_ids)
 
 
 def test_an_episode_without_turns_has_no_segments_and_no_text():

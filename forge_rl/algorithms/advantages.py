@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from forge_rl.errors import ConfigError
-from forge_rl.types import Advantages, Batch, Episode
+from forge_rl.types import Advantages, Batch, Episode, Score
 
 _NONE = np.zeros(0, np.float32)
 EPSILON = 1e-4
@@ -90,7 +90,7 @@ def batch_advantages(batch: Batch, *, scale: Scale = "std") -> Advantages:
         ConfigError: as group_advantages, or a value is infinite.
     """
     advantages = group_advantages(batch.rewards, scale=scale)
-    if not any(episode.turn_values or episode.token_values for episode in batch.episodes):
+    if not any(each.score and (each.score.turns or each.score.tokens) for each in batch.episodes):
         return advantages
     if scale != "batch":
         return [_with_values(group.episodes, advantages[p].tolist(), scale) for p, group in enumerate(batch.groups)]
@@ -100,8 +100,9 @@ def batch_advantages(batch: Batch, *, scale: Scale = "std") -> Advantages:
 
 def _with_values(episodes: Sequence[Episode], advantages: Sequence[float], scale: str) -> list[npt.NDArray[np.float32]]:
     """Return token advantages of each episode, relative to the other episodes given."""
-    of_turns = _normalised([np.asarray(each.turn_values, np.float32) for each in episodes], episodes, scale)
-    of_tokens = _normalised([np.concatenate([_NONE, *each.token_values]) for each in episodes], episodes, scale)
+    scores = [episode.score or Score(total=0.0) for episode in episodes]
+    of_turns = _normalised([np.asarray(score.turns, np.float32) for score in scores], episodes, scale)
+    of_tokens = _normalised([np.concatenate([_NONE, *score.tokens]) for score in scores], episodes, scale)
     found = []
     for episode, advantage, turns, tokens in zip(episodes, advantages, of_turns, of_tokens, strict=True):
         own = np.full(episode.response_tokens, advantage, np.float32)

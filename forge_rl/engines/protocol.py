@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.types import Chunk, Sampling, TokenIds
+from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
 
 if TYPE_CHECKING:  # importing torch takes seconds, and a process that only holds settings does not need it

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from forge_rl.services.completion import Observer
-from forge_rl.types import Sampling, TokenIds
+from forge_rl.token_arrays import TokenIds
+from forge_rl.types import Sampling
 
 if TYPE_CHECKING:
     from forge_rl.services.generator import Generator

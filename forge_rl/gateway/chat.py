@@ -13,8 +13,9 @@ import numpy as np
 
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sessions import Session
+from forge_rl.token_arrays import TokenArray, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import TokenArray, TokenIds, ToolCall
+from forge_rl.types import ToolCall
 
 _MOST_LEVELS = 64
 """Maximum nesting of a call's arguments passed to templates as JSON; they fail at some depth."""
@@ -80,7 +81,7 @@ class ChatMessage:
 class Prompt:
     """Prompt token ids, with the state that lets a later request continue from the completion."""
 
-    token_ids: TokenArray[np.int32] = TokenArray(np.int32)  # noqa: RUF009  a descriptor
+    token_ids: TokenArray[np.int32] = TokenArray(np.int32)
     digest: bytes = b""
     """Digest of the tools and messages."""
     text: str | None = None

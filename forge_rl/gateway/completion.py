@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.gateway.chat import Prompt
+from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Chunk, Sampling, Turn
+from forge_rl.types import Sampling, Turn
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for logprobs that are unknown or not representable in JSON."""

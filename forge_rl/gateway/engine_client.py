@@ -25,8 +25,9 @@ from forge_rl.gateway.gateway_config import AgentSampling
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
+from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Chunk, Sampling
+from forge_rl.types import Sampling
 
 _PLAIN = SamplingParams()
 _EXTRA = (

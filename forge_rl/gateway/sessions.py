@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.gateway.errors import ApiError
-from forge_rl.types import Sampling, TokenIds, Turn
+from forge_rl.token_arrays import TokenIds
+from forge_rl.types import Sampling, Turn
 
 SESSION_FULL = "session_limit_exceeded"
 """Error code of requests beyond a session's limits."""

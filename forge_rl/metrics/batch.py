@@ -34,7 +34,7 @@ def reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
     """Mean of each part of the rewards, as `reward_parts/NAME`, over the episodes that have it."""
     found: dict[str, list[float]] = {}
     for episode in episodes:
-        for name, value in episode.parts.items():
+        for name, value in episode.score.parts.items() if episode.score else ():
             found.setdefault(name, []).append(value)
     return {f"reward_parts/{name}": sum(values) / len(values) for name, values in found.items()}
 

@@ -18,7 +18,8 @@ import torch
 from forge_rl.errors import ConfigError
 from forge_rl.packing.minibatches import deal
 from forge_rl.packing.trees import Branch, Tree, assign_rows, build_trees, make_branch, round_up, row_size
-from forge_rl.types import Advantages, Batch, Episode, Segment
+from forge_rl.token_arrays import Segment
+from forge_rl.types import Advantages, Batch, Episode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forge_rl.types import Segment
+from forge_rl.token_arrays import Segment
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ class Reward(Protocol):
             correct = float(task.truth["answer"] in episode.text)
             return Score(total=correct - 0.1 * len(episode.turns), parts={"correct": correct})
 
-    The second parameter determines the argument. Named `episode` or annotated as an Episode, it is the episode, with
-    its reward still 0. Named `episodes` or annotated as a sequence of them, it is all episodes of the task's group, and
+    The second parameter determines the argument. Named `episode` or annotated as an Episode, it is the episode, not
+    scored yet. Named `episodes` or annotated as a sequence of them, it is all episodes of the task's group, and
     the function returns one score per episode. Otherwise it is the text of the last answer.
 
     An object may also have

@@ -71,10 +71,6 @@ def with_score(episode: Episode, score: Score) -> Episode:
                 f"the reward of {task.id} has {len(values)} values for turn {place}, of {len(turn.token_ids)} tokens",
                 hint="set Score.tokens[i] to one value for each of episode.turns[i].token_ids, NaN for none",
             )
-    return episode.updated(
-        reward=total,
-        parts=parts,
-        turn_values=tuple(map(float, score.turns)),
-        token_values=tuple(np.asarray(values, np.float32) for values in score.tokens),
-        answer=score.answer,
-    )
+    turns = tuple(map(float, score.turns))
+    tokens = tuple(np.asarray(values, np.float32) for values in score.tokens)
+    return episode.updated(score=Score(total=total, parts=parts, turns=turns, tokens=tokens, answer=score.answer))

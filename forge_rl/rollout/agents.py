@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -21,8 +20,9 @@ from forge_rl.gateway.sessions import SESSION_FULL, Session
 from forge_rl.rewards.scorer import score_again, with_score
 from forge_rl.rollout.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.services.completion import Observer
+from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Episode, Outcome, Sampling, Score, Task, TokenIds
+from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 
 if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
@@ -113,10 +113,8 @@ class AgentEpisodeRunner:
         with self.backend.connected(session, client):
             outcome, result, problem = await self._work(task, session, client)
         own, text = (result, None) if isinstance(result, Score) else (None, result)
-        episode = Episode(task=task, turns=session.turns, reward=0.0, outcome=outcome, problem=problem, output=text)
-        if outcome.scored and own is None and self.reward.form == "group":
-            episode = episode.updated(reward=math.nan)
-        elif outcome.scored:
+        episode = Episode(task=task, turns=session.turns, outcome=outcome, problem=problem, output=text)
+        if outcome.scored and (own is not None or self.reward.form != "group"):
             try:
                 [episode] = [with_score(episode, own)] if own is not None else await score_again(self.reward, [episode])
             except SpendingError:

@@ -11,8 +11,9 @@ from forge_rl.errors import ContextError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
 from forge_rl.services.completion import Observer, ResumableCompletion
+from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Sampling, TokenIds, Turn
+from forge_rl.types import Sampling, Turn
 
 
 class Decoder(Protocol):

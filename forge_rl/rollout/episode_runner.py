@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from forge_rl.errors import ContextError, DeadlineError, ReplicaError, SpendingError
 from forge_rl.rewards.scorer import score_again, with_score
+from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Episode, Message, Outcome, Score, Task, TokenIds, ToolCall, Turn
+from forge_rl.types import Episode, Message, Outcome, Score, Task, ToolCall, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +36,7 @@ class EpisodeRunner:
     tokenizer: Tokenizer
     environment: Environment
     reward: Reward
-    """Scores episodes that their environment does not score. A reward that needs the whole group is called later; until
-    then the episode's reward is NaN."""
+    """Scores episodes that their environment does not score. A reward that needs the whole group is called later."""
     parse: Parse | None = None
     """Parses tool calls from turns if the task has tools."""
     clock: Callable[[], float] = time.monotonic
@@ -87,12 +86,10 @@ class EpisodeRunner:
             outcome = Outcome.TRUNCATED if truncated else Outcome.COMPLETED
             if step.model_error:
                 outcome = Outcome.MODEL_ERROR
-            episode = Episode(task=task, turns=tuple(turns), reward=0.0, output=step.output, outcome=outcome)
+            episode = Episode(task=task, turns=tuple(turns), output=step.output, outcome=outcome)
             if (score := _own_score(given, len(turns))) is not None:
                 episode = with_score(episode, score)
-            elif self.reward.form == "group":
-                episode = episode.updated(reward=math.nan)
-            else:
+            elif self.reward.form != "group":
                 [episode] = await score_again(self.reward, [episode])
         except BaseException as error:
             if session is not None:
@@ -105,7 +102,7 @@ class EpisodeRunner:
             if on_error is None or isinstance(error, SpendingError):
                 raise
             if episode is None:
-                episode = Episode(task=task, turns=tuple(turns), reward=0.0)
+                episode = Episode(task=task, turns=tuple(turns))
             episode = episode.updated(outcome=on_error, problem=str(error))
         return episode.updated(seconds=self.clock() - began)
 

@@ -118,9 +118,7 @@ def _ended(group: GroupState) -> tuple[Episode, ...]:
     """Return a task's results; episodes whose group could not be scored together are judge errors."""
     problem = "its group could not be scored"
     return tuple(
-        result.updated(reward=0.0, outcome=Outcome.JUDGE_ERROR, problem=problem)
-        if result.outcome.scored and math.isnan(result.reward)
-        else result
+        result.updated(outcome=Outcome.JUDGE_ERROR, problem=problem) if result.unscored else result
         for result in group.results
     )
 
@@ -155,7 +153,7 @@ def describe_failure(episode: Episode) -> str:
 
 def _scores(scored: Sequence[Sequence[Episode]], k: int, success: float) -> dict[str, float]:
     rewards = [[episode.reward for episode in episodes] for episodes in scored]
-    answers = [[episode.answer for episode in episodes] for episodes in scored]
+    answers = [[episode.score.answer if episode.score else "" for episode in episodes] for episodes in scored]
     found = {f"avg@{k}": avg_at_k(rewards)}
     if k > 1:
         steps = sorted({2**power for power in range(1, k.bit_length()) if 2**power < k} | {k})

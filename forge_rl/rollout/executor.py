@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import time
 import zlib
 from collections.abc import Awaitable, Callable
@@ -54,7 +53,7 @@ class RolloutExecutor:
         episodes: G.
         devices: hands devices to the engines and back.
         seed: sampling seed. The same seed yields the same batches if the schedule has no lag.
-        reward: scores the episodes of a group together if they have no score yet (their reward is NaN).
+        reward: scores the episodes of a group together if they have no score yet.
         version: returns the latest published version.
         warn: called with a line for the user.
         on_episode: called with each finished episode, except successful evaluation episodes.
@@ -398,7 +397,7 @@ class RolloutExecutor:
             if result.outcome is Outcome.JUDGE_ERROR:
                 self._unscored = (*episode.group.results, result)
             self._conclude(scheduler.record_result, episode, result)
-            if not math.isnan(result.reward):  # else reported once it is scored
+            if not result.unscored:  # else reported once it is scored
                 self._tell(self._on_episode, result)
             if result.problem:
                 self._tell(self._warn, f"{task.source} {task.id}: {result.outcome}: {result.problem}")
@@ -477,9 +476,9 @@ class RolloutExecutor:
         mates = [each for each in episode.group.episodes if each is not episode]
         if any(each.result is None for each in mates):
             return result
-        waiting = [each for each in mates if each.result is not None and math.isnan(each.result.reward)]
+        waiting = [each for each in mates if each.result is not None and each.result.unscored]
         unscored = [each.result for each in waiting if each.result is not None]
-        own = [result] if math.isnan(result.reward) else []
+        own = [result] if result.unscored else []
         if not unscored and not own:
             return result
         assert self._reward is not None, "episodes that come without a score need a reward"
@@ -490,7 +489,7 @@ class RolloutExecutor:
         except Exception as error:
             died = isinstance(error, ReplicaError)
             outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
-            return result.updated(reward=0.0, outcome=outcome, problem=str(error))
+            return result.updated(outcome=outcome, problem=str(error))
         told = scored[: len(waiting)]
         for mate, mates_result in zip(waiting, told, strict=True):
             mate.result = mates_result
@@ -507,10 +506,10 @@ class RolloutExecutor:
             if current is None or current.cancelling():
                 raise
             problem = "its code raised a CancelledError although it was not cancelled"
-            return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
+            return Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
 
 
 def _unusable(task: Task, error: ContextError | PoisonError) -> Episode:
     """Make the failed episode of a task whose prompt leaves no room for an answer, or which kills engines."""
     problem = f"{error.message}; {error.hint}"
-    return Episode(task=task, turns=(), reward=0.0, outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
+    return Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)

@@ -120,7 +120,8 @@ class GroupState:
         if len(self.episodes) == 1:
             return False
         rewards = [result.reward for result in results]
-        return max(rewards) == min(rewards) and not any(each.turn_values or each.token_values for each in results)
+        valued = any(each.score and (each.score.turns or each.score.tokens) for each in results)
+        return max(rewards) == min(rewards) and not valued
 
 
 @dataclass(eq=False, slots=True)

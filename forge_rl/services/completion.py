@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.errors import PoisonError, ReplicaError
+from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.tokens.tokenizer import TextStream, Tokenizer
-from forge_rl.types import Chunk, Sampling, TokenIds, Turn
+from forge_rl.types import Sampling, Turn
 
 GATHER_S = 0.05
 """Seconds for which an engine gathers tokens before it sends them, if nobody reads them live."""

@@ -33,8 +33,9 @@ from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, E
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Chunk, Message, Sampling, TokenIds, Turn
+from forge_rl.types import Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
 
 

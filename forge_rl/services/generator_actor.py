@@ -11,7 +11,8 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.engines.factory import start_decode_engine
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.types import Chunk, Sampling, TokenIds
+from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.transports.protocol import Transport
 

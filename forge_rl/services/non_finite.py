@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from forge_rl.errors import ConfigError
-from forge_rl.types import Chunk, Sampling
+from forge_rl.token_arrays import Chunk
+from forge_rl.types import Sampling
 
 _WINDOW_TOKENS = 512
 """Window in tokens after which an engine's count is reset."""

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.errors import ModelError
+from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
 from forge_rl.tokens.tool_text import as_text, has_tools
-from forge_rl.types import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
