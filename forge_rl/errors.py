@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copyreg
+import importlib.util
 import operator
+import sys
 from collections.abc import Mapping
 
 from forge_rl.system.terminal import visible
@@ -61,6 +63,16 @@ def check_flags(
             if not within(value := getattr(config, name), limit):
                 flag = flags + name.replace("_", "-")
                 raise ConfigError(f"{flag} is {value}", hint=f"set {flag} to {words.format(limit)}")
+
+
+def check_installed(user: str, package: str, extra: str) -> None:
+    """Check that an optional package is installed: `check_installed("--env mcp", "mcp", "mcp")`.
+
+    Raises:
+        ConfigError: it is not; names what uses it, and the extra to install.
+    """
+    if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{user} needs {package}, which is not installed", hint=f"pip install 'forge_rl[{extra}]'")
 
 
 class ModelError(ForgeError):

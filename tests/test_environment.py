@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.protocol import EnvFactory, Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
-from forge_rl.services.environment import EnvFactory, Environment, EnvSession, LocalSession
+from forge_rl.services.environment import Environment, EnvSession, LocalSession
 from tests.fake_actors import cluster
 from tests.fake_envs import NotingEnv, PlainlyClosed, Unclosed, task_of
 

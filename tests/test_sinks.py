@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.errors import CheckpointError
 from forge_rl.metrics import (
     Display,
     EpisodeSink,
@@ -353,13 +353,6 @@ def test_tensorboard_reads_a_histogram_as_it_was(tmp_path: Path) -> None:
         if count
     ]
     assert filled == [(0.5, 1.5, 512), (2.5, 3.5, 40)]
-
-
-def test_wandb_that_is_missing_is_told_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="'papers'") as caught:
-        WandbSink("papers")
-    assert caught.value.hint == "pip install 'forge_rl[wandb]'"
 
 
 class FakeWandb:

@@ -208,13 +208,6 @@ def test_a_game_of_textarena_is_played_to_its_end():
         build_environment("textarena:Nothing-v0")
 
 
-def test_without_textarena_its_games_say_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "textarena", None)
-    with pytest.raises(ConfigError, match="textarena cannot be imported") as caught:
-        build_environment("textarena:GuessTheNumber-v0")
-    assert caught.value.hint == "pip install textarena"
-
-
 # A simulated user
 
 Reply = Callable[[dict[str, Any]], tuple[int, object]]

@@ -9,10 +9,9 @@ from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, check_installed
 from forge_rl.types import Message, Task
 
-_INSTALL = "pip install gymnasium, or the package that has the environment"
 _ACTIONS: Mapping[str, Sequence[str]] = {
     "Blackjack": ("stick", "hit"),
     "CliffWalking": ("up", "right", "down", "left"),
@@ -98,10 +97,9 @@ class GymnasiumEnv:
 
     def make(self) -> Any:
         """Make the Gymnasium environment, with text rendering if it supports it."""
-        try:
-            import gymnasium
-        except ImportError:
-            raise ConfigError("gymnasium is not installed", hint=_INSTALL) from None
+        check_installed("--env gymnasium", "gymnasium", "gymnasium")
+        import gymnasium
+
         try:
             env = gymnasium.make(self.name, **self._options)
             if "render_mode" not in self._options and "ansi" in env.metadata.get("render_modes", ()):
@@ -110,7 +108,8 @@ class GymnasiumEnv:
             return env
         except Exception as error:
             raise ConfigError(
-                f"gymnasium cannot make {self.name!r}: {type(error).__name__}: {error}", hint=_INSTALL
+                f"gymnasium cannot make {self.name!r}: {type(error).__name__}: {error}",
+                hint="fix the name or the options, or install the package that has the environment",
             ) from None
 
     def action_of(self, completion: str) -> object:

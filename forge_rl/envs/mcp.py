@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tools import ToolEnv, ToolUse
-from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags, check_installed
 from forge_rl.system.supervised import supervised
 from forge_rl.types import Message, Task, ToolCall
 
@@ -59,6 +59,7 @@ class McpEnv:
 
     def __post_init__(self) -> None:
         check_flags(self, "McpEnv's ", least={"max_turns": 1}, above={"timeout_s": 0, "start_s": 0})
+        check_installed("--env mcp", "mcp", "mcp")
         if self.per not in ("process", "session"):
             raise ConfigError(f"per is {self.per!r} in --env mcp", hint="write per=process or per=session")
         if not self.server.strip():

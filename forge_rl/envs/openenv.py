@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
-from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_installed
 from forge_rl.system.redaction import without_credentials
 from forge_rl.types import Message, Task, ToolCall
 
@@ -66,6 +66,7 @@ class OpenEnvFactory:
     visible to all users of the machine."""
 
     def __post_init__(self) -> None:
+        check_installed("--env openenv", "websockets", "openenv")
         scheme, _, rest = self.url.partition("://")
         if scheme not in ("ws", "wss", "http", "https") or not rest:
             raise ConfigError(f"the address {self.url!r} is not a URL", hint=_HINT)

@@ -11,7 +11,7 @@ from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.seeded import SeededTasks
-from forge_rl.errors import ConfigError, ForgeError, TaskError
+from forge_rl.errors import ConfigError, ForgeError, TaskError, check_installed
 from forge_rl.types import Task
 
 
@@ -44,6 +44,7 @@ class TextArena:
 
     def start(self, seed: int) -> Any:
         """Make textarena's environment and reset it."""
+        check_installed("--env textarena", "textarena", "textarena")
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # it tries to download data of some games
                 textarena: Any = importlib.import_module("textarena")

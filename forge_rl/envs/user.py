@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.errors import ConfigError, ForgeError, check_flags
+from forge_rl.errors import ConfigError, ForgeError, check_flags, check_installed
 from forge_rl.types import Message, Task
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class SimulatedUser:
     """Timeout of one user message; a timeout or a failed endpoint is an environment error."""
 
     def __post_init__(self) -> None:
+        check_installed("--env user", "openai", "openai")
         check_flags(self, "--env user: ", least={"max_turns": 1, "max_tokens": 1, "retries": 0}, above={"timeout_s": 0})
         if self.api_key_env and not self.api_key_env.isidentifier():  # it may be the key itself: never print it
             raise ConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import check_installed
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, writing
 from forge_rl.metrics.values import Histogram
 from forge_rl.types import Batch
@@ -24,9 +24,11 @@ class TensorBoardSink(Sink):
 
     Raises:
         CheckpointError: the disk is full, or the folder is not writable.
+        ConfigError: tensorboard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
+        check_installed("drawing curves", "tensorboard", "tensorboard")
         self._folder = folder
         self._writer: SummaryWriter | None = None
         self._step = 0
@@ -96,13 +98,9 @@ class WandbSink(Sink):
 
     def __init__(self, project: str) -> None:
         # Imported here rather than in `start`, to report a missing package before any service starts.
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"wandb is not installed, and the run logs to the W&B project {project!r}",
-                hint="pip install 'forge_rl[wandb]'",
-            ) from error
+        check_installed(f"the W&B project {project!r}", "wandb", "wandb")
+        import wandb
+
         self._wandb = wandb
         self._project = project
         self._run: wandb.Run | None = None

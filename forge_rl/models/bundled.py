@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_rl.errors import ModelError
+from forge_rl.errors import ModelError, check_installed
 from forge_rl.system.folders import check_own
 
 if TYPE_CHECKING:
@@ -150,6 +150,8 @@ def _is_file(path: Path, sha256: str) -> bool:
 
 
 def _find_gguf() -> Path:
+    for package in ("gguf", "accelerate"):
+        check_installed("building the bundled model", package, "bundled")
     # Importing the package would fail: its dependencies are deliberately not installed.
     spec = importlib.util.find_spec(_WHEEL)
     if spec is None or not spec.submodule_search_locations:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from forge_rl.errors import ConfigError, JudgeError, SpendingError, check_flags
+from forge_rl.errors import ConfigError, JudgeError, SpendingError, check_flags, check_installed
 from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
 from forge_rl.system.redaction import without_credentials
@@ -91,6 +91,7 @@ class Judge:
     """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
+        check_installed("--reward judge", "openai", "openai")
         check_flags(
             self,
             "--reward judge:",

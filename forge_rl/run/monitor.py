@@ -137,7 +137,8 @@ class RunMonitor:
             places["model"] = checkpoint.model
         if best is not None and best != checkpoint:
             places["best model"] = best.model
-        places["curves"] = f"tensorboard --logdir {folder / 'tensorboard'}"
+        if (folder / "tensorboard").is_dir():
+            places["curves"] = f"tensorboard --logdir {folder / 'tensorboard'}"
         self._display.summary(places, recoveries)
 
     def close(self) -> None:

@@ -11,13 +11,14 @@ from typing import TypeVar
 
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.platform import gpus, resolve_dtype
+from forge_rl.envs.protocol import EnvFactory
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.environment import EnvFactory, Environment
+from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, RewardFunction
 from forge_rl.services.trainer import Trainer

@@ -21,8 +21,9 @@ from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.platform import slow_format
-from forge_rl.envs.protocol import AgentEnvironment
+from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.errors import ConfigError
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.metrics import (
@@ -64,7 +65,6 @@ from forge_rl.runtime.isolation import check_isolation
 from forge_rl.runtime.pauses import clock_without_pauses
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by
-from forge_rl.services.environment import EnvFactory
 from forge_rl.services.reward import RewardFunction, parts_of
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
@@ -154,8 +154,11 @@ class Starting(Generic[C]):
                 JSONLSink(folder / "metrics.jsonl"),
                 EventSink(folder / "events.jsonl"),
                 EpisodeSink(folder / "episodes.jsonl"),
-                TensorBoardSink(folder / "tensorboard"),
             ]
+            try:
+                sinks.append(TensorBoardSink(folder / "tensorboard"))
+            except ConfigError as error:
+                notes.append(f"no TensorBoard curves: {error.message}; {error.hint}")
             if config.wandb:
                 sinks.append(WandbSink(config.wandb))
             log = RunLog(display, *sinks)

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from forge_rl.envs.protocol import Env, Observation, Step
+from forge_rl.envs.protocol import Env, EnvFactory, Observation, Step
 from forge_rl.errors import ForgeError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -18,8 +17,6 @@ from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.types import Task, ToolCall
 
-EnvFactory = Callable[[Task], Env]
-"""Creates an episode's environment; must be picklable."""
 Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
 """Content and tool calls of a completion."""
 

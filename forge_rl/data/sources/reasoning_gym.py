@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from forge_rl.errors import TaskError
+from forge_rl.errors import TaskError, check_installed
 from forge_rl.types import Message, Task
 
 _CHUNK = 500
@@ -199,6 +199,7 @@ class _Stream:
             ) from error
 
     def _make(self, chunk: int) -> object:
+        check_installed(f"the data set {self._dataset!r}", "reasoning_gym", "reasoning-gym")
         import reasoning_gym
 
         _check_names(self._dataset, self._params)
@@ -214,8 +215,11 @@ class _Stream:
 
 
 def has_dataset(name: str) -> bool:
-    """Return True if reasoning-gym has a data set of that name."""
-    from reasoning_gym.factory import DATASETS
+    """Return True if reasoning-gym has a data set of that name, and is installed."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError:
+        return False
 
     return name in DATASETS
 
