@@ -19,8 +19,8 @@ from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan import cpu_attention
 from forge_rl.engines.titan import head as titan_head
-from forge_rl.engines.titan import model as titan_model
 from forge_rl.packing.rows import Minibatch, Row
 
 _FEW_TOKENS = 64
@@ -61,7 +61,7 @@ def as_before() -> None:
         return attended(q, k, v, attn_mask=dense[q.shape[2]], scale=scale), q.new_empty(q.shape[:3])
 
     titan_head.HEAD_CHUNK_BYTES = 1 << 62
-    titan_model.attend_trees = attend  # type: ignore[attr-defined]
+    cpu_attention.attend_trees = attend
 
 
 def main() -> None:

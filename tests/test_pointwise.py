@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from forge_rl.engines.titan.model import HalfRoPE
-from forge_rl.engines.titan.pointwise import LeanRMSNorm
+from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
+from forge_rl.engines.titan.rope import HalfRoPE
 
 
 def both(functions, *given: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -16,9 +16,9 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import cpu_attention as attention
 from forge_rl.engines.titan import head as titan_head
+from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.head import FloatHead
 from forge_rl.engines.titan.masks import attention_mask
-from forge_rl.engines.titan.model import TreeAttention
 from forge_rl.engines.titan.shards import named_weights, names_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from benchmarks.ranks import run_ranks
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.llama import LLAMA
-from forge_rl.engines.families.qwen3_moe import QWEN3_MOE
+from forge_rl.engines.families.qwen import QWEN3_MOE
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge_rl.engines.families import llama, qwen3_moe
-from forge_rl.engines.families.family import Architecture, ConfigFile, Experts, Family, LatentAttention, TitanFamily
+from forge_rl.engines.families import llama, qwen
+from forge_rl.engines.families.family import Architecture, ConfigFile, Experts, Family, LatentAttention
 from forge_rl.errors import ModelError
 from forge_rl.weights.names import Names
 
@@ -19,7 +19,7 @@ LAYER = {
     "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
     "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
     **{name: theirs for name, theirs in llama.LAYER.items() if "qkv_linear" not in name},
-    **qwen3_moe.STACKS,
+    **qwen.STACKS,
     "moe.router.gate.weight": "mlp.gate.weight",
     _BIAS: "mlp.gate.e_score_correction_bias",
     "moe.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
@@ -93,68 +93,62 @@ def read(config: ConfigFile) -> Architecture:
     )
 
 
-def titan() -> TitanFamily:
-    """Build on torchtitan's DeepSeek-V3."""
+def layer(architecture: Architecture, index: int, max_positions: int) -> Any:
+    """Make the `Config` of torchtitan's DeepSeek-V3 layer."""
     from torchtitan.models.common import Linear, RMSNorm
-    from torchtitan.models.deepseek_v3.model import Attention, DeepSeekV3Model, DeepSeekV3TransformerBlock
-    from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
+    from torchtitan.models.deepseek_v3.model import Attention, DeepSeekV3TransformerBlock
 
-    from forge_rl.engines.titan.model import (
-        LOADED,
-        HalfRoPE,
-        PairRoPE,
-        decoder,
-        inner_attention,
-        network,
-        norm,
-        rope_fields,
+    from forge_rl.engines.titan.model import LOADED, inner_attention, network, norm
+    from forge_rl.engines.titan.rope import HalfRoPE, PairRoPE, rope_fields
+
+    def linear(inputs: int, outputs: int) -> Any:
+        return Linear.Config(in_features=inputs, out_features=outputs, param_init=LOADED)
+
+    a, latent = architecture, architecture.latent
+    assert latent is not None, "read() gives it"
+    q_dim = a.heads * a.head_dim
+    q = {"wq": linear(a.dim, q_dim), "q_norm": RMSNorm.Config(normalized_shape=1)}
+    if latent.q_rank:
+        q = {
+            "wq_a": linear(a.dim, latent.q_rank),
+            "q_norm": norm(a, latent.q_rank),
+            "wq_b": linear(latent.q_rank, q_dim),
+        }
+    rope = PairRoPE if latent.interleaved else HalfRoPE
+    attention = Attention.Config(
+        dim=a.dim,
+        n_heads=a.heads,
+        q_lora_rank=latent.q_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_nope_head_dim=latent.nope_dim,
+        qk_rope_head_dim=latent.rope_dim,
+        v_head_dim=latent.value_dim,
+        # transformers and vLLM scale q and k by mscale; torchtitan computes the same from this and the RoPE factor.
+        mscale=float(a.rope.get("mscale_all_dim") or 1.0),
+        wkv_a=linear(a.dim, latent.kv_rank + latent.rope_dim),
+        kv_norm=norm(a, latent.kv_rank),
+        wkv_b=linear(latent.kv_rank, a.heads * (latent.nope_dim + latent.value_dim)),
+        wo=linear(a.heads * latent.value_dim, a.dim),
+        inner_attention=inner_attention(),
+        rope=rope.Config(dim=latent.rope_dim, **rope_fields(a, max_positions)),
+        **q,
+    )
+    return DeepSeekV3TransformerBlock.Config(
+        attention=attention, attention_norm=norm(a, a.dim), ffn_norm=norm(a, a.dim), **network(a, index)
     )
 
-    def model_config(architecture: Architecture, max_positions: int) -> Any:
-        a, latent = architecture, architecture.latent
-        assert latent is not None, "read() gives it"
-        rope = PairRoPE if latent.interleaved else HalfRoPE
-        # transformers and vLLM scale q and k by mscale; torchtitan computes the same from this and the RoPE factor.
-        mscale = float(a.rope.get("mscale_all_dim") or 1.0)
 
-        def linear(inputs: int, outputs: int) -> Any:
-            return Linear.Config(in_features=inputs, out_features=outputs, param_init=LOADED)
+def set_sharding(config: Any, **how: bool) -> None:
+    """Set torchtitan's sharding of DeepSeek-V3."""
+    from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 
-        def layer(index: int) -> Any:
-            q_dim = a.heads * a.head_dim
-            q = {"wq": linear(a.dim, q_dim), "q_norm": RMSNorm.Config(normalized_shape=1)}
-            if latent.q_rank:
-                q = {
-                    "wq_a": linear(a.dim, latent.q_rank),
-                    "q_norm": norm(a, latent.q_rank),
-                    "wq_b": linear(latent.q_rank, q_dim),
-                }
-            attention = Attention.Config(
-                dim=a.dim,
-                n_heads=a.heads,
-                q_lora_rank=latent.q_rank,
-                kv_lora_rank=latent.kv_rank,
-                qk_nope_head_dim=latent.nope_dim,
-                qk_rope_head_dim=latent.rope_dim,
-                v_head_dim=latent.value_dim,
-                mscale=mscale,
-                wkv_a=linear(a.dim, latent.kv_rank + latent.rope_dim),
-                kv_norm=norm(a, latent.kv_rank),
-                wkv_b=linear(latent.kv_rank, a.heads * (latent.nope_dim + latent.value_dim)),
-                wo=linear(a.heads * latent.value_dim, a.dim),
-                inner_attention=inner_attention(),
-                rope=rope.Config(dim=latent.rope_dim, **rope_fields(a, max_positions)),
-                **q,
-            )
-            return DeepSeekV3TransformerBlock.Config(
-                attention=attention, attention_norm=norm(a, a.dim), ffn_norm=norm(a, a.dim), **network(a, index)
-            )
-
-        return decoder(a, DeepSeekV3Model, [layer(index) for index in range(a.layers)])
-
-    return TitanFamily(model_config=model_config, set_sharding=set_deepseek_v3_sharding_config)
+    set_deepseek_v3_sharding_config(config, **how)
 
 
 DEEPSEEK_V3 = Family(
-    model_type="deepseek_v3", read=read, names=Names(layer=LAYER, float32=frozenset({_BIAS})), titan=titan
+    model_type="deepseek_v3",
+    read=read,
+    names=Names(layer=LAYER, float32=frozenset({_BIAS})),
+    layer=layer,
+    set_sharding=set_sharding,
 )

@@ -35,16 +35,9 @@ class Family:
     """Reads config.json; raises ModelError for options that the trainer does not support."""
     names: Names
     """Names of the weights."""
-    titan: Callable[[], TitanFamily]
-    """Imports torchtitan and returns the family's builders; called in trainer processes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TitanFamily:
-    """How torchtitan builds and shards the models of a family."""
-
-    model_config: Callable[[Architecture, int], Any]
-    """Makes torchtitan's `Decoder.Config` from the architecture and the maximum sequence length in tokens."""
+    layer: Callable[[Architecture, int, int], Any]
+    """Makes torchtitan's `Config` of a layer from the architecture, the layer's index, and the maximum sequence length
+    in tokens. Imports torchtitan, as does set_sharding: only trainer processes call them."""
     set_sharding: Callable[..., None]
     """torchtitan's `set_*_sharding_config(config, *, enable_sp, enable_ep)`, called before the model is built."""
 

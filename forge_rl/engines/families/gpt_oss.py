@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge_rl.engines.families.family import Architecture, ConfigFile, Experts, Family, TitanFamily
+from forge_rl.engines.families.family import Architecture, ConfigFile, Experts, Family
 from forge_rl.errors import ModelError
 from forge_rl.weights.names import Names
 
@@ -75,57 +75,59 @@ def read(config: ConfigFile) -> Architecture:
     )
 
 
-def titan() -> TitanFamily:
-    """Build on torchtitan's gpt-oss."""
+def layer(architecture: Architecture, index: int, max_positions: int) -> Any:
+    """Make the `Config` of torchtitan's gpt-oss layer."""
     from torchtitan.models.common import Linear
     from torchtitan.models.common.attention import QKVLinear
     from torchtitan.models.common.param_init import skip_param_init
-    from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
+    from torchtitan.models.gpt_oss.model import Attention, GptOssTransformerBlock
+
+    from forge_rl.engines.titan.linear import RowwiseLinear
+    from forge_rl.engines.titan.model import LOADED, inner_attention, norm
+    from forge_rl.engines.titan.moe import ClampedExperts, moe_config
+    from forge_rl.engines.titan.rope import half_rope
+
+    def linear(kind: Any, inputs: int, outputs: int) -> Any:
+        return kind.Config(in_features=inputs, out_features=outputs, bias=True, param_init=LOADED)
+
+    a, experts = architecture, architecture.experts
+    assert experts is not None, "read() gives them"
+    qkv = QKVLinear.Config(
+        head_dim=a.head_dim,
+        wq=linear(Linear, a.dim, a.heads * a.head_dim),
+        wkv=linear(Linear, a.dim, a.kv_heads * a.head_dim),
+    )
+    attention = Attention.Config(
+        n_heads=a.heads,
+        n_kv_heads=a.kv_heads,
+        head_dim=a.head_dim,
+        dim=a.dim,
+        qkv_linear=qkv,
+        wo=linear(RowwiseLinear, a.heads * a.head_dim, a.dim),
+        sliding_window_size=a.window if index in a.window_layers else None,
+        inner_attention=inner_attention(),
+        rope=half_rope(a, max_positions),
+        param_init={"sinks": skip_param_init},
+    )
+    return GptOssTransformerBlock.Config(
+        attention=attention,
+        attention_norm=norm(a, a.dim),
+        ffn_norm=norm(a, a.dim),
+        moe=moe_config(experts, a.dim, kind=ClampedExperts, bias=True, swiglu_limit=experts.limit),
+    )
+
+
+def set_sharding(config: Any, **how: bool) -> None:
+    """Set torchtitan's sharding of gpt-oss."""
     from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
 
-    from forge_rl.engines.titan.model import LOADED, RowwiseLinear, decoder, half_rope, inner_attention, norm
-    from forge_rl.engines.titan.moe import ClampedExperts, moe_config
-
-    def model_config(architecture: Architecture, max_positions: int) -> Any:
-        a, experts = architecture, architecture.experts
-        assert experts is not None, "read() gives them"
-
-        def linear(kind: Any, inputs: int, outputs: int) -> Any:
-            return kind.Config(in_features=inputs, out_features=outputs, bias=True, param_init=LOADED)
-
-        def layer(index: int) -> Any:
-            qkv = QKVLinear.Config(
-                head_dim=a.head_dim,
-                wq=linear(Linear, a.dim, a.heads * a.head_dim),
-                wkv=linear(Linear, a.dim, a.kv_heads * a.head_dim),
-            )
-            attention = Attention.Config(
-                n_heads=a.heads,
-                n_kv_heads=a.kv_heads,
-                head_dim=a.head_dim,
-                dim=a.dim,
-                qkv_linear=qkv,
-                wo=linear(RowwiseLinear, a.heads * a.head_dim, a.dim),
-                sliding_window_size=a.window if index in a.window_layers else None,
-                inner_attention=inner_attention(),
-                rope=half_rope(a, max_positions),
-                param_init={"sinks": skip_param_init},
-            )
-            return GptOssTransformerBlock.Config(
-                attention=attention,
-                attention_norm=norm(a, a.dim),
-                ffn_norm=norm(a, a.dim),
-                moe=moe_config(experts, a.dim, kind=ClampedExperts, bias=True, swiglu_limit=experts.limit),
-            )
-
-        return decoder(a, GptOssModel, [layer(index) for index in range(a.layers)])
-
-    return TitanFamily(model_config=model_config, set_sharding=set_gpt_oss_sharding_config)
+    set_gpt_oss_sharding_config(config, **how)
 
 
 GPT_OSS = Family(
     model_type="gpt_oss",
     read=read,
     names=Names(layer=LAYER, transposed=_TRANSPOSED),
-    titan=titan,
+    layer=layer,
+    set_sharding=set_sharding,
 )

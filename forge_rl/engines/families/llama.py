@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge_rl.engines.families.family import Architecture, ConfigFile, Family, TitanFamily
+from forge_rl.engines.families.family import Architecture, ConfigFile, Family
 from forge_rl.weights.names import Names
 
 LAYER = {
@@ -20,22 +20,20 @@ LAYER = {
 }
 
 
-def titan(*, qkv_bias: bool = False) -> TitanFamily:
-    """Build on torchtitan's Llama 3."""
-    from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
-    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+def layer(architecture: Architecture, index: int, max_positions: int, **options: bool) -> Any:
+    """Make the `Config` of a layer; see `gqa_layer` for the options."""
+    from forge_rl.engines.titan.model import gqa_layer
 
-    from forge_rl.engines.titan.model import gqa_decoder
-
-    def model_config(architecture: Architecture, max_positions: int) -> Any:
-        return gqa_decoder(
-            architecture, max_positions, model=Llama3Model, block=Llama3TransformerBlock, qkv_bias=qkv_bias
-        )
-
-    def set_sharding(config: Any, *, enable_sp: bool, enable_ep: bool) -> None:
-        set_llama3_sharding_config(config, enable_sp=enable_sp)
-
-    return TitanFamily(model_config=model_config, set_sharding=set_sharding)
+    return gqa_layer(architecture, index, max_positions, **options)
 
 
-LLAMA = Family(model_type="llama", read=ConfigFile.architecture, names=Names(layer=LAYER), titan=titan)
+def set_sharding(config: Any, **how: bool) -> None:
+    """Set torchtitan's sharding of Qwen3, whose layers these are."""
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+    set_qwen3_sharding_config(config, **how)
+
+
+LLAMA = Family(
+    model_type="llama", read=ConfigFile.architecture, names=Names(layer=LAYER), layer=layer, set_sharding=set_sharding
+)

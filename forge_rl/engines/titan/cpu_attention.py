@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.models.common.attention import FlexAttention
 
 from forge_rl.packing.rows import Row
 
@@ -83,6 +84,37 @@ def tree_masks(row: Row, queries: slice, window: int | None = None) -> tuple[Tre
         for key, query, stop in spans
         if query < stop
     )
+
+
+class TreeAttention(FlexAttention):
+    """Attention tree by tree with the CPU's fused kernel, as FlexAttention has no backward on CPU.
+
+    A subclass of FlexAttention so that torchtitan's context parallelism gathers a row's keys before it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: tuple[TreeMask, ...],
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """q, k, v and the result are [1, L, heads, head_dim]; there may be fewer queries than keys.
+
+        `out_transform` maps the attention output and the scores' logsumexp, [1, L, heads], to the result, as in
+        torchtitan's FlexAttention.
+        """
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))  # torchtitan's shardings use these names
+        out, sums = (x.transpose(1, 2) for x in attend_trees(q, k, v, attention_masks, scale))
+        return out if out_transform is None else out_transform(out, sums)
 
 
 def attend_trees(

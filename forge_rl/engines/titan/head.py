@@ -65,7 +65,7 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, score: Score, tokens: int
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, score: _Scorer, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score [N] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
         factor = _factor(weight)
@@ -106,7 +106,7 @@ class _ChunkedScores(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+_Scorer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Returns logprobs and entropy of targets from their logits."""
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
@@ -16,8 +15,8 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
-from forge_rl.algorithms import widened
 from forge_rl.engines.families.family import Experts
+from forge_rl.engines.titan.linear import FloatGate
 from forge_rl.engines.titan.routing import ReplayRouter
 
 _GPT_OSS = ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")
@@ -62,22 +61,6 @@ def moe_config(
         ),
         shared_experts=shared,
     )
-
-
-class FloatGate(Linear):
-    """Router projection in float32, or float64 for a float64 model, to distinguish close scores.
-
-    torchtitan leaves this to autocast, which has no float32 on CPU.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Project [..., dim] of any dtype to [..., experts] float32 or float64."""
-        bias = None if self.bias is None else widened(self.bias)
-        return nn.functional.linear(widened(input), widened(self.weight), bias)
 
 
 class WideDispatcher(AllToAllTokenDispatcher):

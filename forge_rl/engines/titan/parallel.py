@@ -10,17 +10,16 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import RoutedExperts
 
 from forge_rl.engines.platform import device_type
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.checkpointing import checkpointing_of
+from forge_rl.engines.titan.model import PolicyModel, recompute_activations
 
 _BACKEND = "partial_dtensor"
 """torchtitan's tensor annotation mode: its default needs DTensors on the mesh of all axes."""
@@ -55,7 +54,7 @@ class Parallelism:
         )
         self._cp = self._dims.get_optional_mesh("cp") if world > 1 else None
 
-    def apply(self, model: Decoder, *, dtype: torch.dtype) -> None:
+    def apply(self, model: PolicyModel, *, dtype: torch.dtype) -> None:
         """Shard a model in place, in the order of torchtitan's own `parallelize_*` functions."""
         dims = self._dims
         if self._cp is not None:
@@ -69,8 +68,7 @@ class Parallelism:
             for module in model.modules():
                 if isinstance(module, RoutedExperts):
                     module.register_forward_pre_hook(_wait)
-        if (checkpointing := checkpointing_of(self._settings)) is not None:
-            checkpointing.build(dump_folder="").apply(model)
+        recompute_activations(model, self._settings.activation_checkpointing)
         copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
         # A single rank gathers nothing: it only casts, once for forward and backward.
         gathers = dims.fsdp_enabled or dims.ep_enabled
@@ -80,7 +78,7 @@ class Parallelism:
             param_dtype=dtype,
             reduce_dtype=torch.promote_types(dtype, torch.float32),
             pp_enabled=False,
-            enable_cpu_offload=self._settings.enable_cpu_offload,
+            cpu_offload=self._settings.enable_cpu_offload,
             reshard_after_forward_policy="default" if gathers else "never",
             ep_degree=dims.ep,
             edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
@@ -122,14 +120,6 @@ def forget_whole_gradients(model: nn.Module) -> None:
                     held.unsharded_accumulated_grad = None
                     if hasattr(held, "_unsharded_param"):
                         held._unsharded_param.grad = None
-
-
-def whole_hidden(hidden: torch.Tensor) -> torch.Tensor:
-    """Return hidden states as a local tensor, whole on every tensor-parallel rank.
-
-    Each rank's gradient covers only its part of the output projection; the backward pass sums them.
-    """
-    return hidden.to_local(grad_placements=[Partial()]) if isinstance(hidden, DTensor) else hidden
 
 
 def _wait(module: nn.Module, inputs: tuple[object, ...]) -> None:

@@ -16,10 +16,9 @@ from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.memory import TrainMemory, adds_up_once
 from forge_rl.engines.platform import device_type, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.checkpointing import checkpointing_of
-from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeMask
+from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
 from forge_rl.engines.titan.head import HEAD_CHUNK_BYTES
-from forge_rl.engines.titan.model import TreeAttention, build_model
+from forge_rl.engines.titan.model import build_model, recompute_activations
 from forge_rl.engines.titan.shards import freeze
 
 
@@ -98,9 +97,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     model.to(dtype)
     for layer in model.layers.values():
         layer.attention.inner_attention = TreeAttention(TreeAttention.Config())  # saves the same as FlexAttention
-    checkpointing = checkpointing_of(settings)
-    if checkpointing is not None:
-        checkpointing.build(dump_folder="").apply(model)
+    recompute_activations(model, settings.activation_checkpointing)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
@@ -114,14 +111,10 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     peaks = []
     for score in (False, True):
         chosen = slice(None) if score else slice(0, 1)
-        handle = model.lm_head.register_forward_pre_hook(
-            lambda _, inputs, chosen=chosen: (inputs[0][0, chosen], targets[0, chosen], 1.0)
-        )
         with _without_autocast(), _LiveBytes() as live:
-            logprobs, _ = model(ids, positions=positions, attention_masks=masks)
+            logprobs, _ = model(ids, positions, masks, wanted=chosen, targets=targets[0, chosen])
             logprobs.sum().backward()
         del logprobs, _
-        handle.remove()
         peaks.append(live.most)
     return peaks[0], max(0, peaks[1] - peaks[0])
 

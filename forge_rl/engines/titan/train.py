@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import clip_grad_norm_
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.utils import set_default_dtype
 
 from forge_rl.algorithms import Loss, LossInputs, logprob_gap
@@ -24,12 +23,11 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.checkpointing import checkpointing_of
 from forge_rl.engines.titan.masks import attention_mask, compile_once
 from forge_rl.engines.titan.measures import Measures
-from forge_rl.engines.titan.model import build_model
+from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.offload import OffloadedState
-from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients, whole_hidden
+from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
 from forge_rl.engines.titan.routing import routing_counts, routing_metrics, set_routing
 from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.engines.titan.saving import StateSaver
@@ -184,7 +182,7 @@ class TitanEngine:
             raise
 
     @torch.no_grad()
-    def _logprobs(self, model: Decoder | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+    def _logprobs(self, model: PolicyModel | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         """Score the targets where the mask is True; a tensor `[L]` for each row, on the device."""
         if model is None:
             raise ConfigError(
@@ -293,25 +291,18 @@ class TitanEngine:
             measures.add(f"loss/{name}", Mean, value, tokens)
         return total
 
-    def _score(self, model: Decoder, given: DeviceRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logprob and entropy of each target where the mask is True, [L] with 0 elsewhere.
-
-        The output projection, a fifth of a small model's compute, runs on these positions only.
-        """
+    def _score(self, model: PolicyModel, given: DeviceRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logprob and entropy of each target where the mask is True, [L] with 0 elsewhere."""
         row, own, wanted = given.row, given.own, given.wanted
         token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
         # A chunk without targets (or a row that pads a share) must still run every layer, for the collectives.
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
         replayed = row.routed if self._settings.router_replay and model is self.model else None
         set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
-        handle = model.lm_head.register_forward_pre_hook(
-            lambda _, inputs: (whole_hidden(inputs[0])[0, chosen], targets[chosen], temperature)
+        masks = attention_mask(row, own, window=self.architecture.window)
+        picked, entropy = model(
+            token_ids[None], positions[None], masks, wanted=chosen, targets=targets[chosen], temperature=temperature
         )
-        try:
-            masks = attention_mask(row, own, window=self.architecture.window)
-            picked, entropy = model(token_ids[None], positions=positions[None], attention_masks=masks)
-        finally:
-            handle.remove()
         scatter = picked.new_zeros(len(targets))
         if len(wanted):
             found = scatter.index_put((wanted,), picked), scatter.index_put((wanted,), entropy)
@@ -327,7 +318,7 @@ class TitanEngine:
         """Number of the policy's parameters over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def _build(self, *, frozen: bool = False) -> Decoder:
+    def _build(self, *, frozen: bool = False) -> PolicyModel:
         """Build and load a model; a frozen one has its weights in the dtype of the forward pass."""
         world = dist.get_world_size()
         dtype = resolve_dtype(self._settings.dtype)
@@ -347,8 +338,8 @@ class TitanEngine:
         if shard:
             self._parallelism.apply(model, dtype=dtype)
             model.to_empty(device=home)
-        elif (checkpointing := checkpointing_of(self._settings)) is not None:
-            checkpointing.build(dump_folder="").apply(model)
+        else:
+            recompute_activations(model, self._settings.activation_checkpointing)
         with torch.no_grad():
             model.init_states()
         load_weights(model, self._folder, tied=self.architecture.tied)

@@ -1,18 +1,22 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in some or all layers."""
+"""Qwen2, Qwen3 and Qwen3-MoE: Llama with biases on q, k and v; with normalised q and k; with experts as well."""
 
-from forge_rl.engines.families import qwen3
+from functools import partial
+
+from forge_rl.engines.families import llama
 from forge_rl.engines.families.family import Architecture, ConfigFile, Experts, Family
 from forge_rl.weights.names import Names
 
+_BIAS = {f"attention.qkv_linear.w{one}.bias": f"self_attn.{one}_proj.bias" for one in "qkv"}
+_NORMS = {f"attention.{one}_norm.weight": f"self_attn.{one}_norm.weight" for one in "qk"}
 STACKS = {
     "moe.routed_experts.inner_experts.w1_EFD": "mlp.experts.{}.gate_proj.weight",
     "moe.routed_experts.inner_experts.w3_EFD": "mlp.experts.{}.up_proj.weight",
     "moe.routed_experts.inner_experts.w2_EDF": "mlp.experts.{}.down_proj.weight",
 }
-LAYER = qwen3.LAYER | STACKS | {"moe.router.gate.weight": "mlp.gate.weight"}
+_EXPERTS = STACKS | {"moe.router.gate.weight": "mlp.gate.weight"}
 
 
-def read(config: ConfigFile) -> Architecture:
+def _read_experts(config: ConfigFile) -> Architecture:
     """Read the experts, and which layers have them."""
     config.need("num_experts_per_tok", "moe_intermediate_size")
     step, dense = config.whole("decoder_sparse_step", 1), config.layer_set("mlp_only_layers")
@@ -28,4 +32,24 @@ def read(config: ConfigFile) -> Architecture:
     return config.architecture(experts=experts)
 
 
-QWEN3_MOE = Family(model_type="qwen3_moe", read=read, names=Names(layer=LAYER), titan=qwen3.titan)
+QWEN2 = Family(
+    model_type="qwen2",
+    read=ConfigFile.architecture,
+    names=Names(layer=llama.LAYER | _BIAS),
+    layer=partial(llama.layer, qkv_bias=True),
+    set_sharding=llama.set_sharding,
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    read=ConfigFile.architecture,
+    names=Names(layer=llama.LAYER | _NORMS),
+    layer=partial(llama.layer, qk_norm=True),
+    set_sharding=llama.set_sharding,
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    read=_read_experts,
+    names=Names(layer=llama.LAYER | _NORMS | _EXPERTS),
+    layer=QWEN3.layer,
+    set_sharding=llama.set_sharding,
+)

@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE with manual gradients: fewer passes over memory, and less saved for the backward pass."""
+"""RMSNorm where torch has no kernel, on CPU: a manual gradient saves memory and passes over it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import RMSNorm
-
-from forge_rl.algorithms import widened
 
 
 class LeanRMSNorm(RMSNorm):
@@ -52,38 +50,3 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = products.t().mv(inverse.flatten()) if ctx.needs_input_grad[1] else None
         grad_x = torch.mul(grad, weight, out=products.view_as(x)).mul_(inverse)
         return grad_x.addcmul_(x, inverse.pow(3).mul_(along).div_(-x.shape[-1])), grad_weight, None
-
-
-def rotate(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Apply rotate-half RoPE, in float32 or wider.
-
-    Args:
-        x: [1, L, heads, head_dim].
-        cache: [1, L, 1, 2 head_dim], cosines then sines, each repeated for both halves.
-    """
-    turned: torch.Tensor = _Rotation.apply(x, cache)
-    return turned
-
-
-class _Rotation(torch.autograd.Function):
-    """Rotation; its gradient is rotated back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cache)
-        return _turned(x, cache, 1)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (cache,) = ctx.saved_tensors
-        return _turned(grad, cache, -1), None
-
-
-def _turned(x: torch.Tensor, cache: torch.Tensor, direction: int) -> torch.Tensor:
-    dim, half = x.shape[-1], x.shape[-1] // 2
-    given, cos, sin = widened(x), cache[..., :dim], cache[..., dim : dim + half]
-    turned = given * cos
-    turned[..., :half].addcmul_(given[..., half:], sin, value=-direction)
-    turned[..., half:].addcmul_(given[..., :half], sin, value=direction)
-    return turned.type_as(x)
